@@ -1,0 +1,72 @@
+"""Long-context language models in a fixed memory budget, with the KV cache on disk.
+
+This is the public API: what a user may import, and nothing else. The names are loaded when they
+are first used, so that `import penstock` itself is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import (
+    AdapterError,
+    BudgetError,
+    CacheStateError,
+    ConfigError,
+    FetchError,
+    ModelLoadError,
+    PenstockError,
+    PromptError,
+    StorageError,
+    StoreFullError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from penstock.generation.engine import LLM
+    from penstock.generation.sampling import SamplingParams
+    from penstock.models.cache_adapter import TieredCache
+    from penstock.policies import POLICIES
+    from penstock.policies.base import SelectionPolicy
+    from penstock.policies.kvswap import KVSwap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "POLICIES",
+    "AdapterError",
+    "BudgetError",
+    "CacheStateError",
+    "ConfigError",
+    "FetchError",
+    "KVSwap",
+    "ModelLoadError",
+    "PenstockError",
+    "PromptError",
+    "SamplingParams",
+    "SelectionPolicy",
+    "StorageError",
+    "StoreFullError",
+    "TieredCache",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "penstock.generation.engine",
+    "POLICIES": "penstock.policies",
+    "KVSwap": "penstock.policies.kvswap",
+    "SamplingParams": "penstock.generation.sampling",
+    "SelectionPolicy": "penstock.policies.base",
+    "TieredCache": "penstock.models.cache_adapter",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Entry points: one file per command."""

@@ -1,0 +1,201 @@
+"""`penstock generate`: answer a prompt from a file or the command line."""
+
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.core.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from penstock.core.stats import PhaseStats
+    from penstock.generation.output import RequestOutput
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, or recall for the bundled model.")
+]
+PolicyOption = Annotated[str, typer.Option(help="Which past tokens a step attends to.")]
+MemoryOption = Annotated[
+    str,
+    typer.Option(help="Fast memory for the KV cache: 512MiB, 1/13 of the full cache, or auto."),
+]
+DiskOption = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH|nvme|ufs|emmc|memory|auto",
+        help="Where the KV cache lies: a folder, a simulated device, or the temporary folder.",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Type of weights and cache; as stored when left out.")
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a Chrome trace of compute and I/O."),
+]
+PrefillChunkOption = Annotated[
+    int, typer.Option(metavar="TOKENS", help="Prompt tokens per forward pass.")
+]
+
+
+def generate_command(
+    model: ModelArgument = "recall",
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
+    ] = None,
+    policy: PolicyOption = "kvswap",
+    memory: MemoryOption = "auto",
+    disk: DiskOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
+    ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    prefill_chunk: PrefillChunkOption = 1024,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
+    ] = False,
+    trace: TraceOption = None,
+) -> None:
+    """Answer a prompt.
+
+    The answer goes to stdout, progress and the end table to stderr.
+    """
+    from penstock.cli.screen import AnswerScreen, show_report
+    from penstock.core.trace import Tracer
+    from penstock.generation.engine import LLM
+    from penstock.generation.sampling import SamplingParams
+
+    console = Console(stderr=True, highlight=False)
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
+    text = _read_prompt(prompt, prompt_file)
+    tracer = None if trace is None else Tracer()
+    if trace is not None:
+        check_writable(trace, "--trace")
+    llm = LLM(
+        model,
+        policy=policy,
+        memory=memory,
+        store=disk,
+        exact=exact,
+        adapter=adapter,
+        dtype=None if dtype is None else dtype.value,
+        device=device,
+        prefill_chunk_size=prefill_chunk,
+    )
+    quiet = as_json and not console.is_terminal
+    with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:
+        [output] = llm.generate(
+            text,
+            params,
+            on_text=screen.on_text,
+            on_progress=screen.on_progress,
+            tracer=tracer,
+        )
+    if tracer is not None and trace is not None:
+        write_trace(tracer, trace)
+    if as_json:
+        typer.echo(json.dumps(as_document(model, output)))
+    else:
+        show_report(console, output.run)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a file that could not be written later.
+
+    Raises:
+        ConfigError: the folder is not there, or `path` is a folder.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+
+
+def write_trace(tracer: Any, path: Path) -> None:
+    """Write a tracer's spans.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        tracer.write(path)
+    except OSError as error:
+        raise StorageError(f"cannot write the trace to {path}: {error.strerror}") from error
+
+
+def as_document(model: str, output: "RequestOutput") -> dict[str, object]:
+    """The run as plain data for `--json`; bytes and seconds, as the names say."""
+    run = output.run
+    return {
+        "model": model,
+        "policy": run.policy,
+        "exact": run.exact,
+        "answer": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": run.prompt_tokens,
+        "new_tokens": run.new_tokens,
+        "prefill_s": run.prefill_s,
+        "prefill_tokens_per_s": run.prefill_tokens_per_s,
+        "decode_s": run.decode_s,
+        "decode_tokens_per_s": run.decode_tokens_per_s,
+        "prefill": _phase(run.stats.prefill),
+        "decode": _phase(run.stats.decode),
+        "memory": asdict(run.memory),
+        "store": run.store,
+        "simulated": run.simulated,
+        "notices": list(run.notices),
+    }
+
+
+def _phase(stats: "PhaseStats") -> dict[str, object]:
+    return {
+        **asdict(stats),
+        "hit_rate": stats.hit_rate,
+        "stall_share": stats.stall_share,
+        "read_bytes_per_token": stats.read_bytes_per_token,
+    }
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from whichever option was given.
+
+    Raises:
+        ConfigError: both were given, or neither.
+        PromptError: the file cannot be read.
+    """
+    from penstock.generation.prompts import read_text_file
+
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give the prompt with either --prompt or --prompt-file")
+    if prompt is not None:
+        return prompt
+    assert prompt_file is not None
+    if str(prompt_file) == "-":
+        return sys.stdin.read()
+    return read_text_file(prompt_file)

@@ -1,0 +1,102 @@
+"""The `penstock` command: its subcommands, and errors as one line with an exit code."""
+
+import logging
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from penstock import __version__
+from penstock.cli.calibrate import calibrate_command
+from penstock.cli.demo import demo_command
+from penstock.cli.devices import devices_command
+from penstock.cli.entry import EXIT_INTERRUPTED
+from penstock.cli.generate import generate_command
+from penstock.core.errors import PenstockError, StorageError
+
+EXIT_FAILED = 1
+"""The run failed: the disk, or something unforeseen."""
+EXIT_BAD_INPUT = 2
+"""What was asked for cannot be done; the same code as for a mistyped option."""
+
+
+class PenstockGroup(TyperGroup):
+    """Runs a subcommand and turns what it raises into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; with --debug, errors keep their traceback."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _say(Text("interrupted; the KV cache's files are gone"))
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            if isinstance(error, PenstockError):
+                _say_error(str(error))
+            elif type(error).__module__.startswith("typer"):
+                raise
+            else:
+                _say_error(f"unexpected {type(error).__name__}: {error} (--debug shows where)")
+            code = EXIT_BAD_INPUT if _is_bad_input(error) else EXIT_FAILED
+            raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    name="penstock",
+    cls=PenstockGroup,
+    help="Long-context language models in a fixed memory budget, with the KV cache on disk.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(demo_command)
+app.command("generate")(generate_command)
+app.command("calibrate")(calibrate_command)
+app.command("devices")(devices_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Long-context language models in a fixed memory budget, with the KV cache on disk."""
+    del version
+    if not debug:
+        # What torch and transformers have to say belongs to their own users.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+
+
+def _is_bad_input(error: Exception) -> bool:
+    return isinstance(error, PenstockError) and not isinstance(error, StorageError)
+
+
+def _say_error(message: str) -> None:
+    line = " ".join(message.split())
+    _say(Text.assemble(("error: ", "bold red"), (line, "red")))
+
+
+def _say(line: Text) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)

@@ -1,0 +1,173 @@
+"""What a person sees of a run: prefill's progress, the answer as it comes, and the end table."""
+
+import time
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.core.byte_size import format_bytes
+from penstock.generation.output import RunReport
+
+_STEPS_IN_A_PIPE = 10
+
+
+class PrefillProgress:
+    """Prefill's progress: a live bar on a terminal, ten lines in a pipe.
+
+    A context manager; `update` may be called from the moment it is entered, and `stop` clears
+    the bar so that other text can follow.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started_s = 0.0
+        self._latest = (0, 0.0)  # tokens done and when, as of the last update
+        self._steps_shown = 0
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("prefill"),
+                BarColumn(bar_width=32),
+                TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
+                console=console,
+                transient=True,
+            )
+
+    def __enter__(self) -> "PrefillProgress":
+        self._started_s = time.perf_counter()
+        self._latest = (0, self._started_s)
+        if self._bar is not None:
+            self._bar.add_task("prefill", total=None, figures="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` tokens are in the cache."""
+        figures = self._figures(done, total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total, figures=figures)
+            return
+        step = done * _STEPS_IN_A_PIPE // total
+        if step > self._steps_shown:
+            self._steps_shown = step
+            line = f"prefill {100 * done // total:>3} %  {figures}"
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _figures(self, done: int, total: int) -> str:
+        """Tokens, the mean rate, and the time left at the rate of the newest chunk.
+
+        Later chunks attend to a longer past and are slower, so the mean would promise too much.
+        """
+        now_s = time.perf_counter()
+        done_before, before_s = self._latest
+        self._latest = (done, now_s)
+        rate = done / (now_s - self._started_s)
+        left_s = (total - done) * (now_s - before_s) / max(done - done_before, 1)
+        return f"{done:,}/{total:,} tokens  {rate:,.0f} tokens/s  ETA {left_s:.0f} s"
+
+    def stop(self) -> None:
+        """Clear the bar. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class AnswerScreen:
+    """Progress while the prompt runs, then the answer, piece by piece.
+
+    Args:
+        console: for progress and everything else that is not the answer; None shows nothing.
+        out: where the answer goes, or None to keep quiet about it.
+        lead: printed before the answer's first piece.
+    """
+
+    def __init__(self, console: Console | None, out: TextIO | None, lead: str = "") -> None:
+        self._out = out
+        self._lead = lead
+        self._answered = False
+        self._progress = None if console is None else PrefillProgress(console)
+
+    def __enter__(self) -> "AnswerScreen":
+        if self._progress is not None:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._out is not None and self._answered:
+            self._out.write("\n")
+            self._out.flush()
+
+    def on_progress(self, done: int, total: int) -> None:
+        """For `LLM.generate(on_progress=...)`."""
+        if self._progress is not None:
+            self._progress.update(done, total)
+
+    def on_text(self, row: int, piece: str) -> None:
+        """For `LLM.generate(on_text=...)`; there is one prompt, hence one row."""
+        assert row == 0, row
+        if self._out is None:
+            return
+        if not self._answered:
+            if self._progress is not None:
+                self._progress.stop()
+            self._out.write(self._lead)
+            self._answered = True
+        self._out.write(piece)
+        self._out.flush()
+
+
+def report_rows(report: RunReport) -> list[tuple[str, str]]:
+    """The end table as (what, figure) pairs; says "simulated" wherever a simulated disk counts."""
+    memory, decode = report.memory, report.stats.decode
+    mark = " (simulated disk)" if report.simulated else ""
+    held = f"{format_bytes(memory.peak_bytes)} of a budget of {format_bytes(memory.limit_bytes)}"
+    if memory.full_cache_bytes > memory.peak_bytes > 0:
+        held += f", 1/{memory.full_cache_bytes / memory.peak_bytes:.1f} of the full cache"
+    prefill_rate, decode_rate = report.prefill_tokens_per_s, report.decode_tokens_per_s
+    rows = {
+        "policy": f"{report.policy}, exact" if report.exact else report.policy,
+        "KV cache lies on": report.store,
+        "full KV cache": format_bytes(memory.full_cache_bytes),
+        "held in memory": held,
+        "prefill": f"{prefill_rate:,.0f} tokens/s{mark}, {report.prefill_s:.1f} s",
+        "decode": "the only token came out of prefill",
+    }
+    if report.decode_tokens:
+        hits = f"{100 * decode.hit_rate:.0f} % of the wanted groups were in memory"
+        rows |= {
+            "decode": f"{decode_rate:,.1f} tokens/s{mark}, {report.decode_s:.2f} s",
+            "read per token": format_bytes(decode.read_bytes_per_token),
+            "hit rate": hits if decode.units_wanted else "nothing had to be fetched",
+            "stall share": f"{100 * decode.stall_share:.1f} % of decode waited for reads{mark}",
+        }
+    return list(rows.items())
+
+
+def show_report(console: Console, report: RunReport) -> None:
+    """Print the notices and the end table of a run."""
+    for notice in report.notices:
+        console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
+    table = Table(show_header=False, border_style="dim")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, figure in report_rows(report):
+        table.add_row(what, Text(figure))
+    console.print(table)

@@ -1,0 +1,73 @@
+"""Byte sizes as people write them: "512MiB", "1.5GB", "1/13", "5%", "auto"."""
+
+import re
+from fractions import Fraction
+
+from penstock.core.errors import ConfigError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
+_FRACTION = re.compile(r"^\s*([0-9]+)\s*/\s*([0-9]+)\s*$")
+_PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
+
+
+def parse_bytes(text: str) -> int:
+    """Turn "512MiB" into bytes; a bare number is bytes, KB is 1000 and K or KiB is 1024.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    match = _SIZE.match(text)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(f"cannot read {text!r} as a size; write for example 512MiB or 2GB")
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) -> int:
+    """Turn a `memory=` setting into bytes.
+
+    Args:
+        memory: bytes, "512MiB", a fraction of the full cache ("1/13", "5%", a float up to 1), or
+            "auto": half of the free memory, at most the full cache.
+        full_bytes: size of the full cache, in bytes.
+        free_bytes: free memory on the device of the cache, in bytes.
+
+    Raises:
+        ConfigError: the setting is none of these, or not positive.
+    """
+    if isinstance(memory, bool):
+        raise ConfigError("memory must be a size such as 512MiB, 1/13 or auto")
+    if isinstance(memory, int):
+        size = memory
+    elif isinstance(memory, float):
+        if not 0 < memory <= 1:
+            raise ConfigError(f"memory={memory} is not a fraction of the full cache in (0, 1]")
+        size = int(full_bytes * memory)
+    elif memory.strip().lower() == "auto":
+        size = min(full_bytes, free_bytes // 2)
+    elif (fraction := _FRACTION.match(memory)) is not None:
+        if int(fraction.group(2)) == 0:
+            raise ConfigError(f"memory={memory!r} divides by zero")
+        size = int(full_bytes * Fraction(int(fraction.group(1)), int(fraction.group(2))))
+    elif (percent := _PERCENT.match(memory)) is not None:
+        size = int(full_bytes * float(percent.group(1)) / 100)
+    else:
+        size = parse_bytes(memory)
+    if size <= 0:
+        raise ConfigError(f"memory={memory!r} is not a positive size")
+    return size
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a size for people, in binary units: 7.53 MiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

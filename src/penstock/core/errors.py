@@ -1,0 +1,73 @@
+"""The exception tree: the world's mistakes, each with what to do about it.
+
+PenstockError
+├── ConfigError(ValueError)          a setting is impossible; names the field and the limit
+│   ├── BudgetError                  the memory budget is too small, or was passed
+│   ├── AdapterError                 a low-rank adapter that does not belong to this model
+│   ├── PromptError                  a prompt that cannot be run (empty, too long, unreadable)
+│   └── UnsupportedModelError        the model cannot work with a tiered cache, and why
+├── ModelLoadError                   a model folder that is missing or cannot be read
+├── StorageError(OSError)
+│   ├── StoreFullError               the disk has no room for the KV cache
+│   ├── AlignmentError               a direct I/O call that is not sector-aligned
+│   └── FetchError                   a read failed or came up short
+└── CacheStateError(RuntimeError)    a call that the cache's present state does not allow
+
+Programmer mistakes are `assert`s; these are for everything else.
+"""
+
+
+class PenstockError(Exception):
+    """Base class of every error that Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """A setting is impossible; the message names the field and the limit."""
+
+
+class BudgetError(ConfigError):
+    """The memory budget is too small, or something asked for more than is left.
+
+    Attributes:
+        needed_bytes: the smallest budget that would do, in bytes, when it is known.
+    """
+
+    def __init__(self, message: str, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class AdapterError(ConfigError):
+    """A low-rank adapter is unreadable or was made for another model."""
+
+
+class PromptError(ConfigError):
+    """A prompt cannot be run: empty, unreadable, or longer than the model's positions."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model's attention cannot work with a tiered cache; the message says why."""
+
+
+class ModelLoadError(PenstockError):
+    """A model folder is missing, incomplete, or not a causal language model."""
+
+
+class StorageError(PenstockError, OSError):
+    """The disk tier failed."""
+
+
+class StoreFullError(StorageError):
+    """The disk has no room for the KV cache."""
+
+
+class AlignmentError(StorageError):
+    """A direct I/O call whose offset, length or address is not sector-aligned."""
+
+
+class FetchError(StorageError):
+    """A read failed or came up short; carries the original error as its cause."""
+
+
+class CacheStateError(PenstockError, RuntimeError):
+    """The cache's present state does not allow this call (closed, wrong batch, ...)."""

@@ -1,0 +1,89 @@
+"""SlotPlan and SizingRequest: how one memory budget is divided among index, slots, window and staging."""
+
+from dataclasses import dataclass
+
+from penstock.core.byte_size import format_bytes
+from penstock.core.errors import BudgetError
+from penstock.core.shape import KVShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPlan:
+    """Sizes of every fixed allocation of a cache, per layer and batch row unless said otherwise."""
+
+    batch: int
+    max_groups: int
+    """Groups that a sequence of `max_tokens` tokens fills."""
+    group_tokens: int
+    num_slots: int
+    """Slots of a pool (reuse capacity, or the preload buffer when pools are shared)."""
+    selected_groups: int
+    """Groups that one step selects (the paper's M)."""
+    sink_slots: int
+    ring_slots: int
+    shared_pools: bool
+    """Two pools serve all layers in turn (no reuse between steps) instead of one each."""
+    compact: bool
+    """Selected slots are gathered before attention instead of attending to the whole pool."""
+    index_bytes: int
+    """Index of all layers and rows, in bytes."""
+    fixed_bytes: int
+    """Tables, staging and scratch of all layers and rows, in bytes."""
+    unit_bytes: int
+    """Bytes of one group of one layer."""
+    staging_rows: int
+    """Rows of one staging section; 0 when reads land in the slots."""
+    pool_bytes: int
+    """Slots, sinks and windows of all layers and rows, in bytes."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, in bytes."""
+        return self.index_bytes + self.fixed_bytes + self.pool_bytes
+
+    @property
+    def tail_slots(self) -> int:
+        """Slots of sinks and rolling window."""
+        return self.sink_slots + self.ring_slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizingRequest:
+    """What a policy is given to divide: the model's shape, the work, and the memory."""
+
+    shape: KVShape
+    batch: int
+    max_tokens: int
+    """Most tokens per sequence, prompt and answer."""
+    limit_bytes: int | None
+    """Budget for all fast memory; None for no limit."""
+    sector_bytes: int
+    device_is_cpu: bool
+    has_adapter: bool
+    """A fitted low-rank basis is at hand."""
+
+    def row_bytes(self, group_tokens: int) -> int:
+        """A group's place on disk: its bytes, padded to whole sectors."""
+        unit = group_tokens * self.shape.token_bytes
+        return -(-unit // self.sector_bytes) * self.sector_bytes
+
+    def is_direct(self, group_tokens: int) -> bool:
+        """Whether disk reads land in the slots themselves."""
+        unit = group_tokens * self.shape.token_bytes
+        return self.device_is_cpu and unit == self.row_bytes(group_tokens)
+
+    def require(self, needed_bytes: int, what: str) -> None:
+        """Refuse a budget below `needed_bytes`.
+
+        Raises:
+            BudgetError: with the smallest budget that would do.
+        """
+        if self.limit_bytes is not None and needed_bytes > self.limit_bytes:
+            full = self.shape.full_cache_bytes(self.batch, self.max_tokens)
+            raise BudgetError(
+                f"memory={format_bytes(self.limit_bytes)} is too little for {what} with "
+                f"{self.batch} x {self.max_tokens} tokens (full cache {format_bytes(full)}); the "
+                f"smallest budget that would do is {format_bytes(needed_bytes)} "
+                f"({needed_bytes} bytes)",
+                needed_bytes=needed_bytes,
+            )

@@ -1,0 +1,50 @@
+"""RunStats: bytes, reads, hits and stall time of prefill and of the decode steps."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class PhaseStats:
+    """Counters of one phase (prefill or decode) of one cache; times in seconds."""
+
+    steps: int = 0
+    """Forward passes: chunks in prefill, tokens in decode."""
+    tokens: int = 0
+    """Tokens that went through, batch rows counted."""
+    seconds: float = 0.0
+    """Time from the first layer's entry to the last layer's exit, summed over steps."""
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    units_wanted: int = 0
+    """Units that selections asked for."""
+    units_hit: int = 0
+    """Of those, already resident."""
+    stall_s: float = 0.0
+    """Time that attention waited for reads."""
+    predict_s: float = 0.0
+    """Time in query prediction, scoring and selection."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of wanted units that were resident; 0 when nothing was wanted."""
+        return self.units_hit / self.units_wanted if self.units_wanted else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the phase's time spent waiting for reads."""
+        return self.stall_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        """Bytes read for each token that went through."""
+        return self.read_bytes / self.tokens if self.tokens else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RunStats:
+    """Both phases of one cache's life."""
+
+    prefill: PhaseStats = field(default_factory=PhaseStats)
+    decode: PhaseStats = field(default_factory=PhaseStats)

@@ -1,0 +1,1 @@
+"""Token loops over a model and a TieredCache."""

@@ -1,0 +1,243 @@
+"""LLM: prompts in, answers out, over `model.generate` with a TieredCache."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.trace import Tracer
+from penstock.generation.answer_watch import AnswerWatch, OnText
+from penstock.generation.output import RequestOutput, RunReport
+from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
+from penstock.generation.sampling import SamplingParams
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
+from penstock.policies.base import SelectionPolicy
+
+OnProgress = Callable[[int, int], None]
+"""Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
+
+
+class LLM:
+    """A model with its KV cache in a fixed memory budget, under vLLM's calling conventions.
+
+    Each call to `generate` runs its prompts as one batch through a cache of its own, sized for
+    the longest prompt and `max_tokens`, and frees everything when it returns or raises. For
+    several turns on one cache, or anything else that transformers can do, use `TieredCache` with
+    `model.generate` itself.
+
+    Args:
+        model: "recall" (the bundled model), a model folder, a model that `load` returned, or a
+            transformers model.
+        tokenizer: only for a transformers model; without one, prompts are token ids.
+        policy: a name of `penstock.POLICIES` or a policy object.
+        memory: fast memory for the cache: bytes, "512MiB", a fraction of the full cache ("1/13"),
+            "auto", or None for as much as the full cache takes.
+        store: where the cache lies: "auto", a folder, "memory", or a simulated device.
+        exact: attend to the whole past, streamed from the store; the tokens are those of the
+            plain model at any budget.
+        adapter: path of a low-rank adapter that `penstock calibrate` made.
+        dtype: of weights and cache, when a model is loaded here; None as stored.
+        device: where to load the model, "cpu" or "cuda".
+        prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        UnsupportedModelError: it is no causal language model.
+        ConfigError: a setting is impossible.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | CausalLM = BUNDLED,
+        *,
+        tokenizer: Tokenizer | None = None,
+        policy: str | SelectionPolicy = "kvswap",
+        memory: int | float | str | None = "auto",
+        store: str | Path = "auto",
+        exact: bool = False,
+        adapter: str | Path | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        prefill_chunk_size: int = 1024,
+    ) -> None:
+        if prefill_chunk_size < 1:
+            raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
+        if isinstance(model, LoadedModel):
+            self._loaded = model
+        elif isinstance(model, str | Path):
+            self._loaded = load(model, dtype=dtype, device=device)
+        else:
+            name = model.name_or_path or type(model).__name__
+            self._loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name)
+        self._policy = policy
+        self._memory = memory
+        self._store = store
+        self._exact = exact
+        self._adapter = adapter
+        self._prefill_chunk_size = prefill_chunk_size
+
+    @property
+    def model(self) -> CausalLM:
+        """The transformers model, unmodified."""
+        return self._loaded.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that encodes prompts and decodes answers."""
+        return self._loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_text: OnText | None = None,
+        on_progress: OnProgress | None = None,
+        tracer: Tracer | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all in one batch.
+
+        Args:
+            prompts: one text, one list of token ids, or a list of these.
+            sampling_params: None for the defaults of `SamplingParams`.
+            on_text: called with each piece of an answer as soon as it is known.
+            on_progress: called after each chunk of prefill.
+            tracer: collects spans of compute and I/O.
+
+        Returns:
+            One answer per prompt, in their order.
+
+        Raises:
+            PromptError: a prompt is empty or does not fit the model.
+            BudgetError: `memory` is too small for these prompts; says how much would do.
+            UnsupportedModelError: the model's attention cannot work with a tiered cache.
+            StorageError: the store cannot be used, is full, or failed.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if params.stop_texts and self.tokenizer is None:
+            raise ConfigError("stop needs a tokenizer to know the text of an answer")
+        config, end_token_ids = self._generation_config(params)
+        batch = make_batch(
+            self._loaded,
+            as_prompt_list(prompts),
+            new_tokens=params.max_tokens,
+            pad_token_id=config.pad_token_id,
+        )
+        watch = AnswerWatch(
+            self.tokenizer,
+            params,
+            num_rows=len(batch.token_ids),
+            end_token_ids=end_token_ids,
+            on_text=on_text,
+        )
+        total = batch.padded_tokens
+        cache = TieredCache(
+            self.model,
+            policy=self._policy,
+            memory=self._memory,
+            store=self._store,
+            max_tokens=total + params.max_tokens,
+            batch_size=len(batch.token_ids),
+            exact=self._exact,
+            adapter=self._adapter,
+            tracer=tracer,
+            progress=None if on_progress is None else lambda done: on_progress(done, total),
+        )
+        with cache:
+            started_s = time.perf_counter()
+            self._run(batch, params, config, watch, cache)
+            report = self._report(batch, watch, cache, started_s)
+        return _outputs(batch, watch, report)
+
+    def _run(
+        self,
+        batch: PromptBatch,
+        params: SamplingParams,
+        config: Any,
+        watch: AnswerWatch,
+        cache: TieredCache,
+    ) -> None:
+        model: Any = self.model
+        with _seeded(params.seed, model.device):
+            model.generate(
+                input_ids=batch.input_ids.to(model.device),
+                attention_mask=batch.attention_mask.to(model.device),
+                past_key_values=cache,
+                generation_config=config,
+                stopping_criteria=[watch],
+            )
+
+    def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
+        """The model's own generation config with `params` in it, and the ids that end an answer."""
+        config: Any = copy.deepcopy(self.model.generation_config)
+        ends = config.eos_token_id
+        if ends is None and self.tokenizer is not None:
+            ends = self.tokenizer.eos_token_id
+        end_token_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
+        config.eos_token_id = sorted(end_token_ids) or None
+        if config.pad_token_id is None:
+            config.pad_token_id = min(end_token_ids, default=0)
+        config.max_length = None
+        config.max_new_tokens = params.max_tokens
+        config.num_beams = 1
+        config.num_return_sequences = 1
+        config.return_dict_in_generate = False
+        config.use_cache = True
+        config.cache_implementation = None
+        config.prefill_chunk_size = self._prefill_chunk_size
+        config.do_sample = not params.is_greedy
+        config.temperature = None if params.is_greedy else params.temperature
+        config.top_p = None if params.is_greedy else params.top_p
+        config.top_k = None if params.is_greedy else max(params.top_k, 0)
+        return config, end_token_ids
+
+    def _report(
+        self, batch: PromptBatch, watch: AnswerWatch, cache: TieredCache, started_s: float
+    ) -> RunReport:
+        new_tokens = sum(len(ids) for ids in watch.token_ids)
+        return RunReport(
+            policy=cache.policy.name,
+            exact=self._exact,
+            prompt_tokens=sum(len(ids) for ids in batch.token_ids),
+            new_tokens=new_tokens,
+            prefill_s=watch.first_token_s - started_s,
+            decode_s=watch.last_token_s - watch.first_token_s,
+            decode_tokens=new_tokens - len(watch.token_ids),
+            stats=cache.stats,
+            memory=cache.report(),
+            store=cache.store_description,
+            simulated=cache.simulated,
+            notices=tuple(cache.notices),
+        )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed torch inside the block and put the generators back behind it."""
+    if seed is None:
+        yield
+        return
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _outputs(batch: PromptBatch, watch: AnswerWatch, report: RunReport) -> list[RequestOutput]:
+    return [
+        RequestOutput(
+            prompt=batch.texts[row],
+            prompt_token_ids=batch.token_ids[row],
+            text=watch.text(row),
+            token_ids=watch.token_ids[row],
+            finish_reason=watch.finish_reasons[row] or "length",
+            run=report,
+        )
+        for row in range(len(batch.token_ids))
+    ]

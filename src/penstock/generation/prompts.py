@@ -1,0 +1,123 @@
+"""Prompts as a batch: encoding, the checks that come before any work, and left padding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import PromptError
+from penstock.models.loader import LoadedModel
+from penstock.models.model_shape import inspect_model
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptBatch:
+    """Prompts padded on the left to one length."""
+
+    texts: list[str | None]
+    token_ids: list[list[int]]
+    input_ids: Tensor
+    """int64. [batch, tokens]"""
+    attention_mask: Tensor
+    """int64, 0 on padding. [batch, tokens]"""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Length of every row."""
+        return int(self.input_ids.shape[1])
+
+
+def read_text_file(path: str | Path, what: str = "prompt file") -> str:
+    """Read a UTF-8 text file; `what` names it in errors.
+
+    Raises:
+        PromptError: it is missing, cannot be read, or is not text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{what} {path} is not UTF-8 text") from error
+    except OSError as error:
+        raise PromptError(f"cannot read {what} {path}: {error.strerror or error}") from error
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one was given or several.
+
+    Raises:
+        PromptError: the list is empty.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise PromptError("there is no prompt: it has zero tokens")
+    if all(isinstance(item, int) for item in items):
+        return [[item for item in items if isinstance(item, int)]]
+    return [item for item in items if not isinstance(item, int)]
+
+
+def make_batch(
+    loaded: LoadedModel, prompts: Sequence[Prompt], *, new_tokens: int, pad_token_id: int
+) -> PromptBatch:
+    """Encode prompts and pad them on the left.
+
+    Args:
+        loaded: the model, for its limits, and its tokenizer.
+        prompts: texts, or token ids; at least one.
+        new_tokens: most tokens that will be generated behind each prompt.
+        pad_token_id: fills the left; never attended to.
+
+    Raises:
+        PromptError: a prompt has no tokens, holds an unknown token id, does not fit the model's
+            positions, or is text while there is no tokenizer.
+    """
+    token_ids = [_encode(loaded, prompt) for prompt in prompts]
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    for row, ids in enumerate(token_ids):
+        which = "the prompt" if len(token_ids) == 1 else f"prompt {row}"
+        _check(loaded, which, ids, new_tokens=new_tokens, vocabulary=int(vocabulary))
+    longest = max(len(ids) for ids in token_ids)
+    input_ids = torch.full((len(token_ids), longest), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(token_ids):
+        input_ids[row, longest - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
+        attention_mask[row, longest - len(ids) :] = 1
+    return PromptBatch(
+        texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
+        token_ids=token_ids,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+    )
+
+
+def _encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]
+    if loaded.tokenizer is None:
+        raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
+    # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
+    if not prompt.strip():
+        return []
+    return [int(token) for token in loaded.tokenizer(prompt, verbose=False)["input_ids"]]
+
+
+def _check(
+    loaded: LoadedModel, which: str, ids: list[int], *, new_tokens: int, vocabulary: int
+) -> None:
+    if not ids:
+        raise PromptError(f"{which} is empty: it has zero tokens")
+    wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise PromptError(f"{which} holds token id {wrong}, but {loaded.name} has {vocabulary}")
+    limit = inspect_model(loaded.model).max_positions
+    if len(ids) + new_tokens > limit:
+        raise PromptError(
+            f"{which} has {len(ids):,} tokens and {new_tokens:,} more are asked for, but "
+            f"{loaded.name} has {limit:,} positions; take away {len(ids) + new_tokens - limit:,}"
+        )

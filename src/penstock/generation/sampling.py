@@ -1,0 +1,52 @@
+"""SamplingParams: how the next token is chosen and when an answer ends."""
+
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one call, under the names that vLLM gives them.
+
+    What is not named here (a repetition penalty, say) stays as the model's own
+    `generation_config` has it.
+
+    Raises:
+        ConfigError: a field is out of its range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that hold this share of the mass, in (0, 1]."""
+    top_k: int = 0
+    """Sample among this many most probable tokens; 0 (or -1) is all of them."""
+    max_tokens: int = 16
+    """Most new tokens per prompt."""
+    seed: int | None = None
+    """Makes sampling repeatable without touching torch's global generator state."""
+    stop: str | tuple[str, ...] = ()
+    """The answer ends before the first of these strings."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.top_k < -1:
+            raise ConfigError(f"top_k={self.top_k} must be 0 (all tokens) or more")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens={self.max_tokens} must be at least 1")
+        if any(not text for text in self.stop_texts):
+            raise ConfigError("stop holds an empty string, which would end every answer at once")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

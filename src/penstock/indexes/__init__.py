@@ -1,0 +1,1 @@
+"""Compact in-memory summaries of the keys that rank units for a query."""

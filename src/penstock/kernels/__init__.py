@@ -1,0 +1,1 @@
+"""Tensor functions with several implementations, and the choice between them."""

@@ -1,0 +1,138 @@
+"""attention_block(): attention over one block with its log-sum-exp, by the fastest kernel there is."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference import NEGATIVE_INFINITY, attention_reference
+
+_REFERENCE_QUERY_ROWS = 256
+"""The plain-torch path makes a float32 [.., rows, tokens] matrix; this bounds its rows."""
+
+
+def attention_block(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    never_empty: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attend over one block of keys; the twin of `attention_reference`.
+
+    Keys and values may be strided views (a slot pool holds [tokens, 2, kv_heads, head_dim]); they
+    are never copied. Query heads that share a KV head become rows of one problem, because the CPU
+    kernel is several times faster on [kv_heads, rows] than on one query per head.
+
+    Args:
+        query: [batch, num_heads, queries, head_dim]
+        keys: [batch, kv_heads, tokens, head_dim]
+        values: [batch, kv_heads, tokens, head_dim]
+        scaling: factor on the logits.
+        key_mask: additive mask over the keys alone, 0 or minus infinity, in the query's dtype.
+            [batch, tokens]
+        causal: query i sees keys up to i (as many queries as tokens).
+        softcap: see `attention_reference`.
+        never_empty: the caller knows that `key_mask` leaves every row something to see, which
+            saves a check in the decode loop.
+
+    Returns:
+        Output [batch, num_heads, queries, head_dim] (the query's dtype or float32) and the
+        log-sum-exp, float32 [batch, num_heads, queries]; zero and minus infinity where a query
+        sees nothing.
+    """
+    if softcap is None and query.device.type == "cpu":
+        if causal:
+            return _cpu_causal(query, keys, values, scaling, key_mask)
+        return _cpu_grouped(query, keys, values, scaling, key_mask, never_empty)
+    if softcap is None and key_mask is None and _flash_on_cuda(query):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scaling
+        )[:2]
+        return out, lse
+    return _plain(query, keys, values, scaling, key_mask, causal, softcap)
+
+
+def _flash_on_cuda(query: Tensor) -> bool:
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[2] > 1
+        and query.shape[3] % 8 == 0
+        and query.shape[3] <= 256
+    )
+
+
+def _cpu_grouped(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    key_mask: Tensor | None,
+    never_empty: bool,
+) -> tuple[Tensor, Tensor]:
+    """Every query sees every key that `key_mask` leaves: one problem per KV head."""
+    batch, num_heads, num_queries, head_dim = query.shape
+    kv_heads, tokens = keys.shape[1], keys.shape[2]
+    rows = num_heads // kv_heads * num_queries
+    mask = None
+    if key_mask is not None:
+        mask = key_mask.view(batch, 1, 1, tokens)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.reshape(batch, kv_heads, rows, head_dim), keys, values, 0.0, False,
+        attn_mask=mask, scale=scaling,
+    )  # fmt: skip
+    lse = lse.reshape(batch, num_heads, num_queries)
+    if key_mask is not None and not never_empty:
+        # The kernel answers a fully masked row with lse 0, which would corrupt a merge.
+        empty = (key_mask == NEGATIVE_INFINITY).all(dim=-1)
+        if bool(empty.any()):
+            lse = lse.masked_fill(empty.view(batch, 1, 1), NEGATIVE_INFINITY)
+    return out.reshape(batch, num_heads, num_queries, head_dim), lse
+
+
+def _cpu_causal(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The diagonal block of a prefill chunk."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if key_mask is None:
+        out, lse = kernel(query, keys, values, 0.0, True, scale=scaling)
+        return out, lse
+    tokens = keys.shape[2]
+    hidden = torch.full((tokens, tokens), NEGATIVE_INFINITY, dtype=query.dtype).triu(1)
+    mask = key_mask[:, None, None, :] + hidden
+    out, lse = kernel(query, keys, values, 0.0, False, attn_mask=mask, scale=scaling)
+    # Left padding: query i sees nothing when keys 0..i are all masked.
+    empty = (key_mask == NEGATIVE_INFINITY).cumprod(dim=-1).bool()[:, None, :]
+    return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, NEGATIVE_INFINITY)
+
+
+def _plain(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    key_mask: Tensor | None,
+    causal: bool,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Plain torch in strips of query rows, so that the logits stay small."""
+    outs, lses = [], []
+    visible_keys = None if key_mask is None else key_mask.eq(0)[:, None, None, :]
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    for start in range(0, query.shape[2], _REFERENCE_QUERY_ROWS):
+        strip = query[:, :, start : start + _REFERENCE_QUERY_ROWS]
+        mask = visible_keys
+        if causal:
+            rows = torch.arange(start, start + strip.shape[2], device=keys.device)
+            visible = positions <= rows[:, None]
+            mask = visible if mask is None else mask & visible
+        out, lse = attention_reference(
+            strip, keys, values, scaling=scaling, mask=mask, softcap=softcap
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)

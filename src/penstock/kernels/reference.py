@@ -1,0 +1,97 @@
+"""The meaning of every kernel in plain PyTorch; tests compare the fast ones against it."""
+
+import torch
+from torch import Tensor
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend over one block of keys and say how much of the softmax it carries.
+
+    Args:
+        query: [batch, num_heads, queries, head_dim], any floating dtype.
+        keys: [batch, kv_heads, tokens, head_dim]; heads are shared by consecutive query heads.
+        values: like `keys`.
+        scaling: factor on the logits, before `softcap`.
+        mask: bool, True where a query may look, broadcastable to [batch, heads, queries, tokens].
+        causal: query i sees keys up to i; needs as many queries as tokens.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+
+    Returns:
+        The block's output, float32 [batch, num_heads, queries, head_dim], zero where a query sees
+        nothing; and the log-sum-exp of its logits, float32 [batch, num_heads, queries], minus
+        infinity there.
+    """
+    batch, num_heads, num_queries, head_dim = query.shape
+    kv_heads, tokens = keys.shape[1], keys.shape[2]
+    grouped = query.reshape(batch, kv_heads, num_heads // kv_heads, num_queries, head_dim)
+    logits = torch.matmul(grouped.float(), keys.float().unsqueeze(2).transpose(-1, -2)) * scaling
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.reshape(batch, num_heads, num_queries, tokens)
+    if causal:
+        visible = torch.ones(num_queries, tokens, dtype=torch.bool, device=query.device).tril()
+        mask = visible if mask is None else mask & visible
+    if mask is not None:
+        logits = logits.masked_fill(~mask, NEGATIVE_INFINITY)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    weights = weights.reshape(batch, kv_heads, -1, num_queries, tokens)
+    out = torch.matmul(weights, values.float().unsqueeze(2))
+    return out.reshape(batch, num_heads, num_queries, head_dim), lse
+
+
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge two blocks of one softmax by their log-sum-exp.
+
+    Args:
+        out_a, out_b: block outputs, float32. [batch, heads, queries, head_dim]
+        lse_a, lse_b: their log-sum-exp, float32, minus infinity for an empty block.
+            [batch, heads, queries]
+
+    Returns:
+        Output and log-sum-exp of the union, in the same shapes.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    safe = torch.where(lse.isinf(), 0.0, lse)
+    weight_a = torch.exp(lse_a - safe).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - safe).unsqueeze(-1)
+    return out_a * weight_a + out_b * weight_b, lse
+
+
+def add_attention_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a learned logit per head that takes part in the softmax but carries no value (gpt-oss).
+
+    Args:
+        out: [batch, heads, queries, head_dim], float32.
+        lse: [batch, heads, queries], float32.
+        sink_logits: [heads].
+    """
+    sink = sink_logits.float().view(1, -1, 1)
+    total = torch.logaddexp(lse, sink)
+    return out * torch.exp(lse - total).unsqueeze(-1), total
+
+
+def group_scores_reference(token_scores: Tensor, group_tokens: int) -> Tensor:
+    """Represent each group of consecutive tokens by its best score (KVSwap 3.3, ReduceMax).
+
+    Args:
+        token_scores: [batch, tokens], tokens a multiple of `group_tokens`.
+
+    Returns:
+        [batch, tokens // group_tokens]
+    """
+    batch, tokens = token_scores.shape
+    return token_scores.view(batch, tokens // group_tokens, group_tokens).amax(dim=-1)

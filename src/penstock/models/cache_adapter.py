@@ -1,0 +1,362 @@
+"""TieredCache: the tiers as a transformers Cache, for plain `model.generate`."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from penstock.core.byte_size import parse_memory
+from penstock.core.errors import CacheStateError, ConfigError, UnsupportedModelError
+from penstock.core.ledger import MemoryReport
+from penstock.core.slot_plan import SlotPlan
+from penstock.core.stats import RunStats
+from penstock.core.trace import Tracer
+from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
+from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.bundled_adapter import find_adapter
+from penstock.models.fingerprint import fingerprint
+from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
+from penstock.models.prefetch_hooks import PrefetchHooks
+from penstock.policies import POLICIES, SelectionPolicy
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+
+
+class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One full-attention layer: hands new keys and values on, answers for what the tiers hold."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "TieredCache", tier: int) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self._tier = tier
+        self.is_initialized = True
+
+    @property
+    def _owner(self) -> "TieredCache":
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the runtime allocates when the first layer attends."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Mark the new keys, so that the attention function finds the tiers; nothing is stored yet.
+
+        Returns:
+            The new keys and values alone, [batch, kv_heads, new_tokens, head_dim].
+        """
+        self._owner._expect(self._tier, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens held, padding included."""
+        return self._owner._runtime.layer_length(self._tier)
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of the keys that the new queries see."""
+        count = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + count, 0
+
+    def get_max_length(self) -> int:
+        """Most tokens that fit."""
+        return self._owner.max_tokens
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Done for all layers together by the cache."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Done for all layers together by the cache."""
+
+    def offload(self) -> None:
+        """Nothing to do: that is what the tiers are for."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: that is what the tiers are for."""
+
+
+class TieredCache(Cache):  # type: ignore[misc]
+    """A KV cache in tiers, for `model.generate(**inputs, past_key_values=cache)`.
+
+    Full-attention layers keep their whole KV on disk (or wherever `store` says) and a bounded part
+    in memory, chosen anew at each step by `policy`; sliding-window layers keep their window. The
+    model is not modified: its attention implementation is switched to Penstock's while the cache
+    is open and put back by `close`.
+
+        with TieredCache(model, policy="kvswap", memory="1/13", max_tokens=33_000) as cache:
+            out = model.generate(**inputs, past_key_values=cache, prefill_chunk_size=1024)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: str | SelectionPolicy = "kvswap",
+        memory: int | float | str | None = None,
+        store: str | Path = "auto",
+        *,
+        max_tokens: int | None = None,
+        batch_size: int = 1,
+        exact: bool = False,
+        adapter: str | Path | LowRankAdapter | None = None,
+        tracer: Tracer | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Plan the memory and switch the model over; nothing large is allocated yet.
+
+        Args:
+            model: any decoder of transformers that uses the attention interface.
+            policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
+            memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
+                cache at `max_tokens` and `batch_size` ("1/13"), "auto", or None for no limit.
+            store: see `KVStore.create`: "auto", a directory, "memory", or a simulated device.
+            max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
+                positions. Sizes the index, so give what you need.
+            batch_size: rows expected (beams counted), for the budget; a fraction in `memory` is one
+                of this many full sequences.
+            exact: stream the past through attention at every step: the tokens of plain attention
+                at any budget, slowly.
+            adapter: low-rank basis for policies that use one (`penstock calibrate`); default: the
+                one shipped with the bundled model, else made from the prompt's own keys.
+            tracer: collects spans of compute and I/O.
+            progress: called with the tokens cached so far after every prefill chunk.
+
+        Raises:
+            UnsupportedModelError: the model cannot work with a tiered cache; says why.
+            BudgetError: the memory is too little; names the smallest that would do.
+            AdapterError: the adapter was made for another model.
+            ConfigError: another argument makes no sense.
+            StorageError: the store cannot be used.
+        """
+        self._open = False
+        shape = inspect_model(model)
+        self.notices: list[str] = []
+        self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
+        if self.max_tokens < 1 or batch_size < 1:
+            raise ConfigError(f"max_tokens={max_tokens} and batch_size={batch_size} must be positive")
+        chosen = _policy(policy)
+        device = model.get_input_embeddings().weight.device
+        full_bytes = shape.kv.full_cache_bytes(batch_size, self.max_tokens)
+        limit = None
+        if memory is not None:
+            limit = parse_memory(memory, full_bytes, _free_bytes(device))
+        layers = self._adapter_layers(model, shape, chosen, adapter, exact)
+        self._config = RuntimeConfig(
+            shape=shape.kv, policy=chosen, limit_bytes=limit, store=str(store),
+            max_tokens=self.max_tokens, exact=exact, adapter=layers,
+            true_query_layers=frozenset(), device=device, tracer=tracer, progress=progress,
+        )  # fmt: skip
+        self._runtime = TieredRuntime(self._config, batch_size)
+        self._decoder_config = decoder_config(model)
+        self._awaited: int | None = None
+        tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
+        super().__init__(
+            layers=[
+                TieredCacheLayer(self, tiers[i])
+                if i in tiers
+                else DynamicSlidingWindowLayer(shape.windows[i])
+                for i in range(len(shape.layer_types))
+            ]
+        )
+        try:
+            self._attachment = Attachment(model)
+        except BaseException:
+            self._runtime.close()
+            raise
+        self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
+        self._open = True
+
+    def _adapter_layers(
+        self,
+        model: PreTrainedModel,
+        shape: ModelShape,
+        policy: SelectionPolicy,
+        adapter: str | Path | LowRankAdapter | None,
+        exact: bool,
+    ) -> list[LayerAdapter] | None:
+        if not policy.uses_adapter or exact:
+            return None
+        digest = fingerprint(model)
+        if adapter is None:
+            adapter = find_adapter(digest)
+        if adapter is None:
+            self.notices.append(
+                "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
+                "one, see `penstock calibrate`, saves that time)"
+            )
+            return None
+        loaded = adapter if isinstance(adapter, LowRankAdapter) else LowRankAdapter.load(adapter)
+        loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
+        return loaded.layers
+
+    # The seam ---------------------------------------------------------------------------------
+
+    def _expect(self, tier: int, keys: Tensor, values: Tensor) -> None:
+        """A layer has new keys: make sure that its attention will come to us."""
+        if self._decoder_config._attn_implementation != "penstock":
+            raise CacheStateError(
+                "the model's attention implementation was changed while this cache was open, or the "
+                "cache is closed"
+            )
+        if self._awaited is not None:
+            raise UnsupportedModelError(
+                "the attention function never received the keys that the cache handed out: this "
+                "model transforms them in between"
+            )
+        shape = self._config.shape
+        expected = (shape.num_kv_heads, shape.head_dim)
+        if (keys.shape[1], keys.shape[3]) != expected or values.shape != keys.shape:
+            raise UnsupportedModelError(
+                f"keys {list(keys.shape)} and values {list(values.shape)} do not have the "
+                f"{expected[0]} heads of width {expected[1]} that the configuration promises"
+            )
+        self._awaited = tier
+
+        def attend(call: AttentionCall) -> Tensor:
+            self._awaited = None
+            return self._runtime.attend(tier, call)
+
+        mark_keys(keys, attend)
+
+    # What generate asks -----------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove; a positive number is the length
+                to keep (as older transformers have it).
+        """
+        length = self.get_seq_length(self._first_tiered)
+        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        for layer in self.layers:
+            if not isinstance(layer, TieredCacheLayer):
+                layer.crop(min(0, keep - length))
+        if keep < length:
+            self._runtime.crop(max(0, keep))
+
+    @property
+    def _first_tiered(self) -> int:
+        return next(i for i, x in enumerate(self.layers) if isinstance(x, TieredCacheLayer))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was (beam search)."""
+        self._select_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times in a row; the tiers share what is on disk.
+
+        Raises:
+            BudgetError: that many rows do not fit the budget.
+        """
+        rows = torch.arange(max(1, self._runtime.batch)).repeat_interleave(repeats)
+        self._select_rows(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` only."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._select_rows(indices, lambda layer: layer.batch_select_indices(indices))
+
+    def _select_rows(self, rows: Tensor, other: Callable[[Any], None]) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, TieredCacheLayer) and layer.get_seq_length() > 0:
+                other(layer)
+        self._runtime.select_rows(rows.to(self._config.device))
+
+    def reset(self) -> None:
+        """Forget every token; the cache can be used again."""
+        self._awaited = None
+        for layer in self.layers:
+            if not isinstance(layer, TieredCacheLayer):
+                layer.reset()
+        self._runtime.reset()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held; -1 before the first token."""
+        return self._runtime.batch or -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
+        raise CacheStateError(
+            "a TieredCache cannot be deep-copied (it owns files and a memory budget); keep one cache "
+            "and crop() it back instead"
+        )
+
+    # What users ask ---------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> RunStats:
+        """Bytes, reads, hits, stalls and times so far, of prefill and of decoding."""
+        self._runtime.end_step()
+        return self._runtime.stats
+
+    @property
+    def plan(self) -> SlotPlan:
+        """How the memory is divided."""
+        return self._runtime.plan
+
+    @property
+    def policy(self) -> SelectionPolicy:
+        """The policy with every open choice made."""
+        return self._runtime.policy
+
+    @property
+    def store_description(self) -> str:
+        """Where the full KV lives; says so when the device is simulated."""
+        return self._runtime.describe_store()
+
+    @property
+    def simulated(self) -> str | None:
+        """Name of the simulated device, or None."""
+        return self._runtime.simulated
+
+    def report(self) -> MemoryReport:
+        """What the cache holds in fast memory, item by item."""
+        return self._runtime.report()
+
+    def close(self) -> None:
+        """Give files and memory back and the model its attention; a second call does nothing."""
+        if self._open:
+            self._open = False
+            self._hooks.remove()
+            self._attachment.detach()
+            self._runtime.close()
+
+    def __enter__(self) -> "TieredCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
+
+
+def _policy(policy: str | SelectionPolicy) -> SelectionPolicy:
+    if isinstance(policy, SelectionPolicy):
+        return policy
+    if policy not in POLICIES:
+        raise ConfigError(f"there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
+    return POLICIES[policy]()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,199 @@
+"""Load a model and its tokenizer from a folder, and refuse at once what cannot be run."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
+
+from penstock.core.errors import (
+    ConfigError,
+    ModelLoadError,
+    PenstockError,
+    UnsupportedModelError,
+)
+from penstock.models.model_shape import inspect_model
+
+BUNDLED = "recall"
+"""Name of the model that comes with the package."""
+
+CausalLM: TypeAlias = PreTrainedModel
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A causal language model in evaluation mode, and the tokenizer that belongs to it."""
+
+    model: CausalLM
+    tokenizer: Tokenizer | None
+    """None only for a model object that came without one; then prompts are token ids."""
+    name: str
+    """What the user called it: the bundled name, a folder, or a name in the local cache."""
+
+
+def load(
+    name_or_path: str | Path = BUNDLED,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+) -> LoadedModel:
+    """Load a model and its tokenizer. Never touches the network.
+
+    Args:
+        name_or_path: "recall" (the bundled model), a folder that `save_pretrained` wrote, or the
+            name of a model that already lies in the local Hugging Face cache.
+        dtype: weights and KV cache; a torch dtype or its name. None: as stored.
+        device: where the model goes, "cpu" or "cuda" ("cuda:1").
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or unreadable.
+        UnsupportedModelError: a tiered cache cannot work with it; says why.
+        ConfigError: an unknown dtype, or a device that this machine does not have.
+    """
+    target = _device(device)
+    wanted = _dtype(dtype)
+    name = str(name_or_path)
+    folder = _find_folder(name)
+    config = _load_config(name, folder)
+    _require_causal(name, config)
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelLoadError(f"{name}: the folder has no tokenizer files ({_TOKENIZER_FILES[0]})")
+    try:
+        with _no_progress_bars():
+            tokenizer, model = _read(folder, config, wanted)
+    except PenstockError as error:
+        raise type(error)(f"{name}: {error}") from error
+    except Exception as error:
+        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+    return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
+
+
+def _read(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype | str
+) -> tuple[Tokenizer, CausalLM]:
+    # Built without memory first: what cannot work is refused before its weights are read.
+    with torch.device("meta"):
+        inspect_model(AutoModelForCausalLM.from_config(config))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"the weights are incomplete, {len(missing)} tensors are missing ({missing[0]}, ...)"
+        )
+    return tokenizer, model
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on the terminal while it reads weights."""
+    if not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is not a device; write cpu or cuda") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but this machine (or this build of torch) has no CUDA GPU")
+    return target
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    if dtype is None:
+        return "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _find_folder(name: str) -> Path:
+    """The folder that `name` stands for; a hub name is looked up in the local cache only."""
+    if name == BUNDLED:
+        return Path(__file__).parent / BUNDLED
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
+        return folder
+    if folder.exists():
+        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
+    try:
+        cached = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        cached = None
+    if cached is None:
+        raise ModelLoadError(
+            f"there is no model folder {name}, and no model of that name in the local Hugging "
+            f"Face cache; give a folder with config.json, or {BUNDLED!r} for the bundled model"
+        )
+    return Path(cached).parent
+
+
+def _load_config(name: str, folder: Path) -> PretrainedConfig:
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+    if not isinstance(config, PretrainedConfig):
+        raise ModelLoadError(f"{name}: config.json describes no model")
+    return config
+
+
+def _require_causal(name: str, config: PretrainedConfig) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) is an encoder-decoder; only decoders have the growing "
+            "KV cache that this library keeps on disk"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

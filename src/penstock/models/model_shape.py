@@ -1,0 +1,106 @@
+"""What a model's cache looks like, and which models cannot have a tiered one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock.core.errors import UnsupportedModelError
+from penstock.core.shape import KVShape
+
+FULL = "full_attention"
+WINDOWED = ("sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The tiered layers of a model, and how long its other layers look back."""
+
+    kv: KVShape
+    tiered_layers: tuple[int, ...]
+    """Model layer of each tiered layer."""
+    windows: dict[int, int]
+    """Window in tokens of each layer that is not tiered."""
+    max_positions: int
+    layer_types: tuple[str, ...]
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The configuration of the text decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def inspect_model(model: PreTrainedModel) -> ModelShape:
+    """Read a model's cache shape from its configuration.
+
+    Raises:
+        UnsupportedModelError: a tiered cache cannot work with this model; says why.
+    """
+    config = decoder_config(model)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; its cross-attention has no tiers")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} uses multi-head latent attention (MLA): its cache is not keys and values"
+        )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} does not use the attention interface of transformers, so that its attention "
+            "cannot be streamed from disk; Llama, Qwen, Mistral, OPT, Phi-3, Granite, GPT-NeoX, "
+            "Gemma and most newer decoders do"
+        )
+    layer_types, windows = _layer_types(config, name)
+    tiered = tuple(i for i, kind in enumerate(layer_types) if kind == FULL)
+    if not tiered:
+        raise UnsupportedModelError(
+            f"every layer of {name} has a sliding window, so that its cache is bounded already; use "
+            "it without Penstock"
+        )
+    heads = int(config.num_attention_heads)
+    shape = KVShape(
+        num_layers=len(tiered),
+        num_query_heads=heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        dtype=model.dtype,
+    )
+    if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(f"{name} is in {shape.dtype}; use float32, bfloat16 or float16")
+    positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    return ModelShape(shape, tiered, windows, positions, tuple(layer_types))
+
+
+def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int]]:
+    """The kind of every layer, and the windows of those that are not full."""
+    count = int(config.num_hidden_layers)
+    sharing = getattr(config, "kv_sharing_modes", None) or getattr(
+        config, "num_kv_shared_layers", None
+    )
+    if sharing:
+        raise UnsupportedModelError(f"{name} shares keys and values between layers")
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if types is None:
+        if getattr(config, "layers_block_type", None) or getattr(config, "ssm_cfg", None):
+            raise UnsupportedModelError(f"{name} has state-space or recurrent layers")
+        kind = FULL
+        if window is not None and getattr(config, "use_sliding_window", True):
+            kind = "sliding_attention"
+        elif chunk is not None:
+            kind = "chunked_attention"
+        types = [kind] * count
+    windows: dict[int, int] = {}
+    for i, kind in enumerate(types):
+        if kind == FULL:
+            continue
+        size = window if kind == "sliding_attention" else chunk
+        if kind not in WINDOWED or size is None:
+            raise UnsupportedModelError(
+                f"layer {i} of {name} is {kind!r}; only full-attention and sliding-window layers "
+                "have keys and values that can be kept in tiers"
+            )
+        windows[i] = int(size)
+    return list(types), windows

@@ -1,0 +1,66 @@
+"""PrefetchHooks: start a layer's fetch while the layer before it computes."""
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from penstock.models.model_shape import ModelShape
+from penstock.models.query_projection import QueryProjection, decoder_layers
+from penstock.runtime.tiered_runtime import TieredRuntime
+
+if TYPE_CHECKING:
+    from penstock.models.cache_adapter import TieredCache
+
+
+class PrefetchHooks:
+    """Forward pre-hooks on decoder layers: the only thing that is put on a model.
+
+    The hook of layer i-1 predicts layer i's query from layer i-1's input (KVSwap 3.3) and begins
+    the fetch. A layer whose predecessor is of another kind (sliding window, with a rotary embedding
+    of its own) is not predicted; it waits for its true query, like layer 0.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: ModelShape,
+        cache: "weakref.ref[TieredCache]",
+        runtime: TieredRuntime,
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        if not runtime.policy.predicts or runtime.config.exact:
+            return
+        self._cache = cache
+        self._runtime = weakref.ref(runtime)
+        layers = decoder_layers(model)
+        self._projection = QueryProjection(layers)
+        for tier, layer in enumerate(shape.tiered_layers):
+            if layer > 0 and shape.layer_types[layer - 1] == shape.layer_types[layer]:
+                hook = partial(self._before_layer, layer, tier)
+                handle = layers[layer - 1].register_forward_pre_hook(hook, with_kwargs=True)
+                self._handles.append(handle)
+
+    def _before_layer(
+        self, next_layer: int, tier: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        runtime = self._runtime()
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if runtime is None or hidden is None or hidden.shape[1] != 1:
+            return
+        if kwargs.get("past_key_values") is not self._cache() or not runtime.wants_prediction(tier):
+            return
+        extra = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        with torch.no_grad():
+            query = self._projection.project(next_layer, hidden, extra)
+            runtime.begin_fetch(tier, query)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

@@ -1,0 +1,106 @@
+"""QueryProjection: the query that a layer would make of some hidden state."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.core.errors import UnsupportedModelError
+from penstock.models.attention_adapter import ProbeDone, mark_probe
+
+
+class _ProbeCache:
+    """Stands in for the cache while a layer is asked for its query."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        mark_probe(key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        UnsupportedModelError: they cannot be told.
+    """
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    lists = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and "vis" not in name
+    ]
+    if not lists:
+        raise UnsupportedModelError(f"found no list of {count} layers in {type(model).__name__}")
+    return list(lists[0])
+
+
+class QueryProjection:
+    """Projects a hidden state to a layer's post-RoPE query, by the layer's own code.
+
+    KVSwap section 3.3: while layer i-1 computes, its input stands in for layer i's, and layer i's
+    own projection makes the query. Two ways, the same result:
+
+    * the probe runs the layer's forward until attention is called, which covers any architecture
+      but computes keys and values too;
+    * the direct way (norm, q_proj, q_norm, rotary) costs a third; it is taken for a layer only
+      after it has reproduced the probe's query to the bit on that layer's first call.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self._layers = layers
+        self._direct: dict[int, bool] = {}
+
+    def project(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The query of `layer` for `hidden`.
+
+        Args:
+            hidden: input of a decoder layer. [batch, 1, hidden_size]
+            kwargs: what the decoder layer was called with.
+
+        Returns:
+            [batch, num_heads, head_dim]
+        """
+        module = self._layers[layer]
+        if layer not in self._direct:
+            probed = self._probe(module, hidden, kwargs)
+            direct = _project_directly(module, hidden, kwargs)
+            self._direct[layer] = direct is not None and torch.equal(direct, probed)
+            return probed
+        if self._direct[layer]:
+            query = _project_directly(module, hidden, kwargs)
+            assert query is not None
+            return query
+        return self._probe(module, hidden, kwargs)
+
+    def _probe(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        try:
+            module.forward(hidden, **{**kwargs, "past_key_values": _ProbeCache()})
+        except ProbeDone as done:
+            return done.query[:, :, -1]
+        raise UnsupportedModelError(f"{type(module).__name__} never called its attention function")
+
+
+def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Norm, q_proj, q_norm and rotary embedding, for layers built like Llama's; else None."""
+    attention: Any = getattr(module, "self_attn", None)
+    norm: Any = getattr(module, "input_layernorm", None)
+    rotary = kwargs.get("position_embeddings")
+    if attention is None or norm is None or rotary is None or not hasattr(attention, "q_proj"):
+        return None
+    if not hasattr(sys.modules[type(attention).__module__], "rotate_half"):
+        return None
+    cos, sin = rotary
+    query: Tensor = attention.q_proj(norm(hidden))
+    query = query.view(query.shape[0], -1, cos.shape[-1])
+    if hasattr(attention, "q_norm"):
+        query = attention.q_norm(query)
+    half = query.shape[-1] // 2
+    rotated = torch.cat((-query[..., half:], query[..., :half]), dim=-1)
+    return query * cos[:, -1:] + rotated * sin[:, -1:]

@@ -1,0 +1,111 @@
+"""SelectionPolicy: frozen hyperparameters, and the parts that a method is made of."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.selection import Selection
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.indexes.adapter import LayerAdapter
+from penstock.indexes.base import KeyIndex
+from penstock.tiers.replacement.base import ReplacementPolicy
+from penstock.tiers.replacement.fifo import FIFO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexRequest:
+    """What a policy is given to make one layer's index."""
+
+    shape: KVShape
+    batch: int
+    max_groups: int
+    group_tokens: int
+    scaling: float
+    adapter: LayerAdapter | None
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionPolicy(ABC):
+    """Chooses which units a layer attends to. Holds hyperparameters only, never run state."""
+
+    name: ClassVar[str]
+    """The name on the command line and in results."""
+    drops: ClassVar[bool] = False
+    """True for methods that forget what they do not select (H2O, RaaS)."""
+    retrieves: ClassVar[bool] = True
+    """False for methods that attend to everything (full, flexgen)."""
+    stays_resident: ClassVar[bool] = False
+    """True for methods that keep the whole cache in fast memory (full)."""
+    uses_adapter: ClassVar[bool] = False
+    """True for methods that want a low-rank adapter."""
+
+    @abstractmethod
+    def plan(self, request: SizingRequest) -> "tuple[SelectionPolicy, SlotPlan]":
+        """Divide a memory budget; returns this policy with every open choice made.
+
+        Raises:
+            BudgetError: the budget is too small; names the smallest that would do.
+        """
+
+    def make_index(self, request: IndexRequest) -> KeyIndex:
+        """Make one layer's index. Methods that retrieve override this."""
+        raise AssertionError(f"{self.name} does not retrieve")
+
+    def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:
+        """Make one layer's replacement policy; FIFO unless a method says otherwise."""
+        return FIFO(batch, num_slots)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether layer i's query is predicted from layer i-1's input, to prefetch."""
+        return False
+
+    def select(
+        self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int
+    ) -> Selection:
+        """Pick units for one step: the highest-scoring ones.
+
+        Args:
+            index: the layer's index.
+            query: true or predicted. [batch, num_heads, head_dim]
+            first_unit: first unit that may be chosen, per row. [batch]
+            end_unit: units from here on are in the window.
+            wanted: units to select per row, at most.
+        """
+        scores = index.score(query, end_unit)
+        return top_units(scores, first_unit, wanted)
+
+
+def top_units(scores: Tensor, first_unit: NDArray[np.int64], wanted: int) -> Selection:
+    """The `wanted` highest-scoring units of each row, in ascending order of unit.
+
+    Args:
+        scores: [batch, units]
+        first_unit: units before it may not be chosen. [batch]
+    """
+    units = scores.shape[1]
+    lowest, highest = int(first_unit.min()), int(first_unit.max())
+    if highest > lowest:
+        columns = torch.arange(units, device=scores.device)
+        hidden = columns < torch.from_numpy(first_unit).to(scores.device)[:, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
+    candidates = scores[:, lowest:]
+    count = min(wanted, units - lowest)
+    ids = torch.topk(candidates, count, dim=1, sorted=False).indices.add_(lowest)
+    unit_ids: NDArray[np.int64] = np.sort(ids.cpu().numpy(), axis=1)
+    valid = None
+    if highest > lowest and count > units - highest:
+        valid = unit_ids >= first_unit[:, None]
+    return Selection(unit_ids, valid)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

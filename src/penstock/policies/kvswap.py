@@ -1,0 +1,171 @@
+"""KVSwap: groups on disk, ranked by low-rank joint-head keys. Source: arXiv 2511.11907."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from penstock.core.errors import ConfigError
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.indexes.base import KeyIndex
+from penstock.indexes.low_rank import HeadReduction, LowRankIndex
+from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
+from penstock.policies.sizing import largest_plan, make_plan
+
+PAPER_SELECTED_TOKENS = 400
+"""MG, the number of selected entries (KVSwap section 6 and appendix A.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSwap(SelectionPolicy):
+    """Disk-aware offloading with a low-rank key index, grouped prediction and a reuse buffer.
+
+    Source: KVSwap (arXiv 2511.11907), sections 3.1 to 3.4.
+
+    Differences, measured in docs/policies.md: the newest tokens stay resident by a window of
+    `window_tokens` beside the paper's unfinished group; `sink_tokens` are resident; everything that
+    the reuse buffer holds is attended to, not only what was selected; index components are stored
+    in 8 or 4 bits where memory is short.
+    """
+
+    name: ClassVar[str] = "kvswap"
+    uses_adapter: ClassVar[bool] = True
+
+    group_tokens: int = 4
+    """Tokens per group, the paper's G: 4 for NVMe, 8 for eMMC."""
+    selected_tokens: int | None = None
+    """Tokens selected per step, the paper's MG; None: 400, or all when memory is not limited."""
+    reuse_tokens: int | None = None
+    """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
+    what the budget allows, up to 1.5 times the selected tokens."""
+    rank: int | None = None
+    """Components of the index per token; None: chosen from the budget. The paper's sigma is
+    kv_heads * head_dim / rank."""
+    index_bits: Literal[16, 8, 4] | None = None
+    """Bits per component; None: chosen from the budget."""
+    window_tokens: int = 64
+    """Newest tokens that are always attended to, beyond the unfinished group."""
+    sink_tokens: int = 4
+    """First tokens of the sequence that are always attended to."""
+    head_reduction: HeadReduction = "sum"
+    """How scores of the heads become one: raw "sum", or "softmax" per head before the sum."""
+    attend: Literal["resident", "selected"] = "resident"
+    """Attend to all that the slots hold, or to this step's selection alone."""
+    predict: bool = True
+    """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
+
+    def __post_init__(self) -> None:
+        if self.group_tokens < 1:
+            raise ConfigError(f"group_tokens={self.group_tokens} must be at least 1")
+        if self.selected_tokens is not None and self.selected_tokens < self.group_tokens:
+            raise ConfigError(
+                f"selected_tokens={self.selected_tokens} is less than one group of "
+                f"{self.group_tokens} tokens"
+            )
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"rank={self.rank} must be at least 1")
+        if self.index_bits not in (None, 16, 8, 4):
+            raise ConfigError(f"index_bits={self.index_bits} must be 16, 8 or 4")
+        if self.window_tokens < 0 or self.sink_tokens < 0:
+            raise ConfigError("window_tokens and sink_tokens must not be negative")
+
+    @property
+    def predicts(self) -> bool:
+        """See `SelectionPolicy.predicts`."""
+        return self.predict
+
+    # Sizing -----------------------------------------------------------------------------------
+
+    def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
+        """Divide the budget: window and sinks first, then the index, then the slots.
+
+        With reuse, each layer has its own slots; when the budget does not hold one selection per
+        layer (or `reuse_tokens` is 0), two preload buffers serve all layers in turn (appendix A.2).
+        """
+        smallest: tuple[int, KVSwap, SlotPlan] | None = None
+        for candidate in self._candidates(request):
+            sized = candidate._fit(request)
+            if sized is not None:
+                return candidate, sized
+            least = candidate._build(request, candidate._selected_groups(request), shared=True)
+            if smallest is None or least.total_bytes < smallest[0]:
+                smallest = (least.total_bytes, candidate, least)
+        assert smallest is not None
+        request.require(smallest[0], self.name)
+        return smallest[1], smallest[2]
+
+    def _candidates(self, request: SizingRequest) -> "list[KVSwap]":
+        """This policy with its open choices made, the best first."""
+        joint = request.shape.joint_dim
+        choices: list[tuple[int, Literal[16, 8, 4]]] = (
+            [(joint // 8, 8), (joint // 16, 8), (joint // 8, 4), (joint // 16, 4), (joint // 32, 4)]
+        )
+        out = []
+        for rank, bits in choices:
+            made = replace(
+                self,
+                rank=min(joint, max(1, self.rank or rank)),
+                index_bits=self.index_bits or bits,
+            )
+            if made not in out:
+                out.append(made)
+        return out
+
+    def _selected_groups(self, request: SizingRequest) -> int:
+        max_groups = ceil_div(request.max_tokens, self.group_tokens)
+        if self.selected_tokens is None:
+            if request.limit_bytes is None:
+                return max_groups
+            return min(max_groups, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
+        return min(max_groups, self.selected_tokens // self.group_tokens)
+
+    def _fit(self, request: SizingRequest) -> SlotPlan | None:
+        """The best plan of this candidate within the budget, or None."""
+        selected = self._selected_groups(request)
+        max_groups = ceil_div(request.max_tokens, self.group_tokens)
+        if self.reuse_tokens is None:
+            most = max_groups if request.limit_bytes is None else selected * 3 // 2
+        else:
+            most = self.reuse_tokens // self.group_tokens
+        most = min(max_groups, max(most, selected))
+        limit = request.limit_bytes
+        if self.reuse_tokens != 0:
+            own = self._build(request, selected, shared=False)
+            if limit is None or own.total_bytes <= limit:
+                return largest_plan(
+                    request, lambda slots: self._build(request, slots, shared=False), selected, most
+                )
+        shared = self._build(request, selected, shared=True)
+        return shared if limit is None or shared.total_bytes <= limit else None
+
+    def _build(self, request: SizingRequest, num_slots: int, *, shared: bool) -> SlotPlan:
+        assert self.rank is not None and self.index_bits is not None
+        shape, batch = request.shape, request.batch
+        max_groups = ceil_div(request.max_tokens, self.group_tokens)
+        selected = self._selected_groups(request)
+        per_layer = LowRankIndex.num_bytes(
+            shape, batch=batch, tokens=max_groups * self.group_tokens, rank=self.rank,
+            bits=self.index_bits,
+        )  # fmt: skip
+        scratch = 8 * batch * max_groups * self.group_tokens
+        if not request.has_adapter:
+            scratch += 16 * shape.joint_dim**2
+        return make_plan(
+            request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
+            selected_groups=selected,
+            sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
+            ring_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
+            shared_pools=shared,
+            compact=self.attend == "selected" and num_slots > selected,
+            index_bytes=shape.num_layers * per_layer, scratch_bytes=scratch,
+        )  # fmt: skip
+
+    # Parts ------------------------------------------------------------------------------------
+
+    def make_index(self, request: IndexRequest) -> KeyIndex:
+        """See `SelectionPolicy.make_index`."""
+        assert self.rank is not None and self.index_bits is not None, "plan() makes the choices"
+        return LowRankIndex(
+            request.shape, batch=request.batch, max_groups=request.max_groups,
+            group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,
+            head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
+            device=request.device,
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""How policies divide a budget: the parts that every plan has."""
+
+from collections.abc import Callable
+
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.policies.base import ceil_div
+from penstock.tiers.slot_table import SlotTable
+
+PlanBuilder = Callable[[int], SlotPlan]
+"""From a number of slots to a priced plan."""
+
+STREAM_SLOT_TOKENS = 4096
+"""Tokens of the two halves of a stream buffer together."""
+
+
+def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> SlotPlan:
+    """Plan for methods that stream everything: two shared pools and a small window per layer.
+
+    Raises:
+        BudgetError: the budget holds less than two groups per pool.
+    """
+    slots = max(2, min(STREAM_SLOT_TOKENS, 2 * request.max_tokens) // group_tokens)
+
+    def build(num_slots: int) -> SlotPlan:
+        return make_plan(
+            request, group_tokens=group_tokens, num_slots=num_slots, selected_groups=0,
+            sink_slots=0, ring_slots=2, shared_pools=True, compact=False, index_bytes=0,
+            scratch_bytes=0,
+        )  # fmt: skip
+
+    request.require(build(2).total_bytes, what)
+    return largest_plan(request, build, 2, slots)
+
+
+def make_plan(
+    request: SizingRequest,
+    *,
+    group_tokens: int,
+    num_slots: int,
+    selected_groups: int,
+    sink_slots: int,
+    ring_slots: int,
+    shared_pools: bool,
+    compact: bool,
+    index_bytes: int,
+    scratch_bytes: int,
+) -> SlotPlan:
+    """Price one division of the memory; pure arithmetic."""
+    shape, batch = request.shape, request.batch
+    max_groups = ceil_div(request.max_tokens, group_tokens)
+    unit_bytes = group_tokens * shape.token_bytes
+    tail = sink_slots + ring_slots
+    pools = 2 if shared_pools else shape.num_layers
+    pool_rows = pools * batch * (num_slots + tail)
+    mask_bytes = pool_rows * group_tokens * shape.dtype.itemsize
+    if shared_pools:
+        pool_rows += shape.num_layers * batch * tail
+        mask_bytes += shape.num_layers * batch * tail * group_tokens * shape.dtype.itemsize
+    staging_rows = 0
+    if not request.is_direct(group_tokens):
+        staging_rows = batch * max(selected_groups, num_slots // 2, 1)
+    fixed = mask_bytes + scratch_bytes + 8 * batch * max_groups
+    fixed += 3 * staging_rows * request.row_bytes(group_tokens)
+    if selected_groups:
+        fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
+    if compact:
+        fixed += batch * (selected_groups + tail) * (unit_bytes + group_tokens * 4)
+    return SlotPlan(
+        batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
+        selected_groups=selected_groups, sink_slots=sink_slots, ring_slots=ring_slots,
+        shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
+        unit_bytes=unit_bytes, staging_rows=staging_rows, pool_bytes=pool_rows * unit_bytes,
+    )  # fmt: skip
+
+
+def largest_plan(
+    request: SizingRequest, build: PlanBuilder, fewest_slots: int, most_slots: int
+) -> SlotPlan:
+    """The plan with the most slots that the budget allows; `build(fewest_slots)` must fit."""
+    if request.limit_bytes is None or build(most_slots).total_bytes <= request.limit_bytes:
+        return build(most_slots)
+    low, high = fewest_slots, most_slots
+    while high - low > 1:
+        middle = (low + high) // 2
+        if build(middle).total_bytes <= request.limit_bytes:
+            low = middle
+        else:
+            high = middle
+    return build(low)

@@ -1,0 +1,57 @@
+"""AttentionCall: what a model hands over when one layer attends."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.attention import attention_block
+from penstock.kernels.reference import add_attention_sink, merge_attention
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Queries, new keys and new values of one layer in one forward pass."""
+
+    query: Tensor
+    """Post-RoPE queries. [batch, num_heads, new_tokens, head_dim]"""
+    keys: Tensor
+    """Post-RoPE keys of the new tokens. [batch, kv_heads, new_tokens, head_dim]"""
+    values: Tensor
+    """[batch, kv_heads, new_tokens, head_dim]"""
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    """Learned logit per query head that joins the softmax (gpt-oss). [num_heads]"""
+    visible: Tensor | None = None
+    """False at padding; None when nothing is padded. bool [batch, past + new tokens]"""
+
+
+class AttentionSum:
+    """One softmax over blocks that come one after the other, merged by log-sum-exp."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._call = call
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(
+        self, keys: Tensor, values: Tensor, key_mask: Tensor | None, *, causal: bool = False
+    ) -> None:
+        """Attend to one more block; arguments as in `attention_block`."""
+        call = self._call
+        out, lse = attention_block(
+            call.query, keys, values, scaling=call.scaling, key_mask=key_mask, causal=causal,
+            softcap=call.softcap,
+        )  # fmt: skip
+        if self._out is None or self._lse is None:
+            self._out, self._lse = out, lse
+        else:
+            self._out, self._lse = merge_attention(self._out.float(), self._lse, out.float(), lse)
+
+    def result(self) -> Tensor:
+        """The attention output, [batch, new_tokens, num_heads, head_dim], in the query's dtype."""
+        assert self._out is not None and self._lse is not None, "no block was added"
+        out = self._out
+        if self._call.sink_logits is not None:
+            out, _ = add_attention_sink(out.float(), self._lse, self._call.sink_logits)
+        return out.to(self._call.query.dtype).transpose(1, 2)

@@ -1,0 +1,250 @@
+"""RetrievalLayer: a layer that decodes over selected groups, fetched ahead of time."""
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.indexes.base import KeyIndex
+from penstock.kernels.attention import attention_block
+from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.policies.base import SelectionPolicy
+from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.compact_pool import CompactPool
+from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
+from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.slot_transfer import PendingRead, PoolMemory
+from penstock.tiers.pool import copy_rows
+from penstock.tiers.slot_table import SlotTable
+
+FIT_SAMPLE_TOKENS = 2048
+"""Keys of the prompt that a basis is made from when no adapter is at hand."""
+
+
+class RetrievalLayer(LayerCache):
+    """Decodes one token at a time over slots, sinks and window; all else is exact streaming.
+
+    A step is `begin` (score, select, plan, submit; usually from the layer before) and `attend`
+    (wait, one softmax over the pool). Between the two the slots belong to the fetch.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        setup: LayerSetup,
+        pool_memory: PoolMemory,
+        policy: SelectionPolicy,
+        index: KeyIndex,
+        compact: CompactPool | None,
+    ) -> None:
+        super().__init__(layer_idx, setup, pool_memory)
+        plan = setup.plan
+        self.policy = policy
+        self.index = index
+        self.table = SlotTable(plan.batch, plan.num_slots, plan.max_groups)
+        self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
+        self._compact = compact
+        self._first_unit: NDArray[np.int64] = np.full(plan.batch, plan.sink_slots, dtype=np.int64)
+        self._fetch: tuple[FetchPlan, PendingRead | None] | None = None
+        self._slots_full = False
+        self._visible: Tensor | None = None
+
+    # Fetching ---------------------------------------------------------------------------------
+
+    @property
+    def fetch_begun(self) -> bool:
+        """Whether this step's fetch is on its way."""
+        return self._fetch is not None
+
+    def begin(self, query: Tensor) -> None:
+        """Select for the next decode step and submit what is missing.
+
+        Args:
+            query: true or predicted, post-RoPE. [batch, num_heads, head_dim]
+        """
+        start = time.perf_counter()
+        self._ensure_index()
+        end_unit = self.window.first_ring_group(self.length + 1)
+        if end_unit <= int(self._first_unit.min()) or self._all_resident(end_unit):
+            return
+        setup = self.setup
+        if setup.plan.shared_pools:
+            # The slots hold another layer's groups.
+            self._clear_table()
+        selection = self.policy.select(
+            self.index, query, self._first_unit, end_unit, setup.plan.selected_groups
+        )
+        plan = plan_fetch(selection, self.table, self.replacement)
+        pending = None
+        if len(plan.rows):
+            units = setup.units.table[plan.rows, plan.units]
+            pool_rows = plan.rows * self.pool.slots_per_row + plan.slots
+            self.transfer.drain()
+            pending = self.transfer.read(units, pool_rows)
+        setup.phase.units_wanted += plan.num_wanted
+        setup.phase.units_hit += plan.num_hit
+        end = time.perf_counter()
+        setup.phase.predict_s += end - start
+        if setup.tracer is not None:
+            setup.tracer.add(
+                "select", "select", int(start * 1e9), int(end * 1e9), layer=self.layer_idx,
+                wanted=plan.num_wanted, hit=plan.num_hit,
+            )  # fmt: skip
+        self._fetch = (plan, pending)
+
+    def _all_resident(self, end_unit: int) -> bool:
+        first = int(self._first_unit.min())
+        if self.setup.plan.shared_pools or self.setup.plan.num_slots < end_unit - first:
+            return False
+        return bool((self.table.slot_of[:, first:end_unit] >= 0).all())
+
+    def _finish_fetch(self) -> FetchPlan | None:
+        if self._fetch is None:
+            return None
+        (plan, pending), self._fetch = self._fetch, None
+        if pending is not None:
+            self._land(pending)
+            self._show(plan)
+        return plan
+
+    def _show(self, plan: FetchPlan) -> None:
+        """Make the landed slots visible, padding excepted."""
+        if self._slots_full and self._visible is None:
+            return
+        device = self.pool.mask.device
+        rows, slots = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.slots).to(device)
+        if self._visible is None:
+            self.pool.slot_mask[rows, slots] = 0.0
+            self._slots_full = bool((self.table.unit_in >= 0).all())
+            return
+        group_tokens = self.setup.plan.group_tokens
+        first = torch.from_numpy(plan.units).to(device) * group_tokens
+        positions = first[:, None] + torch.arange(group_tokens, device=device)
+        positions = positions.clamp(max=self._visible.shape[1] - 1)
+        shown = self._visible[rows[:, None], positions]
+        mask = torch.zeros(shown.shape, dtype=self.pool.mask.dtype, device=device)
+        self.pool.slot_mask[rows, slots] = mask.masked_fill_(~shown, NEGATIVE_INFINITY)
+
+    # Attention --------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `LayerCache.attend`; one new token decodes over the selection."""
+        if call.query.shape[2] != 1 or self.length == 0:
+            self.drop_fetch()
+            return self.attend_exactly(call)
+        if self._fetch is None:
+            self.begin(call.query[:, :, 0])
+        self.append(call.keys, call.values, call.visible)
+        plan = self._finish_fetch()
+        if self.setup.plan.shared_pools:
+            self.pool.tail_tokens().copy_(self.window.tokens)
+            self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+        keys, values, mask = self.pool.keys, self.pool.values, self.pool.mask
+        if self._compact is not None and plan is not None:
+            keys, values, mask = self._compact.gather(self.pool, plan.selected_slots)
+        if call.sink_logits is None:
+            out, _ = attention_block(
+                call.query, keys, values, scaling=call.scaling, key_mask=mask,
+                softcap=call.softcap, never_empty=True,
+            )  # fmt: skip
+            return out.to(call.query.dtype).transpose(1, 2)
+        total = AttentionSum(call)
+        total.add(keys, values, mask)
+        return total.result()
+
+    # The index --------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """See `LayerCache.append`; remembers padding for the slots."""
+        if self.length == 0 and visible is not None:
+            group_tokens = self.setup.plan.group_tokens
+            first = visible.to(torch.int8).argmax(dim=1) // group_tokens
+            self._first_unit = first.cpu().numpy() + self.setup.plan.sink_slots
+        if keys.shape[2] > 1 or self.length == 0:
+            self._visible = visible
+        super().append(keys, values, visible)
+
+    def on_closed(self, keys: Tensor, first_group: int) -> None:
+        """See `LayerCache.on_closed`."""
+        if self.index.ready:
+            self.index.append(keys, first_group * self.setup.plan.group_tokens)
+
+    def _ensure_index(self) -> None:
+        """Make the basis from the prompt's own keys when there is none, then index what closed."""
+        if self.index.ready:
+            return
+        closed = self.length // self.setup.plan.group_tokens
+        if closed == 0:
+            return
+        self.drain()
+        per_row = max(1, FIT_SAMPLE_TOKENS // self.setup.plan.batch)
+        count = min(closed, max(1, per_row // self.setup.plan.group_tokens))
+        groups = np.unique(np.linspace(0, closed - 1, count).astype(np.int64))
+        self.forget_slots()
+        size = self._blocks(0, closed)[0][1]
+        sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
+        self.index.fit(torch.cat([keys.flatten(0, 1) for keys in sample]))
+        for first, end, _ in self._blocks(0, closed):
+            keys = self._read_keys(np.arange(first, end))
+            self.index.append(keys, first * self.setup.plan.group_tokens)
+
+    def _read_keys(self, groups: NDArray[np.int64]) -> Tensor:
+        """Keys of some groups of every row. [batch, tokens, kv_heads, head_dim]"""
+        slots = np.arange(len(groups))
+        units = self.setup.units.table[:, groups].reshape(-1)
+        self._land(self.transfer.read(units, self.pool_rows(slots)))
+        places = len(groups) * self.setup.plan.group_tokens
+        return self.pool.tokens[:, :places, 0].clone()
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def forget_slots(self) -> None:
+        """See `LayerCache.forget_slots`."""
+        self.drop_fetch()
+        self._clear_table()
+        super().forget_slots()
+
+    def _clear_table(self) -> None:
+        self.table.clear()
+        self._slots_full = False
+        if self.setup.plan.shared_pools:
+            self.pool.hide_slots()
+
+    def drop_fetch(self) -> None:
+        """Give up a fetch that will not be attended to."""
+        if self._fetch is not None:
+            pending = self._fetch[1]
+            self._fetch = None
+            self._clear_table()
+            self.pool.hide_slots()
+            if pending is not None:
+                pending.drop()
+
+    def take_rows_from(self, other: LayerCache, rows: Tensor) -> None:
+        """See `LayerCache.take_rows_from`; slots move along when the layer is the same."""
+        assert isinstance(other, RetrievalLayer)
+        other.drop_fetch()
+        super().take_rows_from(other, rows)
+        self.index.take_rows_from(other.index, rows)
+        rows_np: NDArray[np.int64] = rows.cpu().numpy()
+        self._first_unit = other._first_unit[rows_np]
+        self._visible = None if other._visible is None else other._visible[rows]
+        if other is self and not self.setup.plan.shared_pools:
+            end = self.pool.slot_places
+            copy_rows(self.pool.tokens[:, :end], self.pool.tokens[:, :end], rows)
+            copy_rows(self.pool.mask[:, :end], self.pool.mask[:, :end], rows)
+            self.table = self.table.copy_rows(rows_np)
+            self.replacement = self.replacement.copy_rows(rows_np)
+
+    def reset(self) -> None:
+        """See `LayerCache.reset`."""
+        self.drop_fetch()
+        super().reset()
+        self._visible = None
+        self._first_unit = np.full_like(self._first_unit, self.setup.plan.sink_slots)
+
+    def close(self) -> None:
+        """See `LayerCache.close`."""
+        self.drop_fetch()

@@ -1,0 +1,217 @@
+"""SlotTransfer: units between a layer's region on disk and the slots of a pool."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.trace import Tracer
+from penstock.runtime.writer import Writer
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import Ticket
+from penstock.storage.unit_region import UnitRegion
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """The bytes under a pool: one row per slot.
+
+    `buffer` is the same memory as an I/O target when reads can land in it directly: the pool is in
+    host memory and a group fills whole sectors. Otherwise rows go through a `StagingSection`.
+    """
+
+    tensor: Tensor
+    """uint8 [rows, unit_bytes] on the cache's device."""
+    buffer: AlignedBuffer | None
+
+    @classmethod
+    def allocate(
+        cls, rows: int, unit_bytes: int, row_bytes: int, device: torch.device
+    ) -> "PoolMemory":
+        """Zeroed memory for `rows` slots; direct if the device and the sector size allow it."""
+        if device.type == "cpu" and row_bytes == unit_bytes:
+            buffer = AlignedBuffer(rows, row_bytes)
+            return cls(buffer.tensor, buffer)
+        return cls(torch.zeros(rows, unit_bytes, dtype=torch.uint8, device=device), None)
+
+
+class StagingSection:
+    """Aligned (on CUDA: pinned) host rows that one transfer passes through."""
+
+    def __init__(self, rows: int, row_bytes: int, *, pinned: bool) -> None:
+        self.buffer = AlignedBuffer(rows, row_bytes, pinned=pinned)
+        self.copied: torch.cuda.Event | None = None
+
+
+class Staging:
+    """A few sections, taken by transfers and given back when their bytes have moved on.
+
+    Three suffice: the fetch that is attended to, the one prefetched for the next layer, a write.
+    """
+
+    NUM_SECTIONS = 3
+
+    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
+        self.rows = rows
+        pinned = device.type == "cuda"
+        self._all = [
+            StagingSection(rows, row_bytes, pinned=pinned) for _ in range(self.NUM_SECTIONS)
+        ]
+        self._free = list(self._all)
+
+    @classmethod
+    def num_bytes(cls, rows: int, row_bytes: int) -> int:
+        """Bytes of a staging area of this size, for the ledger."""
+        return cls.NUM_SECTIONS * rows * row_bytes
+
+    def acquire(self) -> StagingSection:
+        """Take a free section; waits for its last copy to the GPU."""
+        assert self._free, "more transfers in flight than staging sections"
+        section = self._free.pop()
+        if section.copied is not None:
+            section.copied.synchronize()
+            section.copied = None
+        return section
+
+    def release(self, section: StagingSection) -> None:
+        """Give a section back; a copy to the GPU may still be reading it."""
+        self._free.append(section)
+
+
+class PendingRead:
+    """Units on their way into slots; `land` once before anybody attends to them."""
+
+    def __init__(
+        self, tickets: list[Ticket], finish: Callable[[], None] | None, tracer: Tracer | None
+    ) -> None:
+        self._tickets = tickets
+        self._finish = finish
+        self._tracer = tracer
+        self.read_bytes = sum(ticket.read_bytes for ticket in tickets)
+        self.num_reads = sum(ticket.num_reads for ticket in tickets)
+        self.stall_s = 0.0
+
+    def land(self) -> None:
+        """Wait until the units are in their slots, and remember how long that took.
+
+        Raises:
+            FetchError: a read failed; nothing may be attended to.
+        """
+        start = time.perf_counter_ns()
+        for ticket in self._tickets:
+            ticket.wait()
+        end = time.perf_counter_ns()
+        self.stall_s = (end - start) / 1e9
+        if self._tracer is not None:
+            for ticket in self._tickets:
+                self._tracer.add(
+                    "read", "disk read", ticket.submitted_ns, ticket.finished_ns,
+                    reads=ticket.num_reads, bytes=ticket.read_bytes,
+                )  # fmt: skip
+            self._tracer.add("wait for disk", "stall", start, end)
+        self._tickets = []
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def drop(self) -> None:
+        """Let the reads end without using them (reorder, reset, close)."""
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets = []
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class SlotTransfer:
+    """Reads and writes units of one layer, to and from rows of one pool."""
+
+    def __init__(
+        self,
+        region: UnitRegion,
+        memory: PoolMemory,
+        staging: Staging | None,
+        writer: Writer,
+        tracer: Tracer | None,
+    ) -> None:
+        assert memory.buffer is not None or staging is not None
+        self.region = region
+        self._memory = memory
+        self._staging = staging
+        self._writer = writer
+        self._tracer = tracer
+        self._writes: list[Future[int]] = []
+
+    @property
+    def max_rows(self) -> int | None:
+        """Most units in one transfer; None for no limit."""
+        return None if self._staging is None else self._staging.rows
+
+    def read(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> PendingRead:
+        """Submit reads of `unit_ids[i]` into pool row `rows[i]`."""
+        if self._memory.buffer is not None:
+            ticket = self.region.submit_read(unit_ids, self._memory.buffer, rows)
+            return PendingRead([ticket], None, self._tracer)
+        assert self._staging is not None
+        section = self._staging.acquire()
+        count = len(unit_ids)
+        ticket = self.region.submit_read(unit_ids, section.buffer, np.arange(count))
+
+        def finish() -> None:
+            self._unstage(section, rows)
+
+        return PendingRead([ticket], finish, self._tracer)
+
+    def _unstage(self, section: StagingSection, rows: NDArray[np.int64]) -> None:
+        memory, staging = self._memory.tensor, self._staging
+        assert staging is not None
+        source = section.buffer.tensor[: len(rows), : self.region.unit_bytes]
+        index = torch.from_numpy(rows).to(memory.device)
+        memory.index_copy_(0, index, source.to(memory.device, non_blocking=True))
+        if memory.device.type == "cuda":
+            section.copied = torch.cuda.Event()
+            section.copied.record(torch.cuda.current_stream())
+        staging.release(section)
+
+    def write(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Queue pool rows `rows[i]` for writing as `unit_ids[i]`.
+
+        In host memory the rows are written from where they are and must not change before
+        `drain`; otherwise they are copied out first.
+        """
+        if self._memory.buffer is not None:
+            self._queue(unit_ids, self._memory.buffer, rows)
+            return
+        assert self._staging is not None
+        for start in range(0, len(rows), self._staging.rows):
+            piece = rows[start : start + self._staging.rows]
+            self.drain()
+            section = self._staging.acquire()
+            index = torch.from_numpy(piece).to(self._memory.tensor.device)
+            source = self._memory.tensor.index_select(0, index)
+            section.buffer.tensor[: len(piece), : self.region.unit_bytes] = source.cpu()
+            ids = unit_ids[start : start + len(piece)]
+            self._queue(ids, section.buffer, np.arange(len(piece)))
+            self.drain()
+            self._staging.release(section)
+
+    def _queue(
+        self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]
+    ) -> None:
+        self._writes.append(self._writer.submit(self.region, unit_ids, buffer, rows))
+
+    def drain(self, keep: int = 0) -> None:
+        """Wait until everything queued but the newest `keep` writes is written.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StorageError: a write failed.
+        """
+        while len(self._writes) > keep:
+            self._writes.pop(0).result()

@@ -1,0 +1,352 @@
+"""TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.errors import CacheStateError
+from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.core.stats import PhaseStats, RunStats
+from penstock.core.trace import Tracer
+from penstock.indexes.adapter import LayerAdapter
+from penstock.policies.base import IndexRequest, SelectionPolicy
+from penstock.policies.sizing import streaming_plan
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.compact_pool import CompactPool
+from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.resident_layer import ResidentLayer
+from penstock.runtime.retrieval_layer import RetrievalLayer
+from penstock.runtime.slot_transfer import PoolMemory, Staging
+from penstock.runtime.unit_map import UnitMap
+from penstock.runtime.writer import Writer
+from penstock.storage.store import KVStore
+
+AnyLayer = LayerCache | ResidentLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Everything that is decided before the first token."""
+
+    shape: KVShape
+    policy: SelectionPolicy
+    limit_bytes: int | None
+    """Budget for all fast memory of the cache; None for no limit."""
+    store: str
+    """See `KVStore.create`."""
+    max_tokens: int
+    exact: bool
+    adapter: Sequence[LayerAdapter] | None
+    """One basis per tiered layer."""
+    true_query_layers: frozenset[int] = frozenset()
+    """Tiered layers whose query is not worth predicting; they wait for the true one."""
+    device: torch.device
+    tracer: Tracer | None = None
+    progress: Callable[[int], None] | None = None
+    """Called with the tokens cached so far after every prefill chunk."""
+
+
+class TieredRuntime:
+    """Owns the store, the ledger and the layers; knows nothing of models.
+
+    Layers are numbered 0 .. shape.num_layers - 1 here: the tiered ones alone. Memory is planned at
+    construction for `batch` rows and allocated when the first tokens come, for their batch.
+    """
+
+    def __init__(self, config: RuntimeConfig, batch: int) -> None:
+        """Plan for `batch` rows.
+
+        Raises:
+            BudgetError: the budget is too small for this batch.
+            ConfigError: the store's location makes no sense.
+            StorageError: the store's location cannot be used.
+        """
+        self.config = config
+        self.stats = RunStats()
+        self._store: KVStore | None = None
+        self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))
+        if not (config.policy.stays_resident and not config.exact):
+            self._store = self._open_store()
+        try:
+            self.policy, self.plan = self._plan(batch)
+        except BaseException:
+            self.close()
+            raise
+        self.layers: list[AnyLayer] = []
+        self._setup: LayerSetup | None = None
+        self._writer: Writer | None = None
+        self._reservations: list[Reservation] = []
+        self._ledger = MemoryLedger(self._limit())
+        self._step_start = self._last_exit = 0.0
+        self._step_phase: PhaseStats | None = None
+        self._closed = False
+
+    def _open_store(self) -> KVStore:
+        shape = self.config.shape
+        return KVStore.create(
+            self.config.store, num_layers=shape.num_layers,
+            unit_bytes=self._unit_tokens * shape.token_bytes,
+        )  # fmt: skip
+
+    def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
+        config = self.config
+        sector = self._store.region(0).file.sector_bytes if self._store is not None else 1
+        request = SizingRequest(
+            shape=config.shape, batch=batch, max_tokens=config.max_tokens,
+            limit_bytes=config.limit_bytes, sector_bytes=sector,
+            device_is_cpu=config.device.type == "cpu", has_adapter=config.adapter is not None,
+        )  # fmt: skip
+        if config.exact:
+            return config.policy, streaming_plan(request, self._unit_tokens, "exact mode")
+        return config.policy.plan(request)
+
+    def _limit(self) -> int:
+        limit = self.config.limit_bytes
+        return self.plan.total_bytes if limit is None else limit
+
+    # Allocation -------------------------------------------------------------------------------
+
+    def _allocate(self, batch: int) -> None:
+        """Take the plan's memory from the ledger and build the layers."""
+        if batch != self.plan.batch:
+            self.policy, self.plan = self._plan(batch)
+            self._ledger.limit_bytes = self._limit()
+        config, plan = self.config, self.plan
+        items = (("index", plan.index_bytes), ("slots and window", plan.pool_bytes),
+                 ("tables and scratch", plan.fixed_bytes))  # fmt: skip
+        self._reservations = [self._ledger.take(what, size) for what, size in items]
+        if plan.num_slots == 0:
+            self.layers = [
+                ResidentLayer(i, config.shape, batch, config.max_tokens, config.device)
+                for i in range(config.shape.num_layers)
+            ]
+            return
+        assert self._store is not None
+        self._writer = self._writer or Writer(config.tracer)
+        staging = None
+        if plan.staging_rows:
+            staging = Staging(plan.staging_rows, self._store.row_bytes, config.device)
+        self._setup = LayerSetup(
+            shape=config.shape, plan=plan, store=self._store,
+            units=UnitMap(batch, plan.max_groups), writer=self._writer, staging=staging,
+            device=config.device, stats=self.stats, tracer=config.tracer,
+        )  # fmt: skip
+        self.layers = list(self._make_layers(self._setup))
+
+    def _make_layers(self, setup: LayerSetup) -> list[LayerCache]:
+        plan = setup.plan
+        rows = plan.batch * (plan.num_slots + plan.tail_slots)
+        pools: list[PoolMemory] = []
+        compact = CompactPool(setup) if plan.compact else None
+        layers = []
+        for i in range(self.config.shape.num_layers):
+            if not plan.shared_pools or i < 2:
+                pools.append(
+                    PoolMemory.allocate(rows, plan.unit_bytes, setup.store.row_bytes, setup.device)
+                )
+            memory = pools[i % 2] if plan.shared_pools else pools[i]
+            layers.append(self._make_layer(i, setup, memory, compact))
+        return layers
+
+    def _make_layer(
+        self, i: int, setup: LayerSetup, memory: PoolMemory, compact: CompactPool | None
+    ) -> LayerCache:
+        if self.config.exact or not self.policy.retrieves:
+            return LayerCache(i, setup, memory)
+        adapter = self.config.adapter
+        request = IndexRequest(
+            shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
+            group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
+            adapter=None if adapter is None else adapter[i], device=setup.device,
+        )  # fmt: skip
+        index = self.policy.make_index(request)
+        return RetrievalLayer(i, setup, memory, self.policy, index, compact)
+
+    # Steps ------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Tokens that the first layer holds (all layers agree between forward passes)."""
+        return self.layers[0].length if self.layers else 0
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens that one layer holds."""
+        return self.layers[layer].length if self.layers else 0
+
+    @property
+    def batch(self) -> int:
+        """Rows of the cache; 0 before the first token."""
+        return self.plan.batch if self.layers else 0
+
+    def attend(self, layer: int, call: AttentionCall) -> Tensor:
+        """Attend in one layer and take its new tokens in.
+
+        Returns:
+            [batch, new_tokens, num_heads, head_dim]
+
+        Raises:
+            CacheStateError: closed, another batch than before, or beyond `max_tokens`.
+            FetchError: a read failed.
+            StoreFullError: the disk is full.
+        """
+        batch, _, count, _ = call.keys.shape
+        self._check(layer, batch, count)
+        if not self.layers:
+            self._allocate(batch)
+        if layer == 0:
+            self._begin_step(batch, count)
+        out = self.layers[layer].attend(call)
+        if self.config.tracer is not None and layer + 1 == len(self.layers):
+            now = time.perf_counter_ns()
+            self.config.tracer.add("step", "compute", int(self._step_start * 1e9), now, tokens=count)
+        if layer + 1 == len(self.layers):
+            self._last_exit = time.perf_counter()
+            if count > 1 and self.config.progress is not None:
+                self.config.progress(self.layers[layer].length)
+        return out
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take tokens in without attending (a document whose KV is already there).
+
+        Args:
+            keys: post-RoPE. [batch, kv_heads, new_tokens, head_dim]
+            values: [batch, kv_heads, new_tokens, head_dim]
+        """
+        batch, _, count, _ = keys.shape
+        self._check(layer, batch, count)
+        if not self.layers:
+            self._allocate(batch)
+        self.layers[layer].append(keys, values, None)
+
+    def _check(self, layer: int, batch: int, count: int) -> None:
+        if self._closed:
+            raise CacheStateError("the cache is closed")
+        if self.layers and batch != self.plan.batch:
+            raise CacheStateError(f"the cache holds {self.plan.batch} rows, not {batch}")
+        total = self.layer_length(layer) + count
+        if total > self.config.max_tokens:
+            raise CacheStateError(
+                f"{total} tokens do not fit max_tokens={self.config.max_tokens}; make the cache "
+                "with a larger max_tokens"
+            )
+
+    def _begin_step(self, batch: int, count: int) -> None:
+        decoding = count == 1 and self.length > 0
+        follows = decoding or self._step_phase is self.stats.prefill
+        self.end_step(time.perf_counter() if follows else None)
+        self._step_phase = self.stats.decode if decoding else self.stats.prefill
+        self._step_phase.steps += 1
+        self._step_phase.tokens += batch * count
+        if self._setup is not None:
+            self._setup.phase = self._step_phase
+        self._step_start = time.perf_counter()
+
+    def end_step(self, end: float | None = None) -> None:
+        """Close the step under way, at `end` or when its last layer was done.
+
+        A step that another follows lasts until that one begins, so that the model's own work
+        between the last layer and the next first one counts; idle time between turns does not.
+        """
+        if self._step_phase is not None:
+            self._step_phase.seconds += (end or self._last_exit) - self._step_start
+            self._step_phase = None
+
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether a predicted query for this layer would start a fetch now."""
+        if not self.layers or not self.policy.predicts or layer in self.config.true_query_layers:
+            return False
+        target = self.layers[layer]
+        return isinstance(target, RetrievalLayer) and not target.fetch_begun and target.length > 0
+
+    def begin_fetch(self, layer: int, query: Tensor) -> None:
+        """Start the fetch of one layer's next decode step. query: [batch, num_heads, head_dim]."""
+        target = self.layers[layer]
+        assert isinstance(target, RetrievalLayer)
+        if target.setup.phase is not self.stats.decode and self._setup is not None:
+            self._setup.phase = self.stats.decode
+        target.begin(query)
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`."""
+        for layer in self.layers:
+            layer.crop(length)
+        if self._setup is not None:
+            self._setup.units.forget_from(length // self.plan.group_tokens)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Make row i what row `rows[i]` was; the batch may grow or shrink.
+
+        Raises:
+            BudgetError: the new batch does not fit the budget.
+        """
+        if not self.layers:
+            return
+        if len(rows) == self.plan.batch:
+            if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
+                for layer in self.layers:
+                    layer.take_rows_from(layer, rows)  # type: ignore[arg-type]
+                self._select_units(rows)
+            return
+        old, old_setup = self.layers, self._setup
+        for layer in old:
+            if isinstance(layer, LayerCache):
+                layer.forget_slots()
+                layer.drain()
+        for reservation in self._reservations:
+            reservation.release()
+        self._allocate(len(rows))
+        if self._setup is not None and old_setup is not None:
+            self._setup.units = old_setup.units
+        for i, layer in enumerate(self.layers):
+            layer.take_rows_from(old[i], rows)  # type: ignore[arg-type]
+        self._select_units(rows)
+
+    def _select_units(self, rows: Tensor) -> None:
+        if self._setup is not None:
+            self._setup.units.select_rows(rows.cpu().numpy().astype(np.int64))
+
+    def reset(self) -> None:
+        """Forget every token; memory and store stay."""
+        self.end_step()
+        for layer in self.layers:
+            layer.reset()
+        if self._setup is not None:
+            self._setup.units.forget_from(0)
+        self.stats.prefill, self.stats.decode = PhaseStats(), PhaseStats()
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def report(self) -> MemoryReport:
+        """What is held in fast memory now, item by item."""
+        full = self.config.shape.full_cache_bytes(self.plan.batch, self.config.max_tokens)
+        return self._ledger.report(full)
+
+    def describe_store(self) -> str:
+        """Where the full KV lives."""
+        return "fast memory" if self._store is None else self._store.describe()
+
+    @property
+    def simulated(self) -> str | None:
+        """Name of the simulated device, if the store is one."""
+        return None if self._store is None else self._store.simulated
+
+    def close(self) -> None:
+        """Give everything back; errors of writes that nobody will read stay unsaid."""
+        self._closed = True
+        for layer in getattr(self, "layers", []):
+            layer.close()
+        if getattr(self, "_writer", None) is not None:
+            self._writer.close()  # type: ignore[union-attr]
+        if self._store is not None:
+            self._store.close()
+        for reservation in getattr(self, "_reservations", []):
+            reservation.release()
+        self.layers, self._setup = [], None

@@ -1,0 +1,60 @@
+"""UnitMap: where each sequence's groups are on disk, shared by all layers."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNMAPPED = -1
+
+
+class UnitMap:
+    """Maps (batch row, group) to a unit of the store; rows may share units after a fork.
+
+    Closed groups never change, so that beams share them: reordering, repeating and selecting rows
+    only copies this table. A unit that no row refers to any more is free again (found by a sweep
+    when the store would have to grow).
+    """
+
+    def __init__(self, batch: int, max_groups: int) -> None:
+        self.table: NDArray[np.int64] = np.full((batch, max_groups), UNMAPPED, dtype=np.int64)
+        self.num_units = 0
+        self._free = np.empty(0, dtype=np.int64)
+
+    @staticmethod
+    def num_bytes(batch: int, max_groups: int) -> int:
+        """Bytes of a map of this size, for the ledger."""
+        return 8 * batch * max_groups
+
+    def ensure(self, first: int, end: int) -> int:
+        """Give every row units for the groups [first, end); returns how many units there are.
+
+        Groups that have units keep them (the other layers of the same forward pass ask again).
+        Fresh units of one row are consecutive, so that a prefill chunk is one write per row.
+        """
+        if first < end and self.table[0, end - 1] == UNMAPPED:
+            part = self.table[:, first:end]
+            rows, columns = np.nonzero(part == UNMAPPED)
+            part[rows, columns] = self._take(len(rows))
+        return self.num_units
+
+    def _take(self, count: int) -> NDArray[np.int64]:
+        if len(self._free) < count:
+            self._sweep()
+        if len(self._free) >= count:
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
+        first = self.num_units
+        self.num_units += count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def _sweep(self) -> None:
+        used = np.zeros(self.num_units, dtype=np.bool_)
+        used[self.table[self.table != UNMAPPED]] = True
+        self._free = np.nonzero(~used)[0]
+
+    def forget_from(self, group: int) -> None:
+        """Forget the groups at and after `group` (crop)."""
+        self.table[:, group:] = UNMAPPED
+
+    def select_rows(self, rows: NDArray[np.int64]) -> None:
+        """Make row i what row `rows[i]` was; the batch may grow or shrink."""
+        self.table = self.table[rows].copy()

@@ -1,0 +1,47 @@
+"""Writer: closed groups to disk behind the decode loop, on one thread."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.trace import Tracer
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.unit_region import UnitRegion
+
+
+class Writer:
+    """Writes units in submission order; errors come up in `drain`, never only in a log."""
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-writer")
+        self._tracer = tracer
+
+    def submit(
+        self,
+        region: UnitRegion,
+        unit_ids: NDArray[np.int64],
+        buffer: AlignedBuffer,
+        rows: NDArray[np.int64],
+    ) -> "Future[int]":
+        """Write `buffer[rows]` to `unit_ids`; the rows must not change until the future is done."""
+        return self._pool.submit(self._write, region, unit_ids, buffer, rows)
+
+    def _write(
+        self,
+        region: UnitRegion,
+        unit_ids: NDArray[np.int64],
+        buffer: AlignedBuffer,
+        rows: NDArray[np.int64],
+    ) -> int:
+        start = time.perf_counter_ns()
+        written = region.write(unit_ids, buffer, rows)
+        if self._tracer is not None:
+            now = time.perf_counter_ns()
+            self._tracer.add("write", "disk write", start, now, units=len(unit_ids), bytes=written)
+        return written
+
+    def close(self) -> None:
+        """Finish what is queued and stop the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

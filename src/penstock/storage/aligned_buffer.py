@@ -1,0 +1,74 @@
+"""AlignedBuffer: host memory that direct I/O can land in, in huge pages where the OS has them."""
+
+import contextlib
+import mmap
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class AlignedBuffer:
+    """Rows of bytes in one zeroed, aligned, private mapping, allocated once and recycled.
+
+    The mapping is private and anonymous: only such memory gets huge pages, and physically
+    contiguous pages are worth more than the choice of I/O interface. It is returned to the system
+    when the buffer and every array and tensor made from it are gone.
+
+    Attributes:
+        array: np.uint8 [num_rows, row_bytes]
+        tensor: torch.uint8 [num_rows, row_bytes], the same memory
+        address: of the first byte; a multiple of 4096, of 2 MiB from that size on
+    """
+
+    def __init__(self, num_rows: int, row_bytes: int, *, pinned: bool = False) -> None:
+        """Map `num_rows` rows of `row_bytes` bytes.
+
+        Args:
+            pinned: register the memory with CUDA so that copies to the GPU run on their own;
+                ignored where there is no CUDA.
+        """
+        assert num_rows >= 0, num_rows
+        assert row_bytes > 0, row_bytes
+        self.num_rows = num_rows
+        self.row_bytes = row_bytes
+        self.num_bytes = num_rows * row_bytes
+        root = _map_zeroed(max(self.num_bytes, 1))
+        start = -_address(root) % (_HUGE_PAGE_BYTES if root.size > _HUGE_PAGE_BYTES else 1)
+        self.array: npt.NDArray[np.uint8] = root[start : start + self.num_bytes].reshape(
+            num_rows, row_bytes
+        )
+        self.tensor: torch.Tensor = torch.from_numpy(self.array)
+        self.address = _address(root) + start
+        self.is_pinned = pinned and self.num_bytes > 0 and torch.cuda.is_available()
+        if self.is_pinned:
+            _pin(root, self.address, self.num_bytes)
+
+
+def _map_zeroed(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """A fresh mapping of at least `num_bytes`, with room to align it to a huge page."""
+    if num_bytes >= _HUGE_PAGE_BYTES:
+        num_bytes += _HUGE_PAGE_BYTES
+    if hasattr(mmap, "MAP_PRIVATE"):  # the default is shared memory, which gets no huge pages
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
+
+
+def _pin(root: npt.NDArray[np.uint8], address: int, num_bytes: int) -> None:
+    """Register the memory with CUDA until `root`, the owner of every view, is collected."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    weakref.finalize(root, runtime.cudaHostUnregister, address).atexit = False
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,55 @@
+"""Merge reads and writes of neighbouring units into fewer, larger ones."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.storage.file import Int64Array
+
+
+class Runs(NamedTuple):
+    """Transfers in the order of their place in the file, all int64 [num_runs].
+
+    Run i moves units [first_units[i], first_units[i] + num_units[i]) from or to the buffer rows
+    [first_rows[i], first_rows[i] + num_units[i]).
+    """
+
+    first_units: Int64Array
+    first_rows: Int64Array
+    num_units: Int64Array
+
+
+def coalesce(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
+    """Merge (unit, row) pairs that are consecutive in both, sorted by unit.
+
+    Args:
+        unit_ids: int64 [num_units], in any order
+        rows: int64 [num_units], the buffer row of each unit
+        max_units: most units in one run
+    """
+    order = unit_ids.argsort(kind="stable")
+    units, rows = unit_ids[order], rows[order]
+    count = len(units)
+    starts_run = np.empty(count, dtype=np.bool_)
+    starts_run[:1] = True
+    lead = rows - units  # constant along a run, though not only there
+    np.not_equal(lead[1:], lead[:-1], out=starts_run[1:])
+    starts_run[1:] |= units[1:] != units[:-1] + 1
+    starts = starts_run.nonzero()[0]
+    if len(starts) == count:
+        return Runs(units, rows, np.ones(count, dtype=np.int64))
+    lengths = np.diff(starts, append=count)
+    if lengths.max() > max_units:
+        starts, lengths = _split(starts, lengths, max_units)
+    return Runs(units[starts], rows[starts], lengths)
+
+
+def _split(
+    starts: Int64Array, lengths: Int64Array, max_units: int
+) -> tuple[Int64Array, Int64Array]:
+    """Cut runs longer than `max_units` into pieces of at most that."""
+    pieces = -(-lengths // max_units)
+    run_of = np.repeat(np.arange(len(starts)), pieces)
+    piece = np.arange(len(run_of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = piece * max_units
+    return starts[run_of] + begins, np.minimum(lengths[run_of] - begins, max_units)

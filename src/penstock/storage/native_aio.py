@@ -1,0 +1,328 @@
+"""AioQueue: batches of reads through Linux native AIO, called by number, without a compiler."""
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.errors import FetchError, StorageError
+from penstock.storage.file import Int64Array, Ticket, read_error
+
+_CALL_NUMBERS = {  # io_setup, io_destroy, io_submit, io_getevents
+    "x86_64": (206, 207, 209, 208),
+    "aarch64": (0, 1, 2, 4),
+}
+_KEY, _CONTROL, _ADDRESS, _LENGTH, _OFFSET = 0, 2, 3, 4, 5
+"""Columns of an iocb read as eight little-endian int64; opcode 0 in CONTROL is a plain read."""
+_IOCB_BYTES = 64
+_INDEX_MASK = (1 << 32) - 1
+_PATIENCE_S = 1
+"""A blocked wait looks around this often; a lost wake-up costs a second, never a hang."""
+_SUBMIT_RETRIES = 1000
+
+
+class AioTicket(Ticket):
+    """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
+
+    def __init__(
+        self, queue: "AioQueue", number: int, iocbs: Int64Array, keep_alive: object
+    ) -> None:
+        self.num_reads = len(iocbs)
+        self.read_bytes = int(iocbs[:, _LENGTH].sum())
+        self.submitted_ns = time.perf_counter_ns()
+        self.finished_ns = 0
+        self.number = number
+        self.iocbs = iocbs
+        self.num_submitted = 0
+        self.num_outstanding = 0
+        self.is_complete = False
+        self.error: FetchError | None = None
+        self._queue = queue
+        self._keep_alive = keep_alive
+        first = int(iocbs.__array_interface__["data"][0])
+        self._pointers = np.arange(first, first + _IOCB_BYTES * len(iocbs), _IOCB_BYTES)
+        self._pointers_address = int(self._pointers.__array_interface__["data"][0])
+
+    @property
+    def next_pointer(self) -> int:
+        """Address of the pointer to the first iocb that is not submitted yet."""
+        return self._pointers_address + 8 * self.num_submitted
+
+    def finish(self) -> None:
+        """No read is under way any more: let the memory go."""
+        self.finished_ns = time.perf_counter_ns()
+        self._keep_alive = None
+        self.is_complete = True
+
+    def done(self) -> bool:
+        """Whether every read has ended; looks at the kernel's queue, never blocks."""
+        if not self.is_complete:
+            self._queue.poll()
+        return self.is_complete
+
+    def wait(self) -> None:
+        """Block until every read has ended, crediting other tickets on the way.
+
+        Raises:
+            FetchError: a read failed or came up short.
+        """
+        if not self.is_complete:
+            self._queue.wait_for(self)
+        if self.error is not None:
+            raise self.error
+
+
+class AioQueue:
+    """One kernel AIO context shared by the files of a store; any thread may use it.
+
+    At most `max_in_flight` reads are with the kernel; what is beyond waits its turn here and moves
+    up whenever somebody submits, polls or waits. One waiting thread at a time collects events and
+    credits them to whichever ticket they belong to.
+
+    An exception in the middle (Ctrl-C) cannot leave the kernel writing into memory that somebody
+    reuses: the context is destroyed, which waits for its reads, and unfinished tickets fail.
+    """
+
+    def __init__(self, max_in_flight: int = 256) -> None:
+        """Open a context.
+
+        Raises:
+            StorageError: the system has no native AIO, or none left.
+        """
+        self._calls = _find_calls()
+        self._max_in_flight = max_in_flight
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)
+        self._is_closed = False
+        self._is_collecting = False
+        self._next_number = 1
+        self._in_flight = 0
+        self._generation = 0  # of the context: grows when one is abandoned
+        self._live: dict[int, AioTicket] = {}
+        self._backlog: deque[AioTicket] = deque()
+        self._events = np.zeros((max_in_flight, 4), dtype=np.int64)  # data, iocb, result, result2
+        self._events_address = int(self._events.__array_interface__["data"][0])
+        self._timeouts = np.array([[0, 0], [_PATIENCE_S, 0]], dtype=np.int64)  # seconds, ns
+        self._now_address = int(self._timeouts.__array_interface__["data"][0])
+        self._patience_address = self._now_address + 16
+        self._context = self._setup()
+
+    def submit(
+        self,
+        descriptor: int,
+        offsets: Int64Array,
+        lengths: Int64Array,
+        addresses: Int64Array,
+        keep_alive: object,
+    ) -> AioTicket:
+        """Start a batch of reads, all int64 [num_reads], on an O_DIRECT file descriptor."""
+        iocbs = np.zeros((len(offsets), 8), dtype=np.int64)
+        iocbs[:, _CONTROL] = descriptor << 32
+        iocbs[:, _ADDRESS] = addresses
+        iocbs[:, _LENGTH] = lengths
+        iocbs[:, _OFFSET] = offsets
+        with self._lock:
+            if self._is_closed:
+                raise FetchError("the store is closed")
+            if self._in_flight + len(iocbs) > self._max_in_flight:
+                self.poll()
+            number = self._next_number
+            self._next_number += 1
+            base = number << 32
+            iocbs[:, _KEY] = np.arange(base, base + len(iocbs))
+            ticket = AioTicket(self, number, iocbs, keep_alive)
+            if not len(iocbs):
+                ticket.finish()
+                return ticket
+            try:
+                self._live[number] = ticket
+                self._backlog.append(ticket)
+                self._submit_backlog()
+            except BaseException:
+                self._abandon("interrupted")
+                raise
+        return ticket
+
+    def poll(self) -> None:
+        """Credit the events that have come; never blocks."""
+        with self._lock:
+            if self._is_collecting or not self._in_flight:
+                return
+            try:
+                self._credit(self._get_events(0, self._now_address))
+                self._submit_backlog()
+            except BaseException:
+                self._abandon("interrupted")
+                raise
+
+    def wait_for(self, ticket: AioTicket) -> None:
+        """Block until `ticket` is complete. Its error, if any, is left in it."""
+        try:
+            while not ticket.is_complete:
+                self._wait_once(ticket)
+        except BaseException:
+            with self._lock:
+                self._abandon("interrupted")
+            raise
+
+    def close(self) -> None:
+        """Wait for what is in flight and give the context back; unfinished tickets fail."""
+        with self._lock:
+            self._is_closed = True
+            self._abandon("the store was closed")
+
+    def _wait_once(self, ticket: AioTicket) -> None:
+        """Collect events once, or wait for the thread that does."""
+        collects, generation = False, -1
+        try:
+            with self._lock:
+                if ticket.is_complete:
+                    return
+                if self._is_collecting:
+                    self._changed.wait(_PATIENCE_S)
+                    return
+                generation = self._generation
+                collects = self._is_collecting = True
+                self._submit_backlog()
+                if ticket.is_complete or not self._in_flight:
+                    return
+                wanted = ticket.num_outstanding
+                if ticket.num_submitted < ticket.num_reads:  # wake early, to keep the queue full
+                    wanted = max(1, min(self._in_flight, self._max_in_flight // 4))
+            got = self._get_events(wanted, self._patience_address)
+            with self._lock:
+                if generation == self._generation:  # else they are of an abandoned context
+                    self._credit(got)
+                    collects = self._is_collecting = False
+                    self._changed.notify_all()
+        finally:
+            if collects:
+                with self._lock:
+                    if generation == self._generation:
+                        self._is_collecting = False
+                    self._changed.notify_all()
+
+    def _get_events(self, at_least: int, timeout_address: int) -> int:
+        """io_getevents into the event array; returns how many, 0 when interrupted."""
+        got = self._calls.get_events(
+            self._context, at_least, self._max_in_flight, self._events_address, timeout_address
+        )
+        return max(got, 0)  # EINTR, or EINVAL when the context was closed meanwhile
+
+    def _credit(self, num_events: int) -> None:
+        if not num_events:
+            return
+        events = self._events[:num_events]
+        if len(self._live) == 1:  # the usual case: nobody else's
+            self._credit_ticket(next(iter(self._live.values())), events)
+            return
+        numbers = events[:, 0] >> 32
+        for number in np.unique(numbers).tolist():
+            self._credit_ticket(self._live[number], events[numbers == number])
+
+    def _credit_ticket(self, ticket: AioTicket, events: Int64Array) -> None:
+        wrong = events[:, 2] != ticket.iocbs[events[:, 0] & _INDEX_MASK, _LENGTH]
+        if ticket.error is None and wrong.any():
+            key, _, result, _ = events[wrong.argmax()].tolist()
+            iocb = ticket.iocbs[key & _INDEX_MASK]
+            ticket.error = read_error(int(iocb[_OFFSET]), int(iocb[_LENGTH]), result)
+        self._in_flight -= len(events)
+        ticket.num_outstanding -= len(events)
+        self._finish_if_drained(ticket)
+
+    def _finish_if_drained(self, ticket: AioTicket) -> None:
+        if not ticket.num_outstanding and ticket.num_submitted == ticket.num_reads:
+            del self._live[ticket.number]
+            ticket.finish()
+
+    def _submit_backlog(self) -> None:
+        """Hand waiting reads to the kernel, oldest first, as long as there is room."""
+        retries = 0
+        while self._backlog:
+            ticket = self._backlog[0]
+            room = self._max_in_flight - self._in_flight
+            count = min(room, ticket.num_reads - ticket.num_submitted)
+            if count <= 0:
+                return
+            context = self._context or self._setup()
+            taken = self._calls.submit(context, count, ticket.next_pointer)
+            if taken > 0:
+                self._in_flight += taken
+                ticket.num_submitted += taken
+                ticket.num_outstanding += taken
+                if ticket.num_submitted == ticket.num_reads:
+                    self._backlog.popleft()
+                continue
+            number = ctypes.get_errno()
+            if number == errno.EAGAIN and self._in_flight:
+                return  # the kernel is full: the rest goes when something has come back
+            if number in (errno.EAGAIN, errno.EINTR) and (retries := retries + 1) < _SUBMIT_RETRIES:
+                time.sleep(0.001)
+                continue
+            refused = ticket.iocbs[ticket.num_submitted]
+            ticket.error = read_error(int(refused[_OFFSET]), int(refused[_LENGTH]), -number)
+            ticket.num_reads = ticket.num_submitted  # what is under way still has to come back
+            self._backlog.popleft()
+            self._finish_if_drained(ticket)
+
+    def _setup(self) -> int:
+        context = ctypes.c_ulong(0)
+        address = ctypes.addressof(context)
+        if self._calls.setup(self._max_in_flight, address) != 0:
+            number = ctypes.get_errno()
+            raise StorageError(f"no asynchronous I/O context: {os.strerror(number)}")
+        self._context = context.value
+        return self._context
+
+    def _abandon(self, reason: str) -> None:
+        """Destroy the context, which waits for its reads, and fail what was unfinished."""
+        if self._context:
+            self._calls.destroy(self._context)
+            self._context = 0
+        self._generation += 1
+        self._is_collecting = False  # whoever was collecting has left the kernel
+        for ticket in self._live.values():
+            ticket.error = ticket.error or FetchError(f"reads were given up: {reason}")
+            ticket.finish()
+        self._live.clear()
+        self._backlog.clear()
+        self._in_flight = 0
+        self._changed.notify_all()
+
+
+class _Calls(NamedTuple):
+    """The four system calls; each returns -1 and sets errno when it fails."""
+
+    setup: Callable[[int, int], int]
+    """(max_in_flight, address of the context)"""
+    destroy: Callable[[int], int]
+    """(context); returns when every read of the context has ended"""
+    submit: Callable[[int, int, int], int]
+    """(context, count, address of pointers to iocbs); returns how many were taken"""
+    get_events: Callable[[int, int, int, int, int], int]
+    """(context, at least, at most, address of events, address of timeout); returns how many"""
+
+
+def _find_calls() -> _Calls:
+    numbers = _CALL_NUMBERS.get(platform.machine())
+    if not sys.platform.startswith("linux") or sys.byteorder != "little" or numbers is None:
+        raise StorageError("native asynchronous I/O needs Linux on x86-64 or ARM64")
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise StorageError("native asynchronous I/O needs a 64-bit Python")
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = []
+    for number, num_arguments in zip(numbers, (2, 1, 3, 5), strict=True):
+        call = libc["syscall"]  # a new function object at every look-up
+        call.restype = ctypes.c_long
+        call.argtypes = [ctypes.c_long] * (1 + num_arguments)
+        calls.append(functools.partial(call, number))
+    return _Calls(*calls)

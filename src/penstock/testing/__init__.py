@@ -1,0 +1,1 @@
+"""Conformance kits and doubles; never imported by the package itself."""

@@ -1,0 +1,1 @@
+"""Fixed pools of device and host memory, and who occupies each slot."""

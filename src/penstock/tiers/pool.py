@@ -1,0 +1,85 @@
+"""TokenPool: K and V of many tokens in one tensor, attended to in place."""
+
+import torch
+from torch import Tensor
+
+from penstock.core.shape import KVShape
+from penstock.kernels.reference import NEGATIVE_INFINITY
+
+
+class TokenPool:
+    """Slots of one layer plus the places of its sinks and rolling window, in one tensor.
+
+    A slot holds one group of G tokens; K and V of a token lie side by side, so that a slot is one
+    contiguous piece of memory (a disk read lands in it directly) and yet all keys of the pool form
+    one strided tensor that attention reads without a copy: KVSwap's mapping table (3.4.4) becomes
+    an additive mask over the places.
+
+        tokens   [batch, places, 2, kv_heads, head_dim],  places = (num_slots + tail_slots) * G
+        mask     [batch, places], 0 where a place holds a visible token, minus infinity elsewhere
+
+        place 0 .. num_slots * G             slots (fetched groups)
+        place num_slots * G ..               sinks and rolling window, see `RollingWindow`
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        shape: KVShape,
+        *,
+        batch: int,
+        num_slots: int,
+        tail_slots: int,
+        group_tokens: int,
+    ) -> None:
+        """Lay the pool over `memory`.
+
+        Args:
+            memory: uint8 [batch * (num_slots + tail_slots), group_tokens * shape.token_bytes].
+        """
+        self.num_slots = num_slots
+        self.slots_per_row = num_slots + tail_slots
+        self.group_tokens = group_tokens
+        self.places = self.slots_per_row * group_tokens
+        self.slot_places = num_slots * group_tokens
+        self.memory = memory
+        self.tokens: Tensor = memory.view(shape.dtype).view(
+            batch, self.places, 2, shape.num_kv_heads, shape.head_dim
+        )
+        self.mask = torch.full(
+            (batch, self.places), NEGATIVE_INFINITY, dtype=shape.dtype, device=memory.device
+        )
+        # [batch, slots, group_tokens] views, to switch whole slots on and off.
+        self.slot_mask: Tensor = self.mask.view(batch, self.slots_per_row, group_tokens)
+        self.keys: Tensor = self.tokens[:, :, 0].transpose(1, 2)
+        self.values: Tensor = self.tokens[:, :, 1].transpose(1, 2)
+
+    def hide_slots(self) -> None:
+        """Make every slot invisible; sinks and window stay."""
+        self.mask[:, : self.slot_places] = NEGATIVE_INFINITY
+
+    def slot_tokens(self) -> Tensor:
+        """The slots' part, [batch, num_slots * G, 2, kv_heads, head_dim]."""
+        return self.tokens[:, : self.slot_places]
+
+    def tail_tokens(self) -> Tensor:
+        """The part of sinks and window, [batch, tail_slots * G, 2, kv_heads, head_dim]."""
+        return self.tokens[:, self.slot_places :]
+
+
+COPY_BYTES = 1 << 20
+"""Row copies go through a temporary of about this size, so that beams cost no second pool."""
+
+
+def copy_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
+    """Set `target[i] = source[rows[i]]`, also when both are the same tensor.
+
+    Args:
+        target: [batch, places, ...]
+        source: [other_batch, places, ...]
+        rows: int64 [batch], rows of `source`.
+    """
+    place_bytes = max(1, target[:, :1].numel() * target.element_size())
+    step = max(1, COPY_BYTES // place_bytes)
+    for start in range(0, target.shape[1], step):
+        target[:, start : start + step] = source[:, start : start + step][rows]

@@ -1,0 +1,1 @@
+"""Which resident unit to evict next."""

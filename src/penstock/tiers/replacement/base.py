@@ -1,0 +1,26 @@
+"""ReplacementPolicy: choose the slots that incoming units take over."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ReplacementPolicy(ABC):
+    """Orders the slots of one layer for eviction, for a whole batch at once."""
+
+    @abstractmethod
+    def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Take slots to overwrite and remember that they were taken.
+
+        Args:
+            pinned: slots that this step needs, which must stay. [batch, slots]
+            counts: slots wanted by each row; at most the row's unpinned slots. [batch]
+
+        Returns:
+            Chosen slots, flattened row after row, `counts[b]` of them for row b. [sum(counts)]
+        """
+
+    @abstractmethod
+    def copy_rows(self, rows: NDArray[np.int64]) -> "ReplacementPolicy":
+        """The same state for the batch rows `rows` (beam reordering)."""

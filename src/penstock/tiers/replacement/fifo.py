@@ -1,0 +1,38 @@
+"""First in, first out: KVSwap's reuse buffer (section 3.4.3)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.tiers.replacement.base import ReplacementPolicy
+
+
+class FIFO(ReplacementPolicy):
+    """Evicts in order of admission; a slot that is pinned this step is passed over once.
+
+    Source: KVSwap, section 3.4.3 ("a simple FIFO policy"). The paper does not say what happens to
+    the oldest slot when the step that evicts it also needs it; here it keeps its place.
+    """
+
+    def __init__(self, batch: int, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._head = np.zeros(batch, dtype=np.int64)
+
+    def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `ReplacementPolicy.victims`; the clock hand moves past the last slot taken."""
+        order = (self._head[:, None] + np.arange(self._num_slots)) % self._num_slots
+        free = ~np.take_along_axis(pinned, order, axis=1)
+        rank = free.cumsum(axis=1)
+        chosen = free & (rank <= counts[:, None])
+        rows, places = np.nonzero(chosen)
+        assert len(rows) == counts.sum(), "fewer unpinned slots than units to admit"
+        # The hand stops behind the last slot taken in each row.
+        taken = np.where(chosen, np.arange(1, self._num_slots + 1), 0).max(axis=1)
+        self._head = (self._head + taken) % self._num_slots
+        victims: NDArray[np.int64] = order[rows, places]
+        return victims
+
+    def copy_rows(self, rows: NDArray[np.int64]) -> "FIFO":
+        """See `ReplacementPolicy.copy_rows`."""
+        copy = FIFO(len(rows), self._num_slots)
+        copy._head = self._head[rows].copy()
+        return copy

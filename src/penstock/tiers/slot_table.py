@@ -1,0 +1,68 @@
+"""SlotTable: which unit each slot of a layer holds, and where each unit is."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import CacheStateError
+
+ABSENT = -1
+
+
+class SlotTable:
+    """Residency of one layer's units in its slots, for every batch row.
+
+    Two dense arrays that are each other's inverse: `slot_of[b, unit]` and `unit_in[b, slot]`, with
+    -1 for "nowhere" and "nothing". KVSwap's slot table (section 3.4.3) is `unit_in`; the other
+    direction makes a lookup one gather.
+    """
+
+    def __init__(self, batch: int, num_slots: int, max_units: int) -> None:
+        self.num_slots = num_slots
+        self.slot_of = np.full((batch, max_units), ABSENT, dtype=np.int32)
+        self.unit_in = np.full((batch, num_slots), ABSENT, dtype=np.int32)
+
+    @staticmethod
+    def num_bytes(batch: int, num_slots: int, max_units: int) -> int:
+        """Bytes of a table of this size, for the ledger."""
+        return 4 * batch * (num_slots + max_units)
+
+    def lookup(self, units: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slots of the given units, -1 where a unit is not resident. [batch, wanted]"""
+        return np.take_along_axis(self.slot_of, units, axis=1)
+
+    def admit(
+        self, rows: NDArray[np.int64], units: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> None:
+        """Put `units[i]` of row `rows[i]` into `slots[i]`, evicting what was there."""
+        old = self.unit_in[rows, slots]
+        held = old != ABSENT
+        self.slot_of[rows[held], old[held]] = ABSENT
+        self.unit_in[rows, slots] = units
+        self.slot_of[rows, units] = slots
+
+    def evict_from(self, first_unit: int) -> NDArray[np.bool_]:
+        """Forget every unit at or after `first_unit`; returns which slots that emptied."""
+        gone: NDArray[np.bool_] = self.unit_in >= first_unit
+        self.slot_of[:, first_unit:] = ABSENT
+        self.unit_in[gone] = ABSENT
+        return gone
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.slot_of.fill(ABSENT)
+        self.unit_in.fill(ABSENT)
+
+    def copy_rows(self, rows: NDArray[np.int64]) -> "SlotTable":
+        """The same residency for the batch rows `rows`."""
+        copy = SlotTable(0, self.num_slots, self.slot_of.shape[1])
+        copy.slot_of = self.slot_of[rows].copy()
+        copy.unit_in = self.unit_in[rows].copy()
+        return copy
+
+    def check_integrity(self) -> None:
+        """Raise CacheStateError unless both directions agree (tests and debugging)."""
+        rows, slots = np.nonzero(self.unit_in != ABSENT)
+        if not (self.slot_of[rows, self.unit_in[rows, slots]] == slots).all():
+            raise CacheStateError("slot table: a slot's unit does not point back to it")
+        if (self.slot_of != ABSENT).sum() != len(rows):
+            raise CacheStateError("slot table: a unit points to a slot that holds another")

@@ -1,0 +1,43 @@
+"""`penstock demo` answers correctly at a small size, and says so."""
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["demo", "--tokens", "3000", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_correct_answer(seed: int) -> None:
+    result = run("--memory", "1/8", "--seed", seed)
+    assert result.exit_code == 0, result.output
+    for said in ("Question : ", "Answer : ", "Correct", "held in memory", "prefill 100 %"):
+        assert said in result.stdout
+
+
+def test_another_seed_is_another_document() -> None:
+    questions = {
+        line
+        for seed in (0, 1)
+        for line in run("--memory", "1/4", "--seed", seed).stdout.splitlines()
+        if line.startswith("Question")
+    }
+    assert len(questions) == 2
+
+
+def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bench.tasks.sample.score", lambda sample, text: 0.0)
+    result = run("--memory", "1/4")
+    assert result.exit_code == 1
+    assert "Wrong: the document says" in result.stdout
+
+
+def test_a_document_that_is_too_short() -> None:
+    result = CliRunner().invoke(app, ["demo", "--tokens", "10"])
+    assert result.exit_code == 2
+    assert "tokens=10" in result.stderr

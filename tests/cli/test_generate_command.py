@@ -1,0 +1,99 @@
+"""`penstock generate`: the answer on stdout, everything else on stderr, or one JSON document."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.bench.tasks.recall import make_sample
+from penstock.bench.tasks.sample import Sample
+from penstock.cli.main import app
+from penstock.models.loader import load
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    tokenizer = load("recall").tokenizer
+    assert tokenizer is not None
+    return make_sample("multi_key_few", 2000, random.Random(1), tokenizer.get_vocab())
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path, sample: Sample) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(sample.prompt)
+    return path
+
+
+def run(*arguments: object, **extra: Any) -> Any:
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)], **extra)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_answer_alone_is_on_stdout(prompt_file: Path, sample: Sample) -> None:
+    result = run("recall", "--prompt-file", prompt_file, "--memory", "1/4")
+    assert result.stdout == f"{sample.answer}\n"
+    assert "prefill 100 %" in result.stderr
+    for figure in ("full KV cache", "held in memory", "hit rate", "stall share"):
+        assert figure in result.stderr
+
+
+def test_json_is_one_document(prompt_file: Path, sample: Sample) -> None:
+    result = run("--prompt-file", prompt_file, "--memory", "1/4", "--json")
+    document = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert document["answer"] == sample.answer
+    assert document["finish_reason"] == "stop"
+    assert document["prompt_tokens"] == 2000
+    assert document["new_tokens"] == len(document["token_ids"]) == sample.max_new_tokens
+    memory = document["memory"]
+    assert sum(memory["items"].values()) == memory["used_bytes"] <= memory["peak_bytes"]
+    assert memory["peak_bytes"] <= memory["limit_bytes"] == memory["full_cache_bytes"] // 4
+    assert document["decode"]["read_bytes"] > 0
+    assert document["simulated"] is None
+
+
+def test_a_simulated_disk_is_called_so(prompt_file: Path, sample: Sample) -> None:
+    options = ("--prompt-file", prompt_file, "--memory", "1/4", "--disk", "nvme")
+    document = json.loads(run(*options, "--json").stdout)
+    assert document["simulated"] == "nvme"
+    assert "simulated" in document["store"]
+    assert "(simulated disk)" in run(*options).stderr
+
+
+def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
+    result = run("--prompt-file", "-", "--memory", "1/4", input=sample.prompt)
+    assert result.stdout == f"{sample.answer}\n"
+
+
+@pytest.mark.parametrize("policy", ["kvswap", "full", "flexgen"])
+def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
+    loaded = load("recall")
+    model: Any = loaded.model
+    assert loaded.tokenizer is not None
+    text = "The grass is green . The sky is blue . " * 100
+    inputs = loaded.tokenizer(text, return_tensors="pt")
+    plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+    memory = "auto" if policy == "full" else "1/2"
+    options = ("--max-new-tokens", 12, "--policy", policy, "--memory", memory, "--exact", "--json")
+    assert json.loads(run("--prompt", text, *options).stdout)["token_ids"] == plain.tolist()
+
+
+def test_trace_is_a_chrome_trace(prompt_file: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    run("--prompt-file", prompt_file, "--memory", "1/4", "--trace", trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "disk read", "disk write"} <= tracks
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_sampling_with_a_seed_repeats(prompt_file: Path) -> None:
+    options = ("--prompt-file", prompt_file, "--temperature", 3.0, "--json", "--seed")
+    first, again, other = (json.loads(run(*options, seed).stdout) for seed in (1, 1, 2))
+    assert first["token_ids"] == again["token_ids"]
+    assert first["token_ids"] != other["token_ids"]

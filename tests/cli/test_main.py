@@ -1,0 +1,192 @@
+"""What goes wrong is one line on stderr and an exit code; nothing of it is a traceback."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from penstock.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, app
+
+RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
+PROMPT = "The grass is green . The sky is blue ."
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def error_line(result: Any, code: int = EXIT_BAD_INPUT) -> str:
+    """The one line of a failed run."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    # Progress may have been shown before the error.
+    [line] = [line for line in lines if not line.startswith("prefill")]
+    assert line.startswith("error: ")
+    return str(line)
+
+
+def save_model(folder: Path, model_type: str, **sizes: int) -> Path:
+    """A tiny random model of a family, with the bundled tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=1472, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RECALL / name, folder)
+    return folder
+
+
+def test_missing_model_folder() -> None:
+    line = error_line(run("generate", "/no/such/model", "--prompt", PROMPT))
+    assert "no model folder /no/such/model" in line
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
+    ],
+)
+def test_unsupported_family(tmp_path: Path, model_type: str, sizes: dict[str, int]) -> None:
+    folder = save_model(tmp_path / model_type, model_type, **sizes)
+    line = error_line(run("generate", folder, "--prompt", PROMPT))
+    assert model_type in line.lower()
+
+
+def test_budget_too_small_says_how_much_would_do() -> None:
+    line = error_line(run("generate", "recall", "--prompt", PROMPT * 50, "--memory", "20KiB"))
+    assert "smallest budget that would do" in line
+
+
+@pytest.mark.parametrize("memory", ["much", "0", "1/0", "-5"])
+def test_memory_that_is_no_size(memory: str) -> None:
+    line = error_line(run("generate", "recall", "--prompt", PROMPT, f"--memory={memory}"))
+    assert memory in line
+
+
+def test_unknown_policy() -> None:
+    line = error_line(run("generate", "recall", "--prompt", PROMPT, "--policy", "kvswop"))
+    assert "kvswap" in line
+
+
+def test_a_disk_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("generate", "recall", "--prompt", PROMPT, "--disk", tmp_path / "file")
+    assert result.exit_code in (EXIT_FAILED, EXIT_BAD_INPUT)
+    assert str(tmp_path / "file") in error_line(result, result.exit_code)
+
+
+def test_a_disk_that_may_not_be_written() -> None:
+    result = run("generate", "recall", "--prompt", PROMPT, "--disk", "/proc/penstock")
+    assert result.exit_code in (EXIT_FAILED, EXIT_BAD_INPUT)
+    assert "/proc/penstock" in error_line(result, result.exit_code)
+
+
+def test_adapter_of_another_model(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    folder = save_model(tmp_path / "other", "llama", **sizes)
+    (tmp_path / "text").write_text(PROMPT * 20)
+    adapter = tmp_path / "adapter.safetensors"
+    made = run("calibrate", folder, "--text", tmp_path / "text", "-o", adapter)
+    assert made.exit_code == 0, made.output
+    result = run("generate", "recall", "--prompt", PROMPT, "--adapter", adapter)
+    assert "adapter" in error_line(result)
+    assert "another model" in error_line(result)
+
+
+def test_adapter_that_is_none(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "tensors")
+    (tmp_path / "text").write_text("no tensors")
+    for name in ("tensors", "text", "missing"):
+        result = run("generate", "recall", "--prompt", PROMPT, "--adapter", tmp_path / name)
+        assert name in error_line(result)
+
+
+def test_prompt_longer_than_the_positions(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text("grass " * 41_000)
+    line = error_line(run("generate", "recall", "--prompt-file", tmp_path / "long"))
+    assert "40,960 positions" in line
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_zero_tokens(prompt: str) -> None:
+    assert "zero tokens" in error_line(run("generate", "recall", "--prompt", prompt))
+
+
+def test_prompt_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, said in (("none", "No such file"), ("", "directory"), ("binary", "UTF-8")):
+        assert said in error_line(run("generate", "recall", "--prompt-file", tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "either --prompt or --prompt-file"),
+        (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1"),
+        (["--prompt", "a", "--prefill-chunk", "0"], "prefill_chunk_size=0"),
+        (["--prompt", "a", "--trace", "/no/such/folder/t.json"], "--trace"),
+        (["--prompt", "a", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_impossible_options(options: list[str], said: str) -> None:
+    assert said in error_line(run("generate", "recall", *options))
+
+
+def test_a_mistyped_option_is_the_parsers_business() -> None:
+    result = run("generate", "--prompt-fil", "x")
+    assert result.exit_code == EXIT_BAD_INPUT
+    assert "--prompt-fil" in result.stderr
+
+
+def test_what_nobody_foresaw_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr("penstock.generation.engine.load", explode)
+    line = error_line(run("generate", "recall", "--prompt", PROMPT), EXIT_FAILED)
+    assert line == "error: unexpected ZeroDivisionError: a b (--debug shows where)"
+    result = run("--debug", "generate", "recall", "--prompt", PROMPT)
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("penstock 0.")
+
+
+def test_calibrate_says_what_it_did(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(PROMPT * 100)
+    adapter = tmp_path / "adapter.safetensors"
+    result = run("calibrate", "recall", "--text", tmp_path / "text", "--output", adapter)
+    assert result.exit_code == 0, result.output
+    assert str(adapter) in result.stderr.replace("\n", "")
+    used = run("generate", "recall", "--prompt", PROMPT, "--adapter", adapter, "--json")
+    assert used.exit_code == 0, used.output
+    assert not any("prompt" in notice for notice in json.loads(used.stdout)["notices"])
+
+
+def test_calibrate_with_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    out = tmp_path / "adapter.safetensors"
+    assert "zero tokens" in error_line(
+        run("calibrate", "recall", "--text", tmp_path / "empty", "-o", out)
+    )
+    assert "text file" in error_line(
+        run("calibrate", "recall", "--text", tmp_path / "none", "-o", out)
+    )
+    assert not out.exists()

@@ -1,0 +1,130 @@
+"""The screen says what happened, and says "simulated" where it must."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.cli.screen import AnswerScreen, PrefillProgress, report_rows, show_report
+from penstock.core.ledger import MemoryReport
+from penstock.core.stats import PhaseStats, RunStats
+from penstock.generation.output import RunReport
+
+
+def report(**changes: Any) -> RunReport:
+    decode = PhaseStats(
+        tokens=10,
+        seconds=2.0,
+        read_bytes=10 << 20,
+        units_wanted=100,
+        units_hit=61,
+        stall_s=0.1,
+    )
+    memory = MemoryReport(
+        limit_bytes=4 << 20,
+        used_bytes=2 << 20,
+        peak_bytes=3 << 20,
+        full_cache_bytes=102 << 20,
+        items={"index": 2 << 20},
+    )
+    fields: dict[str, Any] = {
+        "policy": "kvswap",
+        "exact": False,
+        "prompt_tokens": 16_000,
+        "new_tokens": 11,
+        "prefill_s": 8.0,
+        "decode_s": 2.5,
+        "decode_tokens": 10,
+        "stats": RunStats(decode=decode),
+        "memory": memory,
+        "store": "/disk, direct I/O",
+        "simulated": None,
+        "notices": ("adapter made from [the] prompt",),
+    }
+    return RunReport(**{**fields, **changes})
+
+
+def test_the_table_has_every_figure() -> None:
+    rows = dict(report_rows(report()))
+    assert rows == {
+        "policy": "kvswap",
+        "KV cache lies on": "/disk, direct I/O",
+        "full KV cache": "102 MiB",
+        "held in memory": "3 MiB of a budget of 4 MiB, 1/34.0 of the full cache",
+        "prefill": "2,000 tokens/s, 8.0 s",
+        "decode": "4.0 tokens/s, 2.50 s",
+        "read per token": "1 MiB",
+        "hit rate": "61 % of the wanted groups were in memory",
+        "stall share": "5.0 % of decode waited for reads",
+    }
+
+
+def test_a_simulated_disk_is_called_so_beside_each_of_its_figures() -> None:
+    rows = dict(report_rows(report(simulated="emmc")))
+    for what in ("prefill", "decode", "stall share"):
+        assert "(simulated disk)" in rows[what]
+
+
+def test_one_token_has_no_decode_figures() -> None:
+    rows = dict(report_rows(report(new_tokens=1, decode_tokens=0, decode_s=0.0)))
+    assert rows["decode"] == "the only token came out of prefill"
+    assert "stall share" not in rows
+
+
+def test_exact_mode_and_a_run_without_fetches() -> None:
+    rows = dict(report_rows(report(exact=True, stats=RunStats())))
+    assert rows["policy"] == "kvswap, exact"
+    assert rows["hit rate"] == "nothing had to be fetched"
+
+
+def piped() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=80), out
+
+
+def test_notices_are_shown_as_written() -> None:
+    console, out = piped()
+    show_report(console, report())
+    assert "note: adapter made from [the] prompt\n" in out.getvalue()
+    assert "stall share" in out.getvalue()
+
+
+def test_progress_in_a_pipe_is_ten_lines_at_most() -> None:
+    console, out = piped()
+    with PrefillProgress(console) as progress:
+        for done in range(1, 1001):
+            progress.update(done, 1000)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("prefill  10 %  100/1,000 tokens")
+    assert lines[-1].startswith("prefill 100 %  1,000/1,000 tokens")
+    assert "ETA 0 s" in lines[-1]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
+    out = io.StringIO()
+    with PrefillProgress(Console(file=out, width=100, force_terminal=True)) as progress:
+        progress.update(250, 1000)
+        progress.update(500, 1000)
+    assert "500/1,000 tokens" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_answer_follows_its_lead(quiet: bool) -> None:
+    console, progress = piped()
+    answer = io.StringIO()
+    with AnswerScreen(None if quiet else console, answer, "Answer: ") as screen:
+        screen.on_progress(5, 5)
+        screen.on_text(0, "large")
+        screen.on_text(0, " gem")
+    assert answer.getvalue() == "Answer: large gem\n"
+    assert bool(progress.getvalue()) != quiet
+
+
+def test_no_answer_no_line() -> None:
+    answer = io.StringIO()
+    with AnswerScreen(None, answer, "Answer: "):
+        pass
+    assert answer.getvalue() == ""

@@ -1,0 +1,105 @@
+"""AnswerWatch: the pieces it streams are the answer, and each row ends where it should."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.generation.answer_watch import AnswerText, AnswerWatch
+from penstock.generation.sampling import SamplingParams
+
+END = 0
+
+
+class ByteTokenizer:
+    """Token ids are bytes, so that one character can take several tokens."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def push_all(text: AnswerText, content: str) -> tuple[list[str], bool]:
+    pieces = []
+    for byte in content.encode():
+        piece, stopped = text.push(byte)
+        pieces.append(piece)
+        if stopped:
+            return pieces, True
+    return [*pieces, text.finish()], False
+
+
+def byte_text(*stop: str) -> AnswerText:
+    tokenizer: Any = ByteTokenizer()
+    return AnswerText(tokenizer, stop)
+
+
+@pytest.mark.parametrize("content", ["plain", "naïve café", "日本語 text", "🙂🙃 a 🙂"])
+def test_pieces_join_to_the_text_and_never_hold_half_a_character(content: str) -> None:
+    text = byte_text()
+    pieces, _ = push_all(text, content)
+    assert "".join(pieces) == content == text.text
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    text = byte_text("END", "\n\n")
+    pieces, stopped = push_all(text, "so EN far\nso ENDgood")
+    assert stopped
+    assert "".join(pieces) == "so EN far\nso " == text.text
+
+
+def test_what_could_begin_a_stop_string_is_held_back_only_as_long_as_it_could() -> None:
+    text = byte_text("END")
+    shown = [text.push(byte)[0] for byte in b"aENxE"]
+    assert shown == ["a", "", "", "ENx", ""]
+    assert text.finish() == "E"
+
+
+def watch(num_rows: int, said: list[tuple[int, str]], **fields: Any) -> AnswerWatch:
+    tokenizer: Any = ByteTokenizer()
+    return AnswerWatch(
+        tokenizer,
+        SamplingParams(**fields),
+        num_rows=num_rows,
+        end_token_ids=frozenset([END]),
+        on_text=lambda row, piece: said.append((row, piece)),
+    )
+
+
+def feed(watched: AnswerWatch, *rows: str) -> list[list[bool]]:
+    """Give the rows' characters one step at a time; "." ends a row."""
+    columns = [[END if c == "." else ord(c) for c in column] for column in zip(*rows, strict=True)]
+    return [watched(torch.tensor(column)[:, None], None).tolist() for column in columns]
+
+
+def test_rows_end_on_their_own() -> None:
+    said: list[tuple[int, str]] = []
+    watched = watch(3, said, max_tokens=4, stop="!")
+    done = feed(watched, "ab.z", "cdef", "g!zz")
+    assert done == [
+        [False, False, False],
+        [False, False, True],
+        [True, False, True],
+        [True, True, True],
+    ]
+    assert watched.finish_reasons == ["stop", "length", "stop"]
+    assert [watched.text(row) for row in range(3)] == ["ab", "cdef", "g"]
+    assert watched.token_ids == [[97, 98, END], [99, 100, 101, 102], [103, 33]]
+    for row in range(3):
+        assert "".join(piece for r, piece in said if r == row) == watched.text(row)
+
+
+def test_times_are_those_of_the_first_and_last_token() -> None:
+    watched = watch(1, [], max_tokens=9)
+    feed(watched, "a")
+    first = watched.first_token_s
+    feed(watched, "b")
+    assert watched.first_token_s == first < watched.last_token_s
+
+
+def test_without_a_tokenizer_there_are_tokens_but_no_text() -> None:
+    watched = AnswerWatch(None, SamplingParams(max_tokens=2), num_rows=1, end_token_ids=frozenset())
+    assert feed(watched, "ab") == [[False], [True]]
+    assert watched.token_ids == [[97, 98]]
+    assert watched.text(0) == ""

@@ -1,0 +1,153 @@
+"""LLM gives the tokens of `model.generate`, streams them, and leaves the model as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from penstock.core.errors import BudgetError, ConfigError, PromptError
+from penstock.generation.engine import LLM
+from penstock.generation.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPTS = [[5 + i % 90 for i in range(150)], [7 + i % 50 for i in range(37)]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def plain(model: Any, ids: list[int], new_tokens: int = 8) -> list[int]:
+    inputs = torch.tensor([ids])
+    mask = torch.ones_like(inputs)
+    output = model.generate(inputs, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    return list(output[0, len(ids) :].tolist())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "full", "memory": None},
+        {"policy": "kvswap", "memory": None},
+        {"policy": "kvswap", "memory": "3/4", "exact": True},
+        {"policy": "flexgen", "memory": "400KiB", "prefill_chunk_size": 41},
+    ],
+    ids=str,
+)
+def test_a_batch_gives_each_prompts_own_tokens(model: Any, settings: dict[str, Any]) -> None:
+    outputs = LLM(model, store="memory", **settings).generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == plain(model, prompt)
+        assert output.prompt_token_ids == prompt
+        assert output.prompt_tokens == len(prompt)
+        assert output.finish_reason == "length"
+        assert output.prompt is None
+        assert output.text == ""
+
+
+def test_the_report_counts(model: Any) -> None:
+    [first, second] = LLM(model, store="memory", memory=None).generate(PROMPTS, GREEDY)
+    assert first.run is second.run
+    run = first.run
+    assert (run.prompt_tokens, run.new_tokens, run.decode_tokens) == (187, 16, 14)
+    assert run.prefill_s > 0
+    assert run.decode_s > 0
+    assert run.memory.peak_bytes <= run.memory.limit_bytes
+    assert run.stats.decode.steps == 7
+
+
+def test_progress_ends_at_the_padded_length(model: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    llm = LLM(model, store="memory", memory=None, prefill_chunk_size=64)
+    llm.generate(PROMPTS, GREEDY, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(64, 150), (128, 150), (150, 150)]
+
+
+def test_the_end_token_ends_a_row_and_is_kept(model: Any) -> None:
+    token = plain(model, PROMPTS[0])[2]
+    model.generation_config.eos_token_id = token
+    try:
+        [output] = LLM(model, store="memory", memory=None).generate(PROMPTS[0], GREEDY)
+    finally:
+        model.generation_config.eos_token_id = None
+    assert output.token_ids == plain(model, PROMPTS[0])[: len(output.token_ids)]
+    assert output.token_ids[-1] == token
+    assert output.finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_leaves_the_global_generator_alone(model: Any) -> None:
+    llm = LLM(model, store="memory", memory=None)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first, again, other = (
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=seed))[0].token_ids
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_model_is_left_as_it_was(model: Any) -> None:
+    before = model.config._attn_implementation
+    config = model.generation_config.to_dict()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    llm = LLM(model, store="memory", memory=None)
+    llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, on_progress=interrupt)
+    assert model.config._attn_implementation == before
+    assert model.generation_config.to_dict() == config
+    assert llm.generate(PROMPTS[1], GREEDY)[0].token_ids == plain(model, PROMPTS[1])
+
+
+def test_text_is_streamed_and_stopped() -> None:
+    llm = LLM("recall", memory=None, store="memory")
+    pieces: list[str] = []
+    prompt = "The grass is green . The sky is blue . The sun is yellow . " * 3
+    [whole] = llm.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=9), on_text=lambda _, t: pieces.append(t)
+    )
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 3
+    assert whole.prompt == prompt
+    word = whole.text.split()[4]
+    [stopped] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=9, stop=word))
+    assert stopped.text == whole.text[: whole.text.index(word)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_refusals(model: Any) -> None:
+    llm = LLM(model, store="memory", memory=None)
+    with pytest.raises(PromptError, match="500 tokens and 16 more"):
+        llm.generate([[5] * 500], SamplingParams())
+    with pytest.raises(PromptError, match="zero tokens"):
+        llm.generate([[5], []])
+    with pytest.raises(PromptError, match="without a tokenizer"):
+        llm.generate("text")
+    with pytest.raises(ConfigError, match="stop needs a tokenizer"):
+        llm.generate([5], SamplingParams(stop="a"))
+    with pytest.raises(ConfigError, match="prefill_chunk_size=0"):
+        LLM(model, prefill_chunk_size=0)
+    with pytest.raises(BudgetError) as caught:
+        LLM(model, store="memory", memory=1000).generate([[5] * 400], GREEDY)
+    needed = caught.value.needed_bytes
+    assert needed is not None
+    LLM(model, store="memory", memory=needed).generate([[5] * 400], GREEDY)

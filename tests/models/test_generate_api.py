@@ -1,0 +1,197 @@
+"""Everything that `generate` asks of a cache works on a TieredCache as on a DynamicCache."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, TextStreamer
+
+from penstock import KVSwap, TieredCache
+from penstock.core.errors import CacheStateError, UnsupportedModelError
+from penstock.policies import FlexGen, Full, SelectionPolicy
+from penstock.testing.tiny_models import VOCABULARY, tiny_model
+
+POLICIES: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
+    "full": (Full(), {}),
+    "flexgen": (FlexGen(group_tokens=8), {}),
+    "kvswap": (KVSwap(window_tokens=8), {}),
+    "kvswap-no-reuse": (KVSwap(window_tokens=8, selected_tokens=10**6, reuse_tokens=0), {}),
+    "exact": (KVSwap(window_tokens=8), {"exact": True}),
+}
+each_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCABULARY, (2, 70), generator=generator)
+
+
+def tiered(model: PreTrainedModel, name: str, batch: int) -> TieredCache:
+    policy, options = POLICIES[name]
+    return TieredCache(model, policy, store="memory", max_tokens=200, batch_size=batch, **options)
+
+
+def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    defaults = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    out: torch.Tensor = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, **{**defaults, **kwargs}
+    )
+    return out
+
+
+def plain(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+@each_policy
+def test_sampling_with_a_seed(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    torch.manual_seed(3)
+    expected = run(model, plain(model), ids, do_sample=True, top_p=0.9)
+    torch.manual_seed(3)
+    with tiered(model, name, 2) as cache:
+        assert torch.equal(expected, run(model, cache, ids, do_sample=True, top_p=0.9))
+
+
+@each_policy
+def test_token_beam_search(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    expected = run(model, plain(model), ids, num_beams=3)
+    with tiered(model, name, 6) as cache:
+        assert torch.equal(expected, run(model, cache, ids, num_beams=3))
+
+
+@each_policy
+def test_prompt_lookup_crops(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Assisted decoding verifies several tokens at once and crops the refused ones."""
+    repeated = torch.cat([ids[:1, :30], ids[:1, :30], ids[:1, :9]], dim=1)
+    expected = run(model, plain(model), repeated, prompt_lookup_num_tokens=4)
+    with tiered(model, name, 1) as cache:
+        assert torch.equal(expected, run(model, cache, repeated, prompt_lookup_num_tokens=4))
+
+
+@each_policy
+def test_assistant_model(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    assistant = tiny_model("llama", seed=1)
+    expected = run(model, plain(model), ids[:1], assistant_model=assistant)
+    with tiered(model, name, 1) as cache:
+        assert torch.equal(expected, run(model, cache, ids[:1], assistant_model=assistant))
+
+
+def test_streamer(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    seen: list[int] = []
+
+    class Collect(TextStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.skipped = False
+
+        def put(self, value: torch.Tensor) -> None:
+            seen.extend(value.reshape(-1).tolist())
+
+        def end(self) -> None:
+            seen.append(-1)
+
+    with tiered(model, "kvswap", 1) as cache:
+        out = run(model, cache, ids[:1], streamer=Collect())
+    assert [*out[0].tolist(), -1] == seen
+
+
+@each_policy
+@pytest.mark.parametrize("remove", [1, 3, 9, 40])
+def test_crop_then_go_on(
+    name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    """After a crop, within the window or far beyond it, decoding goes on as if never cropped."""
+    expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=20)
+    with tiered(model, name, 2) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        cache.crop(-1 - remove)
+        assert cache.get_seq_length() == 70 - remove
+        # generate() feeds what the cache does not hold: give it back the last token
+        cache.crop(-1)
+        actual = run(model, cache, ids[:, : 70 - remove], max_new_tokens=20)
+    assert torch.equal(expected, actual)
+
+
+@each_policy
+def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Repeat, decode apart, select and reorder rows: as on a DynamicCache."""
+
+    def play(cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            tokens = torch.tensor([[5], [6], [7], [8]])
+            for _ in range(6):
+                logits = model(tokens, past_key_values=cache).logits
+                tokens = logits[:, -1:].argmax(-1)
+            cache.reorder_cache(torch.tensor([2, 2, 0, 3]))
+            for _ in range(6):
+                logits = model(tokens, past_key_values=cache).logits
+                tokens = logits[:, -1:].argmax(-1)
+            cache.batch_select_indices(torch.tensor([3, 1]))
+            logits = model(tokens[[3, 1]], past_key_values=cache).logits
+        return logits
+
+    expected = play(plain(model))
+    with tiered(model, name, 4) as cache:
+        assert torch.allclose(expected, play(cache), atol=1e-4)
+
+
+def test_reset_and_reuse(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    expected = run(model, plain(model), ids)
+    with tiered(model, "kvswap", 2) as cache:
+        run(model, cache, ids.flip(1))
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(expected, run(model, cache, ids))
+
+
+def test_truthful_answers(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    with tiered(model, "kvswap", 2) as cache:
+        assert cache.get_seq_length() == 0
+        assert cache.batch_size == -1
+        assert cache.get_mask_sizes(7, 0) == (7, 0)
+        assert not cache.is_compileable
+        run(model, cache, ids, max_new_tokens=5)
+        assert cache.get_seq_length() == 74
+        assert cache.get_seq_length(2) == 74
+        assert cache.get_mask_sizes(1, 1) == (75, 0)
+        assert cache.get_max_length() == 200
+        assert cache.batch_size == 2
+
+
+def test_the_model_is_put_back(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    before = model.config._attn_implementation
+    expected = run(model, plain(model), ids)
+    first = tiered(model, "kvswap", 2)
+    second = tiered(model, "full", 2)
+    run(model, first, ids)
+    assert torch.equal(expected, run(model, plain(model), ids)), "a plain cache beside ours"
+    first.close()
+    assert torch.equal(expected, run(model, second, ids)), "the second cache outlives the first"
+    second.close()
+    assert model.config._attn_implementation == before
+    assert not any("penstock" in name for name in model.__dict__)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(CacheStateError, match="closed|changed"):
+        run(model, second, ids)
+
+
+def test_too_many_tokens(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    with TieredCache(model, "kvswap", store="memory", max_tokens=72, batch_size=2) as cache:
+        with pytest.raises(CacheStateError, match="max_tokens=72"):
+            run(model, cache, ids)
+
+
+def test_a_4d_mask_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    mask = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
+    with tiered(model, "kvswap", 2) as cache:
+        with pytest.raises(UnsupportedModelError, match="4D"):
+            model(ids, attention_mask=mask, past_key_values=cache)

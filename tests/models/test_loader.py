@@ -1,0 +1,113 @@
+"""The loader gives a model that works, or one clear line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from penstock.models.loader import load
+
+RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model that a test may damage."""
+    return Path(shutil.copytree(RECALL, tmp_path / "copy"))
+
+
+def test_the_bundled_model_is_the_default() -> None:
+    loaded = load()
+    assert loaded.name == "recall"
+    assert loaded.model.dtype == torch.bfloat16
+    assert not loaded.model.training
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("The grass is green .")["input_ids"][0] == 1
+
+
+def test_a_folder_and_a_dtype(folder: Path) -> None:
+    assert load(folder, dtype="float32").model.dtype == torch.float32
+    assert load(str(folder), dtype=torch.float16).model.dtype == torch.float16
+
+
+def test_bundled_name_wins_over_a_folder_of_that_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder.parent / "recall").mkdir()
+    monkeypatch.chdir(folder.parent)
+    load("recall")
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        load("./recall")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "some-org/some-model", "no such name"])
+def test_missing(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"no model folder {name}"):
+        load(name)
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is a file"):
+        load(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("{nope", "not a valid JSON"), ("{}", "model_type"), ('{"model_type": "zzz"}', "zzz")],
+)
+def test_unreadable_config(folder: Path, config: str, said: str) -> None:
+    (folder / "config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match=said):
+        load(folder)
+
+
+@pytest.mark.parametrize("weights", [b"not weights", None])
+def test_unreadable_weights(folder: Path, weights: bytes | None) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()[:100_000] if weights is None else weights
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="deserializing header"):
+        load(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"no file named model\.safetensors"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.3.input_layernorm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"1 tensors are missing \(model\.layers\.3"):
+        load(folder)
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("t5", "encoder-decoder"), ("vit", "no causal language model")]
+)
+def test_not_a_causal_decoder(folder: Path, model_type: str, said: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UnsupportedModelError, match=said):
+        load(folder)
+
+
+def test_impossible_settings() -> None:
+    with pytest.raises(ConfigError, match="dtype='float8'"):
+        load(dtype="float8")
+    with pytest.raises(ConfigError, match="not a device"):
+        load(device="tpu9000")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="CUDA"):
+            load(device="cuda")

@@ -1,0 +1,94 @@
+"""AlignedBuffer: aligned, zeroed, shared between array and tensor, alive as long as either."""
+
+import gc
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.storage.aligned_buffer import AlignedBuffer
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes"), [(0, 4096), (1, 1), (3, 512), (7, 1000), (512, 4096), (700, 16384)]
+)
+def test_layout(rows: int, row_bytes: int) -> None:
+    buffer = AlignedBuffer(rows, row_bytes)
+    assert buffer.array.shape == (rows, row_bytes)
+    assert tuple(buffer.tensor.shape) == (rows, row_bytes)
+    assert buffer.num_bytes == rows * row_bytes
+    assert not buffer.array.any()
+    assert buffer.array.flags.c_contiguous
+    assert buffer.array.flags.writeable
+    assert buffer.address % (2 << 20 if buffer.num_bytes >= 2 << 20 else 4096) == 0
+    if rows:
+        assert buffer.address == buffer.array.ctypes.data == buffer.tensor.data_ptr()
+
+
+def test_array_and_tensor_are_the_same_memory() -> None:
+    buffer = AlignedBuffer(4, 64)
+    buffer.array[2] = 9
+    assert buffer.tensor[2].eq(9).all()
+    buffer.tensor[3] = 5
+    assert (buffer.array[3] == 5).all()
+
+
+def test_memory_lives_as_long_as_a_view() -> None:
+    view = AlignedBuffer(600, 4096).tensor[100].view(torch.bfloat16)
+    row = AlignedBuffer(600, 4096).array[100]
+    gc.collect()
+    others = [AlignedBuffer(600, 4096) for _ in range(4)]
+    for other in others:
+        other.array[:] = 255
+    assert not view.any()
+    assert not row.any()
+
+
+def mapped_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmSize:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_is_returned() -> None:
+    gc.collect()
+    before = mapped_bytes()
+    for _ in range(20):
+        AlignedBuffer(1, 64 << 20)
+    assert mapped_bytes() - before < 128 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+def test_huge_pages_are_asked_for() -> None:
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not modes.exists() or "[never]" in modes.read_text():
+        pytest.skip("no transparent huge pages")
+    buffer = AlignedBuffer(8, 1 << 20)
+    buffer.array[:] = 1
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        low, high = (int(part, 16) for part in mapping.split(" ", 1)[0].split("-"))
+        if low <= buffer.address < high:
+            flags = mapping.rsplit("VmFlags:", 1)[1].split()
+            assert "hg" in flags  # madvise(MADV_HUGEPAGE) took
+            assert "sh" not in flags  # private
+            return
+    pytest.fail("the buffer's mapping is not listed")
+
+
+def test_pinning_without_cuda_is_ignored() -> None:
+    buffer = AlignedBuffer(4, 4096, pinned=True)
+    assert buffer.is_pinned == torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned() -> None:
+    buffer = AlignedBuffer(4, 1 << 20, pinned=True)
+    assert buffer.tensor.is_pinned()
+    buffer.array[:] = np.arange(4, dtype=np.uint8)[:, None]
+    copy = buffer.tensor.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert (copy.cpu().numpy() == buffer.array).all()
