@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.screen import AnswerScreen, PrefillProgress, report_rows, show_report
+from penstock.cli.screen import AnswerScreen, TokenProgress, report_rows, show_report
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.generation.output import RunReport
@@ -92,7 +92,7 @@ def test_notices_are_shown_as_written() -> None:
 
 def test_progress_in_a_pipe_is_ten_lines_at_most() -> None:
     console, out = piped()
-    with PrefillProgress(console) as progress:
+    with TokenProgress(console) as progress:
         for done in range(1, 1001):
             progress.update(done, 1000)
     lines = out.getvalue().splitlines()
@@ -104,7 +104,7 @@ def test_progress_in_a_pipe_is_ten_lines_at_most() -> None:
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     out = io.StringIO()
-    with PrefillProgress(Console(file=out, width=100, force_terminal=True)) as progress:
+    with TokenProgress(Console(file=out, width=100, force_terminal=True)) as progress:
         progress.update(250, 1000)
         progress.update(500, 1000)
     assert "500/1,000 tokens" in out.getvalue()

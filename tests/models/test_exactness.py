@@ -90,7 +90,9 @@ def test_equals_the_plain_model(
     policy, options = SETTINGS[setting]
     model = models[family]
     # Memory stands in for the disk here; test_real_disk runs the same over real files.
-    with TieredCache(model, policy, store="memory", max_tokens=160, batch_size=batch, **options) as c:
+    with TieredCache(
+        model, policy, store="memory", max_tokens=160, batch_size=batch, **options
+    ) as c:
         for expected, actual in zip(
             references[family, batch],
             two_turns(model, c, batch, prefill_chunk_size=chunk),

@@ -103,9 +103,7 @@ def test_streamer(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 @each_policy
 @pytest.mark.parametrize("remove", [1, 3, 9, 40])
-def test_crop_then_go_on(
-    name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor
-) -> None:
+def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """After a crop, within the window or far beyond it, decoding goes on as if never cropped."""
     expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=20)
     with tiered(model, name, 2) as cache, torch.no_grad():
@@ -136,8 +134,7 @@ def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) ->
                 logits = model(tokens, past_key_values=cache).logits
                 tokens = logits[:, -1:].argmax(-1)
             cache.batch_select_indices(torch.tensor([3, 1]))
-            logits = model(tokens[[3, 1]], past_key_values=cache).logits
-        return logits
+            return model(tokens[[3, 1]], past_key_values=cache).logits
 
     expected = play(plain(model))
     with tiered(model, name, 4) as cache:
@@ -180,18 +177,17 @@ def test_the_model_is_put_back(model: PreTrainedModel, ids: torch.Tensor) -> Non
     assert model.config._attn_implementation == before
     assert not any("penstock" in name for name in model.__dict__)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    with pytest.raises(CacheStateError, match="closed|changed"):
+    with pytest.raises(CacheStateError, match=r"closed|changed"):
         run(model, second, ids)
 
 
 def test_too_many_tokens(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    with TieredCache(model, "kvswap", store="memory", max_tokens=72, batch_size=2) as cache:
-        with pytest.raises(CacheStateError, match="max_tokens=72"):
-            run(model, cache, ids)
+    cache = TieredCache(model, "kvswap", store="memory", max_tokens=72, batch_size=2)
+    with cache, pytest.raises(CacheStateError, match="max_tokens=72"):
+        run(model, cache, ids)
 
 
 def test_a_4d_mask_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
     mask = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
-    with tiered(model, "kvswap", 2) as cache:
-        with pytest.raises(UnsupportedModelError, match="4D"):
-            model(ids, attention_mask=mask, past_key_values=cache)
+    with tiered(model, "kvswap", 2) as cache, pytest.raises(UnsupportedModelError, match="4D"):
+        model(ids, attention_mask=mask, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""`penstock calibrate`: make a low-rank adapter for a model from a piece of text."""
+"""`penstock calibrate`: make a low-rank adapter for a model from text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +12,19 @@ from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, chec
 def calibrate_command(
     model: ModelArgument,
     text: Annotated[
-        Path, typer.Option(metavar="FILE", help="UTF-8 text of the kind that will be read.")
+        list[Path],
+        typer.Option(metavar="FILE", help="UTF-8 text of the kind that will be read; repeatable."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The adapter, as safetensors.")
     ],
     rank: Annotated[
-        int | None, typer.Option(help="Numbers kept per token and layer; chosen when left out.")
+        int | None,
+        typer.Option(help="Components kept per token and layer; at most 128 by default."),
     ] = None,
+    window: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Longest piece that is read at once.")
+    ] = 8192,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
 ) -> None:
@@ -27,14 +32,33 @@ def calibrate_command(
 
     The adapter that comes out is for `penstock generate --adapter`.
     """
-    from penstock.generation.prompts import make_batch, read_text_file
+    import torch
+
+    from penstock.cli.screen import TokenProgress
+    from penstock.core.errors import ConfigError, PromptError, StorageError
+    from penstock.generation.prompts import encode, read_text_file
     from penstock.models.calibrate import calibrate
     from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
+    if window < 2:
+        raise ConfigError(f"--window {window} must be at least 2 tokens")
     check_writable(output, "--output")
-    content = read_text_file(text, "text file")
+    contents = [read_text_file(path, "text file") for path in text]
     loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
-    batch = make_batch(loaded, [content], new_tokens=0, pad_token_id=0)
-    calibrate(loaded.model, batch.input_ids, rank=rank, path=output)
-    console.print(f"adapter for {model} from {batch.padded_tokens:,} tokens: {output}")
+    texts = [torch.tensor(encode(loaded, content)) for content in contents]
+    for path, tokens in zip(text, texts, strict=True):
+        if len(tokens) == 0:
+            raise PromptError(f"text file {path} is empty: it has zero tokens")
+    with TokenProgress(console, "calibrate") as progress:
+        adapter = calibrate(
+            loaded.model, texts, rank=rank, window_tokens=window, progress=progress.update
+        )
+    try:
+        adapter.save(output)
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+    console.print(
+        f"adapter of rank {adapter.rank} for {model}, from {adapter.tokens:,} tokens: {output}",
+        soft_wrap=True,
+    )

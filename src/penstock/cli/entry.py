@@ -1,4 +1,4 @@
-"""The process's entry point: guards even the imports against Ctrl-C."""
+"""The process's entry point: whatever Ctrl-C interrupts, imports included, ends in one line."""
 
 import os
 import signal
@@ -10,15 +10,23 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command line of this process."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code: object = 0
     try:
         from penstock.cli.main import app
 
         app()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    finally:
-        # What is left to do takes no time; a second Ctrl-C must not turn it into a traceback.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = EXIT_INTERRUPTED
+    except SystemExit as leave:
+        code = leave.code
+    # From here on nothing takes time, and a second Ctrl-C must not turn it into a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == EXIT_INTERRUPTED:
+        print("interrupted; nothing of the KV cache is left", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The stores are closed and their files had no names. Leaving at once keeps the exit code,
+        # which Python replaces by SIGINT itself if the interrupt fell into an `eval`.
+        os._exit(EXIT_INTERRUPTED)
+    sys.exit(code if isinstance(code, int | None) else 1)

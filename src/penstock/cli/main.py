@@ -14,7 +14,6 @@ from penstock import __version__
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
-from penstock.cli.entry import EXIT_INTERRUPTED
 from penstock.cli.generate import generate_command
 from penstock.core.errors import PenstockError, StorageError
 
@@ -31,9 +30,6 @@ class PenstockGroup(TyperGroup):
         """Run the subcommand; with --debug, errors keep their traceback."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _say(Text("interrupted; the KV cache's files are gone"))
-            raise typer.Exit(EXIT_INTERRUPTED) from None
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except Exception as error:
@@ -41,7 +37,7 @@ class PenstockGroup(TyperGroup):
                 raise
             if isinstance(error, PenstockError):
                 _say_error(str(error))
-            elif type(error).__module__.startswith("typer"):
+            elif type(error).__module__.startswith(("typer", "click")):
                 raise
             else:
                 _say_error(f"unexpected {type(error).__name__}: {error} (--debug shows where)")

@@ -15,33 +15,34 @@ from penstock.generation.output import RunReport
 _STEPS_IN_A_PIPE = 10
 
 
-class PrefillProgress:
-    """Prefill's progress: a live bar on a terminal, ten lines in a pipe.
+class TokenProgress:
+    """Progress through tokens: a live bar on a terminal, ten lines in a pipe.
 
     A context manager; `update` may be called from the moment it is entered, and `stop` clears
     the bar so that other text can follow.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str = "prefill") -> None:
         self._console = console
+        self._what = what
         self._started_s = 0.0
         self._latest = (0, 0.0)  # tokens done and when, as of the last update
         self._steps_shown = 0
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("prefill"),
+                TextColumn(what),
                 BarColumn(bar_width=32),
                 TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
                 console=console,
                 transient=True,
             )
 
-    def __enter__(self) -> "PrefillProgress":
+    def __enter__(self) -> "TokenProgress":
         self._started_s = time.perf_counter()
         self._latest = (0, self._started_s)
         if self._bar is not None:
-            self._bar.add_task("prefill", total=None, figures="")
+            self._bar.add_task(self._what, total=None, figures="")
             self._bar.start()
         return self
 
@@ -54,7 +55,7 @@ class PrefillProgress:
         self.stop()
 
     def update(self, done: int, total: int) -> None:
-        """Show that `done` of `total` tokens are in the cache."""
+        """Show that `done` of `total` tokens are through."""
         figures = self._figures(done, total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, figures=figures)
@@ -62,7 +63,7 @@ class PrefillProgress:
         step = done * _STEPS_IN_A_PIPE // total
         if step > self._steps_shown:
             self._steps_shown = step
-            line = f"prefill {100 * done // total:>3} %  {figures}"
+            line = f"{self._what} {100 * done // total:>3} %  {figures}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _figures(self, done: int, total: int) -> str:
@@ -96,7 +97,7 @@ class AnswerScreen:
         self._out = out
         self._lead = lead
         self._answered = False
-        self._progress = None if console is None else PrefillProgress(console)
+        self._progress = None if console is None else TokenProgress(console)
 
     def __enter__(self) -> "AnswerScreen":
         if self._progress is not None:

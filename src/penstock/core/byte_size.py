@@ -70,4 +70,5 @@ def format_bytes(num_bytes: float) -> str:
         if abs(size) < 1024 or unit == "TiB":
             break
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+    digits = ".0f" if unit == "B" or abs(size) >= 1000 else ".3g"
+    return f"{size:{digits}} {unit}"

@@ -75,9 +75,9 @@ class MemoryLedger:
         needed = self.used_bytes + num_bytes
         if needed > self.limit_bytes:
             raise BudgetError(
-                f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of "
-                f"the {format_bytes(self.limit_bytes)} budget is free; give memory="
-                f"{format_bytes(needed)} or more",
+                f"{what} needs {format_bytes(num_bytes)} but only "
+                f"{format_bytes(self.free_bytes)} of the {format_bytes(self.limit_bytes)} budget "
+                f"is free; give memory={format_bytes(needed)} or more",
                 needed_bytes=needed,
             )
         self._items[what] = self._items.get(what, 0) + num_bytes

@@ -1,4 +1,4 @@
-"""SlotPlan and SizingRequest: how one memory budget is divided among index, slots, window and staging."""
+"""SlotPlan and SizingRequest: one memory budget divided among index, slots, window and staging."""
 
 from dataclasses import dataclass
 

@@ -62,6 +62,22 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [item for item in items if not isinstance(item, int)]
 
 
+def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; none for blank text.
+
+    Raises:
+        PromptError: it is text while there is no tokenizer.
+    """
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]
+    if loaded.tokenizer is None:
+        raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
+    # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
+    if not prompt.strip():
+        return []
+    return [int(token) for token in loaded.tokenizer(prompt, verbose=False)["input_ids"]]
+
+
 def make_batch(
     loaded: LoadedModel, prompts: Sequence[Prompt], *, new_tokens: int, pad_token_id: int
 ) -> PromptBatch:
@@ -77,7 +93,7 @@ def make_batch(
         PromptError: a prompt has no tokens, holds an unknown token id, does not fit the model's
             positions, or is text while there is no tokenizer.
     """
-    token_ids = [_encode(loaded, prompt) for prompt in prompts]
+    token_ids = [encode(loaded, prompt) for prompt in prompts]
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     for row, ids in enumerate(token_ids):
         which = "the prompt" if len(token_ids) == 1 else f"prompt {row}"
@@ -94,17 +110,6 @@ def make_batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
     )
-
-
-def _encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
-        return [int(token) for token in prompt]
-    if loaded.tokenizer is None:
-        raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
-    # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
-    if not prompt.strip():
-        return []
-    return [int(token) for token in loaded.tokenizer(prompt, verbose=False)["input_ids"]]
 
 
 def _check(

@@ -15,18 +15,12 @@ FORMAT = "penstock-adapter-1"
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapter:
-    """Basis of one layer's joint-head keys and the spread of the projected components.
-
-    The spread serves quantisation: components are stored as steps of their standard deviation
-    around their mean. The mean never matters for ranking (it adds the same to every token).
-    """
+    """Basis of one layer's joint-head keys, and the range of the projected components."""
 
     basis: Tensor
     """Orthonormal columns, strongest first, float32. [kv_heads * head_dim, rank]"""
-    mean: Tensor
-    """Mean of each component, float32. [rank]"""
-    std: Tensor
-    """Standard deviation of each component, float32. [rank]"""
+    peak: Tensor
+    """Largest magnitude of each component, float32; the range of quantised codes. [rank]"""
 
     @property
     def rank(self) -> int:
@@ -35,27 +29,32 @@ class LayerAdapter:
 
     def truncated(self, rank: int) -> "LayerAdapter":
         """The strongest `rank` components."""
-        return LayerAdapter(self.basis[:, :rank], self.mean[:rank], self.std[:rank])
+        return LayerAdapter(self.basis[:, :rank], self.peak[:rank])
 
 
-def fit_layer(second_moment: Tensor, mean_key: Tensor, rank: int) -> LayerAdapter:
+def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
     """Fit one layer's basis: the top right singular vectors of the flattened keys (KVSwap 3.2).
 
     The right singular vectors of K are the eigenvectors of its Gram matrix, which can be summed
-    over any number of tokens in constant memory.
+    over any number of tokens in constant memory. Keys are not centred, as in the paper; centring
+    them lost 20 to 30 points on the bundled model (docs/log.md).
 
     Args:
-        second_moment: K^T K / tokens, float64 or float32. [joint_dim, joint_dim]
-        mean_key: mean of the keys. [joint_dim]
+        second_moment: K^T K. [joint_dim, joint_dim]
         rank: components to keep.
+
+    Returns:
+        float32 [joint_dim, rank]
     """
-    moment = second_moment.double()
-    _, vectors = torch.linalg.eigh(moment)
-    basis = vectors.flip(1)[:, :rank]
-    mean = mean_key.double() @ basis
-    variance = (basis * (moment @ basis)).sum(dim=0) - mean.square()
-    std = variance.clamp_min(1e-12).sqrt()
-    return LayerAdapter(basis.float().contiguous(), mean.float(), std.float())
+    _, vectors = torch.linalg.eigh(second_moment.double())
+    return vectors.flip(1)[:, :rank].float().contiguous()
+
+
+def fit_layer(keys: Tensor, rank: int) -> LayerAdapter:
+    """Fit one layer to a sample of keys. keys: [tokens, joint_dim]."""
+    flat = keys.float()
+    basis = fit_basis(flat.T @ flat, rank)
+    return LayerAdapter(basis, (flat @ basis).abs().amax(dim=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,9 @@ class LowRankAdapter:
     """Of the model that it was fitted to."""
     tokens: int
     """Calibration tokens it was fitted to."""
+    prediction_cosine: tuple[float, ...] = ()
+    """Per layer, the mean cosine of its true query and the one predicted from the layer before;
+    empty when it was not measured."""
 
     @property
     def rank(self) -> int:
@@ -78,8 +80,8 @@ class LowRankAdapter:
         tensors = {}
         for i, layer in enumerate(self.layers):
             tensors[f"layers.{i}.basis"] = layer.basis.contiguous()
-            tensors[f"layers.{i}.mean"] = layer.mean.contiguous()
-            tensors[f"layers.{i}.std"] = layer.std.contiguous()
+            tensors[f"layers.{i}.peak"] = layer.peak.contiguous()
+        tensors["prediction_cosine"] = torch.tensor(self.prediction_cosine, dtype=torch.float32)
         metadata = {
             "format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens),
             "layers": str(len(self.layers)),
@@ -98,17 +100,17 @@ class LowRankAdapter:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise AdapterError(f"{path} is not a Penstock adapter")
+                parts = ("basis", "mean", "std")
                 layers = [
-                    LayerAdapter(
-                        *(file.get_tensor(f"layers.{i}.{part}") for part in ("basis", "mean", "std"))
-                    )
+                    LayerAdapter(*(file.get_tensor(f"layers.{i}.{part}") for part in parts))
                     for i in range(int(metadata["layers"]))
                 ]
+                cosine = tuple(file.get_tensor("prediction_cosine").tolist())
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise AdapterError(f"cannot read the adapter {path}: {error}") from error
-        return cls(layers, metadata["fingerprint"], int(metadata["tokens"]))
+        return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine)
 
     def check(self, fingerprint: str, num_layers: int, joint_dim: int) -> None:
         """Refuse an adapter of another model.
@@ -118,8 +120,8 @@ class LowRankAdapter:
         """
         if self.fingerprint != fingerprint:
             raise AdapterError(
-                f"the adapter was made for another model (fingerprint {self.fingerprint[:12]}, this "
-                f"model has {fingerprint[:12]}); make one with `penstock calibrate`"
+                f"the adapter was made for another model (fingerprint {self.fingerprint[:12]}, "
+                f"this model has {fingerprint[:12]}); make one with `penstock calibrate`"
             )
         shapes = {layer.basis.shape[0] for layer in self.layers}
         if len(self.layers) != num_layers or shapes != {joint_dim}:

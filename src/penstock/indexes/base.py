@@ -30,7 +30,7 @@ class KeyIndex(ABC):
             float [batch, num_units]
         """
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor) -> None:  # noqa: B027 - optional
         """Learn from the attention that a selection received; most indexes do not."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class KeyIndex(ABC):
         """Whether `score` can be called; otherwise `fit` must come first."""
         return True
 
-    def fit(self, sample: Tensor) -> None:
+    def fit(self, sample: Tensor) -> None:  # noqa: B027 - optional
         """Learn what the index needs from a sample of the prompt's own keys.
 
         Args:

@@ -8,22 +8,30 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.code_products import code_products
 
 HeadReduction = Literal["sum", "softmax"]
 
-# Half-width of the code range in standard deviations of a component: close to the optimum of a
-# uniform quantiser on normal data for 4 bits, wide enough to clip nothing that matters for 8.
-_CLIP = {8: 4.5, 4: 2.6}
+BLOCK_GROUPS = 256
+"""Groups of one block of codes; scores are computed by whole blocks."""
+CHUNK_TOKENS = 8192
+"""Tokens scored at a time, which bounds the scratch memory of `score`."""
 
 
 class LowRankIndex(KeyIndex):
-    """Scores tokens by q A (K A)^T and groups by their best token.
+    """Scores tokens by q A (K A)^T per head and groups by their best token.
 
     Source: KVSwap, sections 3.2 and 3.3, Eq. 1. K is flattened over its KV heads and projected by
     one basis A; a query head is projected by the rows of A that belong to its KV head.
 
-    Differences: components may be stored in 8 or 4 bits (steps of their standard deviation, folded
-    into the query, so that scoring costs nothing more); the paper stores 16 bits.
+    Differences, all measured (docs/policies.md): each head's scores are normalised by a softmax
+    before they are added, because raw logits let the loudest head decide (the paper does not say;
+    its artifact adds raw logits: `head_reduction="sum"`); for that, ReduceMax over a group comes
+    before the sum over heads instead of after it, which makes the softmax `group_tokens` times
+    smaller; components may be stored in 8 or 4 bits (the paper stores 16).
+
+    Codes of a block lie as [group_tokens, BLOCK_GROUPS, width]: the first tokens of its groups,
+    then the second ones, ..., so that the maximum over a group is over whole planes.
     """
 
     def __init__(
@@ -45,8 +53,7 @@ class LowRankIndex(KeyIndex):
         Args:
             rank: components per token, at most `shape.joint_dim`.
             bits: 16 (the model's dtype), 8 or 4 bits per component.
-            head_reduction: "sum" adds raw logits over heads, which is one low-rank query per
-                sequence; "softmax" normalises each head over all tokens before adding.
+            head_reduction: "softmax" per head before the sum over heads, or "sum" of raw logits.
             scaling: factor on logits, for "softmax".
             adapter: basis to use; None to `fit` one first.
         """
@@ -59,10 +66,10 @@ class LowRankIndex(KeyIndex):
         self._device = device
         self._adapter: LayerAdapter | None = None
         width, dtype = self._storage(shape, rank, bits)
+        blocks = -(-max_groups // BLOCK_GROUPS)
         self._codes = torch.zeros(
-            batch, max_groups * group_tokens, width, dtype=dtype, device=device
+            batch, blocks, group_tokens, BLOCK_GROUPS, width, dtype=dtype, device=device
         )
-        self._ones = torch.ones(0, dtype=torch.bfloat16, device=device)
         if adapter is not None:
             self._use(adapter)
 
@@ -73,10 +80,23 @@ class LowRankIndex(KeyIndex):
         return (rank, torch.int8) if bits == 8 else ((rank + 1) // 2, torch.uint8)
 
     @classmethod
-    def num_bytes(cls, shape: KVShape, *, batch: int, tokens: int, rank: int, bits: int) -> int:
+    def num_bytes(
+        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rank: int, bits: int
+    ) -> int:
         """Bytes of one layer's codes, for the ledger."""
         width, dtype = cls._storage(shape, rank, bits)
-        return batch * tokens * width * dtype.itemsize
+        groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
+        return batch * groups * group_tokens * width * dtype.itemsize
+
+    @classmethod
+    def scratch_bytes(
+        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rank: int, bits: int
+    ) -> int:
+        """Largest temporaries of one call of `score`, for the ledger."""
+        tokens = min(CHUNK_TOKENS, max_groups * group_tokens)
+        heads = shape.num_query_heads
+        per_group = 4 * (3 * heads + 2)
+        return batch * (max_groups * per_group + tokens * (4 * heads + (0 if bits == 8 else 2 * rank)))
 
     # Basis ------------------------------------------------------------------------------------
 
@@ -90,18 +110,15 @@ class LowRankIndex(KeyIndex):
 
         Differences: the paper fits offline on calibration text.
         """
-        flat = sample.flatten(1).float()
-        self._use(fit_layer(flat.T @ flat / len(flat), flat.mean(dim=0), self._rank))
+        self._use(fit_layer(sample.flatten(1), self._rank))
 
     def _use(self, adapter: LayerAdapter) -> None:
         layer = adapter.truncated(self._rank)
         self._adapter = layer
-        step = torch.ones_like(layer.std)
+        step = torch.ones_like(layer.peak)
         if self._bits != 16:
-            step = layer.std * _CLIP[self._bits] / (2 ** (self._bits - 1) - 0.5)
-        dtype = self._shape.dtype
-        self._encode_basis = (layer.basis / step).to(self._device, dtype)
-        self._offset = (layer.mean / step).to(self._device)
+            step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
+        self._encode_basis = (layer.basis / step).to(self._device, self._shape.dtype)
         # [kv_heads, head_dim, rank], the step folded in: logits come out in the query's units.
         self._query_basis = (
             (layer.basis * step).view(self._shape.num_kv_heads, -1, layer.rank).to(self._device)
@@ -111,31 +128,38 @@ class LowRankIndex(KeyIndex):
 
     def append(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.append`."""
-        components = keys.flatten(2) @ self._encode_basis
-        end = first_token + keys.shape[1]
-        target = self._codes[:, first_token:end]
+        group_tokens = self._group_tokens
+        codes = self._encode(keys.flatten(2) @ self._encode_basis)
+        first, count = first_token // group_tokens, keys.shape[1] // group_tokens
+        codes = codes.view(codes.shape[0], count, group_tokens, -1)
+        done = 0
+        while done < count:
+            block, place = divmod(first + done, BLOCK_GROUPS)
+            size = min(count - done, BLOCK_GROUPS - place)
+            part = codes[:, done : done + size].transpose(1, 2)
+            self._codes[:, block, :, place : place + size] = part
+            done += size
+
+    def _encode(self, components: Tensor) -> Tensor:
+        """Components in units of the quantisation step to stored codes, last axis packed."""
         if self._bits == 16:
-            target.copy_(components)
-            return
-        centred = components.float() - self._offset
+            return components.to(self._codes.dtype)
         if self._bits == 8:
-            target.copy_(centred.round_().clamp_(-127, 127))
-            return
-        # Levels at half-integers: 16 of them, symmetric around the mean.
-        codes = centred.floor_().clamp_(-8, 7).add_(8).to(torch.uint8)
+            return components.float().round_().clamp_(-127, 127).to(torch.int8)
+        # Levels at half-integers: 16 of them, symmetric around zero.
+        codes = components.float().floor_().clamp_(-8, 7).add_(8).to(torch.uint8)
         if codes.shape[-1] % 2:
             codes = torch.nn.functional.pad(codes, (0, 1), value=8)
         half = codes.shape[-1] // 2
-        target.copy_(codes[..., :half] | (codes[..., half:] << 4))
+        return codes[..., :half] | (codes[..., half:] << 4)
 
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, LowRankIndex)
         if other._adapter is not None:
             self._use(other._adapter)
-        step = 4096
-        for start in range(0, self._codes.shape[1], step):
-            self._codes[:, start : start + step] = other._codes[:, start : start + step][rows]
+        for block in range(self._codes.shape[1]):
+            self._codes[:, block] = other._codes[:, block][rows]
 
     # Scores -----------------------------------------------------------------------------------
 
@@ -144,42 +168,30 @@ class LowRankIndex(KeyIndex):
         shape = self._shape
         batch = query.shape[0]
         grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim).float()
-        tokens = num_units * self._group_tokens
         if self._head_reduction == "sum":
             joint = grouped.sum(dim=2).flatten(1)
             low_rank = (joint @ self._query_basis.flatten(0, 1)).unsqueeze(1)
-            scores = self._logits(low_rank, tokens).squeeze(1)
-        else:
-            per_head = torch.einsum("bkgd,kdr->bkgr", grouped, self._query_basis).flatten(1, 2)
-            logits = self._logits(per_head * self._scaling, tokens)
-            scores = torch.softmax(logits.float(), dim=-1).sum(dim=1)
-        return scores.view(batch, num_units, self._group_tokens).amax(dim=-1)
+            return self._group_logits(low_rank, num_units)[:, :num_units, 0]
+        per_head = torch.einsum("bkgd,kdr->bkgr", grouped, self._query_basis).flatten(1, 2)
+        logits = self._group_logits(per_head * self._scaling, num_units)[:, :num_units]
+        return torch.softmax(logits.transpose(1, 2), dim=-1).sum(dim=1)
 
-    def _logits(self, low_rank: Tensor, tokens: int) -> Tensor:
-        """Products of low-rank queries [batch, heads, rank] with the codes of `tokens` tokens.
+    def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
+        """Each group's largest logit per head.
+
+        Args:
+            low_rank: low-rank queries, float32. [batch, heads, rank]
 
         Returns:
-            [batch, heads, tokens]
+            float32 [batch, groups of whole blocks, heads]
         """
-        codes = self._codes[:, :tokens]
         batch, heads, _ = low_rank.shape
-        if self._bits == 8 and batch * heads == 1 and codes.device.type == "cpu":
-            if len(self._ones) < tokens:
-                self._ones = torch.ones(self._codes.shape[1], dtype=torch.bfloat16)
-            products: Tensor = torch._weight_int8pack_mm(
-                low_rank[0].to(torch.bfloat16), codes[0], self._ones[:tokens]
-            )
-            return products.unsqueeze(0)
-        dtype = self._codes.dtype if self._bits == 16 else torch.bfloat16
-        if self._bits == 4:
-            low, high = (codes & 15).to(dtype), (codes >> 4).to(dtype)
-            half = codes.shape[-1]
-            query = low_rank.to(dtype)
-            padded = torch.nn.functional.pad(query, (0, 2 * half - query.shape[-1]))
-            first = torch.matmul(padded[..., :half], low.transpose(1, 2))
-            return first + torch.matmul(padded[..., half:], high.transpose(1, 2))
-        if batch == 1:
-            return torch.nn.functional.linear(
-                low_rank[0].to(dtype), codes[0].to(dtype)
-            ).unsqueeze(0)
-        return torch.matmul(low_rank.to(dtype), codes.to(dtype).transpose(1, 2))
+        blocks = -(-num_units // BLOCK_GROUPS)
+        step = max(1, CHUNK_TOKENS // (BLOCK_GROUPS * self._group_tokens))
+        parts = []
+        for start in range(0, blocks, step):
+            codes = self._codes[:, start : min(start + step, blocks)]
+            products = code_products(codes.flatten(1, 3), low_rank, self._bits)
+            planes = products.view(batch, codes.shape[1], self._group_tokens, -1, heads)
+            parts.append(planes.amax(dim=2).flatten(1, 2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,4 +1,4 @@
-"""attention_block(): attention over one block with its log-sum-exp, by the fastest kernel there is."""
+"""attention_block(): attention over one block with its log-sum-exp, by the fastest kernel."""
 
 import torch
 from torch import Tensor

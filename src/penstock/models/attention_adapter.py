@@ -21,7 +21,7 @@ _PROBE = "_penstock_probe"
 _USERS = "_penstock_users"
 
 
-class ProbeDone(Exception):  # noqa: N818 - control flow, not an error
+class ProbeDone(Exception):
     """Carries a query out of a layer's forward; see `QueryProjection`."""
 
     def __init__(self, query: Tensor) -> None:

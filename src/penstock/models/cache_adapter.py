@@ -17,7 +17,7 @@ from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
-from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
+from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
@@ -147,18 +147,22 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.notices: list[str] = []
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
         if self.max_tokens < 1 or batch_size < 1:
-            raise ConfigError(f"max_tokens={max_tokens} and batch_size={batch_size} must be positive")
+            raise ConfigError(
+                f"max_tokens={max_tokens} and batch_size={batch_size} must be positive"
+            )
         chosen = _policy(policy)
         device = model.get_input_embeddings().weight.device
         full_bytes = shape.kv.full_cache_bytes(batch_size, self.max_tokens)
         limit = None
         if memory is not None:
             limit = parse_memory(memory, full_bytes, _free_bytes(device))
-        layers = self._adapter_layers(model, shape, chosen, adapter, exact)
+        basis = self._find_adapter(model, shape, chosen, adapter, exact)
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, limit_bytes=limit, store=str(store),
-            max_tokens=self.max_tokens, exact=exact, adapter=layers,
-            true_query_layers=frozenset(), device=device, tracer=tracer, progress=progress,
+            max_tokens=self.max_tokens, exact=exact,
+            adapter=None if basis is None else basis.layers,
+            true_query_layers=_true_query_layers(chosen, basis),
+            device=device, tracer=tracer, progress=progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
@@ -180,14 +184,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
         self._open = True
 
-    def _adapter_layers(
+    def _find_adapter(
         self,
         model: PreTrainedModel,
         shape: ModelShape,
         policy: SelectionPolicy,
         adapter: str | Path | LowRankAdapter | None,
         exact: bool,
-    ) -> list[LayerAdapter] | None:
+    ) -> LowRankAdapter | None:
         if not policy.uses_adapter or exact:
             return None
         digest = fingerprint(model)
@@ -201,7 +205,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             return None
         loaded = adapter if isinstance(adapter, LowRankAdapter) else LowRankAdapter.load(adapter)
         loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
-        return loaded.layers
+        return loaded
 
     # The seam ---------------------------------------------------------------------------------
 
@@ -209,8 +213,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         """A layer has new keys: make sure that its attention will come to us."""
         if self._decoder_config._attn_implementation != "penstock":
             raise CacheStateError(
-                "the model's attention implementation was changed while this cache was open, or the "
-                "cache is closed"
+                "the model's attention implementation was changed while this cache was open, or "
+                "the cache is closed"
             )
         if self._awaited is not None:
             raise UnsupportedModelError(
@@ -293,8 +297,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
         raise CacheStateError(
-            "a TieredCache cannot be deep-copied (it owns files and a memory budget); keep one cache "
-            "and crop() it back instead"
+            "a TieredCache cannot be deep-copied (it owns files and a memory budget); keep one "
+            "cache and crop() it back instead"
         )
 
     # What users ask ---------------------------------------------------------------------------
@@ -354,6 +358,12 @@ def _policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     if policy not in POLICIES:
         raise ConfigError(f"there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
     return POLICIES[policy]()
+
+
+def _true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) -> frozenset[int]:
+    """Tiered layers whose query calibration found not worth predicting."""
+    cosines = () if adapter is None else adapter.prediction_cosine
+    return frozenset(i for i, c in enumerate(cosines) if not policy.trusts_prediction(c))
 
 
 def _free_bytes(device: torch.device) -> int:

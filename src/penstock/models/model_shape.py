@@ -40,7 +40,9 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
     config = decoder_config(model)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; its cross-attention has no tiers")
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; its cross-attention has no tiers"
+        )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(
             f"{name} uses multi-head latent attention (MLA): its cache is not keys and values"
@@ -55,8 +57,8 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
     tiered = tuple(i for i, kind in enumerate(layer_types) if kind == FULL)
     if not tiered:
         raise UnsupportedModelError(
-            f"every layer of {name} has a sliding window, so that its cache is bounded already; use "
-            "it without Penstock"
+            f"every layer of {name} has a sliding window, so that its cache is bounded already; "
+            "use it without Penstock"
         )
     heads = int(config.num_attention_heads)
     shape = KVShape(

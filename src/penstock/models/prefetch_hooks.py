@@ -46,7 +46,12 @@ class PrefetchHooks:
                 self._handles.append(handle)
 
     def _before_layer(
-        self, next_layer: int, tier: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        next_layer: int,
+        tier: int,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         runtime = self._runtime()
         hidden = args[0] if args else kwargs.get("hidden_states")

@@ -69,7 +69,7 @@ class QueryProjection:
         """
         module = self._layers[layer]
         if layer not in self._direct:
-            probed = self._probe(module, hidden, kwargs)
+            probed = self.probe(layer, hidden, kwargs)[:, :, -1]
             direct = _project_directly(module, hidden, kwargs)
             self._direct[layer] = direct is not None and torch.equal(direct, probed)
             return probed
@@ -77,13 +77,15 @@ class QueryProjection:
             query = _project_directly(module, hidden, kwargs)
             assert query is not None
             return query
-        return self._probe(module, hidden, kwargs)
+        return self.probe(layer, hidden, kwargs)[:, :, -1]
 
-    def _probe(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def probe(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
+        module = self._layers[layer]
         try:
             module.forward(hidden, **{**kwargs, "past_key_values": _ProbeCache()})
         except ProbeDone as done:
-            return done.query[:, :, -1]
+            return done.query
         raise UnsupportedModelError(f"{type(module).__name__} never called its attention function")
 
 
@@ -103,4 +105,5 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
         query = attention.q_norm(query)
     half = query.shape[-1] // 2
     rotated = torch.cat((-query[..., half:], query[..., :half]), dim=-1)
-    return query * cos[:, -1:] + rotated * sin[:, -1:]
+    turned: Tensor = query * cos[:, -1:] + rotated * sin[:, -1:]
+    return turned

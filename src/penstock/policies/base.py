@@ -67,8 +67,17 @@ class SelectionPolicy(ABC):
         """Whether layer i's query is predicted from layer i-1's input, to prefetch."""
         return False
 
+    def trusts_prediction(self, cosine: float) -> bool:
+        """Whether a layer whose predicted query was this similar to the true one is predicted."""
+        return True
+
     def select(
-        self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int
+        self,
+        index: KeyIndex,
+        query: Tensor,
+        first_unit: NDArray[np.int64],
+        end_unit: int,
+        wanted: int,
     ) -> Selection:
         """Pick units for one step: the highest-scoring ones.
 

@@ -35,7 +35,7 @@ class KVSwap(SelectionPolicy):
     """Tokens selected per step, the paper's MG; None: 400, or all when memory is not limited."""
     reuse_tokens: int | None = None
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
-    what the budget allows, up to 1.5 times the selected tokens."""
+    one selection, which is what the next step's overlap can hit."""
     rank: int | None = None
     """Components of the index per token; None: chosen from the budget. The paper's sigma is
     kv_heads * head_dim / rank."""
@@ -45,12 +45,15 @@ class KVSwap(SelectionPolicy):
     """Newest tokens that are always attended to, beyond the unfinished group."""
     sink_tokens: int = 4
     """First tokens of the sequence that are always attended to."""
-    head_reduction: HeadReduction = "sum"
-    """How scores of the heads become one: raw "sum", or "softmax" per head before the sum."""
+    head_reduction: HeadReduction = "softmax"
+    """How scores of the heads become one: "softmax" per head before the sum, or the raw "sum"."""
     attend: Literal["resident", "selected"] = "resident"
     """Attend to all that the slots hold, or to this step's selection alone."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
+    min_prediction_cosine: float = 0.8
+    """Layers whose predicted query was less similar to the true one at calibration wait for the
+    true one."""
 
     def __post_init__(self) -> None:
         if self.group_tokens < 1:
@@ -71,6 +74,10 @@ class KVSwap(SelectionPolicy):
     def predicts(self) -> bool:
         """See `SelectionPolicy.predicts`."""
         return self.predict
+
+    def trusts_prediction(self, cosine: float) -> bool:
+        """See `SelectionPolicy.trusts_prediction`."""
+        return cosine >= self.min_prediction_cosine
 
     # Sizing -----------------------------------------------------------------------------------
 
@@ -93,20 +100,32 @@ class KVSwap(SelectionPolicy):
         return smallest[1], smallest[2]
 
     def _candidates(self, request: SizingRequest) -> "list[KVSwap]":
-        """This policy with its open choices made, the best first."""
+        """This policy with its open choices made, the best first.
+
+        Rank goes before bits: on the bundled model 4 bits cost little, a rank below 32 costs much,
+        and a basis made from the prompt's own keys needs half as much again (docs/policies.md).
+        """
         joint = request.shape.joint_dim
-        choices: list[tuple[int, Literal[16, 8, 4]]] = (
-            [(joint // 8, 8), (joint // 16, 8), (joint // 8, 4), (joint // 16, 4), (joint // 32, 4)]
-        )
+        wide, narrow = max(48, joint // 16), max(32, joint // 32)
+        if not request.has_adapter:
+            wide, narrow = wide * 3 // 2, narrow * 3 // 2
+        choices: list[tuple[int, Literal[16, 8, 4]]] = [
+            (wide, 8), (narrow, 8), (wide, 4), ((wide + narrow) // 2, 4), (narrow, 4),
+        ]  # fmt: skip
         out = []
         for rank, bits in choices:
             made = replace(
-                self,
-                rank=min(joint, max(1, self.rank or rank)),
-                index_bits=self.index_bits or bits,
+                self, rank=min(joint, self.rank or rank), index_bits=self.index_bits or bits
             )
             if made not in out:
                 out.append(made)
+        if self.selected_tokens is None and request.limit_bytes is not None:
+            # Before the rank falls below what works: a smaller window, then fewer tokens.
+            least = out[-1]
+            out.append(replace(least, window_tokens=min(32, self.window_tokens)))
+            out.append(replace(out[-1], selected_tokens=256))
+            last = replace(out[-1], rank=min(least.rank or narrow, narrow * 3 // 4))
+            out.append(last if self.rank is None else out[-1])
         return out
 
     def _selected_groups(self, request: SizingRequest) -> int:
@@ -122,7 +141,7 @@ class KVSwap(SelectionPolicy):
         selected = self._selected_groups(request)
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
         if self.reuse_tokens is None:
-            most = max_groups if request.limit_bytes is None else selected * 3 // 2
+            most = max_groups if request.limit_bytes is None else selected
         else:
             most = self.reuse_tokens // self.group_tokens
         most = min(max_groups, max(most, selected))
@@ -141,11 +160,12 @@ class KVSwap(SelectionPolicy):
         shape, batch = request.shape, request.batch
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
         selected = self._selected_groups(request)
-        per_layer = LowRankIndex.num_bytes(
-            shape, batch=batch, tokens=max_groups * self.group_tokens, rank=self.rank,
-            bits=self.index_bits,
-        )  # fmt: skip
-        scratch = 8 * batch * max_groups * self.group_tokens
+        sizes = {
+            "batch": batch, "max_groups": max_groups, "group_tokens": self.group_tokens,
+            "rank": self.rank, "bits": self.index_bits,
+        }  # fmt: skip
+        per_layer = LowRankIndex.num_bytes(shape, **sizes)
+        scratch = LowRankIndex.scratch_bytes(shape, **sizes)
         if not request.has_adapter:
             scratch += 16 * shape.joint_dim**2
         return make_plan(

@@ -52,10 +52,11 @@ def make_plan(
     tail = sink_slots + ring_slots
     pools = 2 if shared_pools else shape.num_layers
     pool_rows = pools * batch * (num_slots + tail)
-    mask_bytes = pool_rows * group_tokens * shape.dtype.itemsize
+    mask_rows = shape.num_layers * batch * (num_slots + tail)
     if shared_pools:
         pool_rows += shape.num_layers * batch * tail
-        mask_bytes += shape.num_layers * batch * tail * group_tokens * shape.dtype.itemsize
+        mask_rows += shape.num_layers * batch * tail
+    mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
     staging_rows = 0
     if not request.is_direct(group_tokens):
         staging_rows = batch * max(selected_groups, num_slots // 2, 1)

@@ -50,7 +50,8 @@ class AttentionSum:
 
     def result(self) -> Tensor:
         """The attention output, [batch, new_tokens, num_heads, head_dim], in the query's dtype."""
-        assert self._out is not None and self._lse is not None, "no block was added"
+        assert self._out is not None, "no block was added"
+        assert self._lse is not None
         out = self._out
         if self._call.sink_logits is not None:
             out, _ = add_attention_sink(out.float(), self._lse, self._call.sink_logits)

@@ -23,9 +23,7 @@ class CompactPool:
         self._dtype = shape.dtype
         self._token_shape = (2, shape.num_kv_heads, shape.head_dim)
 
-    def gather(
-        self, pool: TokenPool, slots: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gather(self, pool: TokenPool, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
         """Copy the selected slots and the tail together.
 
         Returns:

@@ -26,9 +26,7 @@ class FetchPlan:
     num_hit: int
 
 
-def plan_fetch(
-    selection: Selection, table: SlotTable, replacement: ReplacementPolicy
-) -> FetchPlan:
+def plan_fetch(selection: Selection, table: SlotTable, replacement: ReplacementPolicy) -> FetchPlan:
     """Look the selection up, choose slots for what is missing, and admit it to the table.
 
     The table already says where the missing units will be; until the fetch has landed nobody may
@@ -41,13 +39,13 @@ def plan_fetch(
     if selection.valid is not None:
         missing &= selection.valid
         num_wanted = int(selection.valid.sum())
-    rows, columns = np.nonzero(missing)
+    rows, columns = missing.nonzero()
     units = wanted[rows, columns]
     if len(rows) == 0:
         nothing = np.empty(0, dtype=np.int64)
         return FetchPlan(nothing, nothing, nothing, slots, num_wanted, num_wanted)
     pinned = np.zeros((wanted.shape[0], table.num_slots), dtype=np.bool_)
-    hit_rows, hit_columns = np.nonzero(slots != ABSENT)
+    hit_rows, hit_columns = (slots != ABSENT).nonzero()
     pinned[hit_rows, slots[hit_rows, hit_columns]] = True
     victims = replacement.victims(pinned, missing.sum(axis=1))
     table.admit(rows, units, victims)

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.core.trace import Tracer
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.runtime.attention_call import AttentionCall, AttentionSum
-from penstock.core.slot_plan import SlotPlan
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
@@ -124,21 +124,23 @@ class LayerCache:
         group_tokens = self.setup.plan.group_tokens
         blocks = self._blocks(0, end_group)
         pending = self._read_block(blocks[0])
-        for i, (first, end, slot) in enumerate(blocks):
-            read, pending = pending, None
-            self._land(read)
-            if i + 1 < len(blocks):
-                pending = self._read_block(blocks[i + 1])
-            places = slice(slot * group_tokens, (slot + end - first) * group_tokens)
-            mask = None
-            if visible is not None:
-                shown = visible[:, first * group_tokens : end * group_tokens]
-                mask = _additive(shown, self.setup.shape.dtype)
-            total.add(self.pool.keys[:, :, places], self.pool.values[:, :, places], mask)
-            assert pending is not None or i + 1 == len(blocks)
+        try:
+            for i, (first, end, slot) in enumerate(blocks):
+                self._land(pending)
+                if i + 1 < len(blocks):
+                    pending = self._read_block(blocks[i + 1])
+                places = slice(slot * group_tokens, (slot + end - first) * group_tokens)
+                mask = None
+                if visible is not None:
+                    shown = visible[:, first * group_tokens : end * group_tokens]
+                    mask = _additive(shown, self.setup.shape.dtype)
+                total.add(self.pool.keys[:, :, places], self.pool.values[:, :, places], mask)
+        except BaseException:
+            pending.drop()
+            raise
 
     def _blocks(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """Cut [first, end) into (first group, end group, first slot), halves of the slots in turn."""
+        """Cut [first, end) into (first group, end group, first slot), the slots' halves in turn."""
         plan = self.setup.plan
         half = max(1, plan.num_slots // 2)
         size = min(half, max(1, STREAM_BLOCK_TOKENS // plan.group_tokens))
@@ -180,8 +182,10 @@ class LayerCache:
             visible: as in `AttentionCall`.
         """
         start, count = self.length, keys.shape[2]
-        if start == 0 and visible is not None and self.window.sink_slots:
-            first_visible = visible.to(torch.int8).argmax(dim=1)
+        if start == 0 and self.window.sink_slots:
+            first_visible = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
+            if visible is not None:
+                first_visible = visible.to(torch.int8).argmax(dim=1)
             self.window.set_first_groups(first_visible // self.setup.plan.group_tokens)
         if count == 1 and start > 0 and (visible is None or bool(visible[:, -1].all())):
             self.append_one(keys, values)
@@ -312,4 +316,3 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, NEGATIVE_INFINITY)
-

@@ -59,9 +59,7 @@ class ResidentLayer:
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
         self.length = end = other.length
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
-            copy_rows(
-                mine[:, :, :end].transpose(1, 2), theirs[:, :, :end].transpose(1, 2), rows
-            )
+            copy_rows(mine[:, :, :end].transpose(1, 2), theirs[:, :, :end].transpose(1, 2), rows)
 
     def reset(self) -> None:
         """Forget every token."""

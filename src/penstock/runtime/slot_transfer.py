@@ -1,5 +1,6 @@
 """SlotTransfer: units between a layer's region on disk and the slots of a pool."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.errors import FetchError, StorageError
 from penstock.core.trace import Tracer
 from penstock.runtime.writer import Writer
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -87,10 +89,21 @@ class PendingRead:
     """Units on their way into slots; `land` once before anybody attends to them."""
 
     def __init__(
-        self, tickets: list[Ticket], finish: Callable[[], None] | None, tracer: Tracer | None
+        self,
+        tickets: list[Ticket],
+        tracer: Tracer | None,
+        unstage: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
+        """Take over reads that were submitted.
+
+        Args:
+            unstage: moves the bytes on to the slots, when they do not land there themselves.
+            release: gives up what the reads land in; called once, however they end.
+        """
         self._tickets = tickets
-        self._finish = finish
+        self._unstage = unstage
+        self._release = release
         self._tracer = tracer
         self.read_bytes = sum(ticket.read_bytes for ticket in tickets)
         self.num_reads = sum(ticket.num_reads for ticket in tickets)
@@ -103,8 +116,12 @@ class PendingRead:
             FetchError: a read failed; nothing may be attended to.
         """
         start = time.perf_counter_ns()
-        for ticket in self._tickets:
-            ticket.wait()
+        try:
+            for ticket in self._tickets:
+                ticket.wait()
+        except BaseException:
+            self.drop()
+            raise
         end = time.perf_counter_ns()
         self.stall_s = (end - start) / 1e9
         if self._tracer is not None:
@@ -114,19 +131,22 @@ class PendingRead:
                     reads=ticket.num_reads, bytes=ticket.read_bytes,
                 )  # fmt: skip
             self._tracer.add("wait for disk", "stall", start, end)
-        self._tickets = []
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        if self._unstage is not None:
+            self._unstage()
+        self._end()
 
     def drop(self) -> None:
-        """Let the reads end without using them (reorder, reset, close)."""
+        """Let the reads end, well or not, without using them (reorder, reset, close)."""
         for ticket in self._tickets:
-            ticket.wait()
-        self._tickets = []
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+            with contextlib.suppress(FetchError):
+                ticket.wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._tickets, self._unstage = [], None
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 class SlotTransfer:
@@ -157,27 +177,28 @@ class SlotTransfer:
         """Submit reads of `unit_ids[i]` into pool row `rows[i]`."""
         if self._memory.buffer is not None:
             ticket = self.region.submit_read(unit_ids, self._memory.buffer, rows)
-            return PendingRead([ticket], None, self._tracer)
-        assert self._staging is not None
-        section = self._staging.acquire()
-        count = len(unit_ids)
-        ticket = self.region.submit_read(unit_ids, section.buffer, np.arange(count))
-
-        def finish() -> None:
-            self._unstage(section, rows)
-
-        return PendingRead([ticket], finish, self._tracer)
+            return PendingRead([ticket], self._tracer)
+        staging = self._staging
+        assert staging is not None
+        section = staging.acquire()
+        try:
+            ticket = self.region.submit_read(unit_ids, section.buffer, np.arange(len(unit_ids)))
+        except BaseException:
+            staging.release(section)
+            raise
+        return PendingRead(
+            [ticket], self._tracer,
+            unstage=lambda: self._unstage(section, rows), release=lambda: staging.release(section),
+        )  # fmt: skip
 
     def _unstage(self, section: StagingSection, rows: NDArray[np.int64]) -> None:
-        memory, staging = self._memory.tensor, self._staging
-        assert staging is not None
+        memory = self._memory.tensor
         source = section.buffer.tensor[: len(rows), : self.region.unit_bytes]
         index = torch.from_numpy(rows).to(memory.device)
         memory.index_copy_(0, index, source.to(memory.device, non_blocking=True))
         if memory.device.type == "cuda":
-            section.copied = torch.cuda.Event()
+            section.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             section.copied.record(torch.cuda.current_stream())
-        staging.release(section)
 
     def write(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Queue pool rows `rows[i]` for writing as `unit_ids[i]`.
@@ -193,13 +214,15 @@ class SlotTransfer:
             piece = rows[start : start + self._staging.rows]
             self.drain()
             section = self._staging.acquire()
-            index = torch.from_numpy(piece).to(self._memory.tensor.device)
-            source = self._memory.tensor.index_select(0, index)
-            section.buffer.tensor[: len(piece), : self.region.unit_bytes] = source.cpu()
-            ids = unit_ids[start : start + len(piece)]
-            self._queue(ids, section.buffer, np.arange(len(piece)))
-            self.drain()
-            self._staging.release(section)
+            try:
+                index = torch.from_numpy(piece).to(self._memory.tensor.device)
+                source = self._memory.tensor.index_select(0, index)
+                section.buffer.tensor[: len(piece), : self.region.unit_bytes] = source.cpu()
+                ids = unit_ids[start : start + len(piece)]
+                self._queue(ids, section.buffer, np.arange(len(piece)))
+                self.drain()
+            finally:
+                self._staging.release(section)
 
     def _queue(
         self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]
@@ -211,7 +234,14 @@ class SlotTransfer:
 
         Raises:
             StoreFullError: the disk is full.
-            StorageError: a write failed.
+            StorageError: a write failed; the first one, and nothing is queued any more.
         """
-        while len(self._writes) > keep:
-            self._writes.pop(0).result()
+        failure: StorageError | None = None
+        while len(self._writes) > (keep if failure is None else 0):
+            try:
+                self._writes[0].result()
+            except StorageError as error:
+                failure = failure or error
+            self._writes.pop(0)
+        if failure is not None:
+            raise failure

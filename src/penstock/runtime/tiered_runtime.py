@@ -204,7 +204,9 @@ class TieredRuntime:
         out = self.layers[layer].attend(call)
         if self.config.tracer is not None and layer + 1 == len(self.layers):
             now = time.perf_counter_ns()
-            self.config.tracer.add("step", "compute", int(self._step_start * 1e9), now, tokens=count)
+            self.config.tracer.add(
+                "step", "compute", int(self._step_start * 1e9), now, tokens=count
+            )
         if layer + 1 == len(self.layers):
             self._last_exit = time.perf_counter()
             if count > 1 and self.config.progress is not None:

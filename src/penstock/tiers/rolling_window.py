@@ -75,6 +75,8 @@ class RollingWindow:
         self.tokens[:, place, 0] = keys[:, :, 0]
         self.tokens[:, place, 1] = values[:, :, 0]
         self.mask[:, place] = 0.0
+        if group < self._last_sink_group:
+            self._write_sinks(keys, values, position, position + 1)
 
     def write_many(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Write those of the new tokens that the sinks and the ring keep; then call `refresh`.

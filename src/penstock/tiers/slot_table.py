@@ -20,6 +20,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.slot_of = np.full((batch, max_units), ABSENT, dtype=np.int32)
         self.unit_in = np.full((batch, num_slots), ABSENT, dtype=np.int32)
+        self._rows = np.arange(batch)[:, None]
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int, max_units: int) -> int:
@@ -28,7 +29,8 @@ class SlotTable:
 
     def lookup(self, units: NDArray[np.int64]) -> NDArray[np.int32]:
         """Slots of the given units, -1 where a unit is not resident. [batch, wanted]"""
-        return np.take_along_axis(self.slot_of, units, axis=1)
+        slots: NDArray[np.int32] = self.slot_of[self._rows, units]
+        return slots
 
     def admit(
         self, rows: NDArray[np.int64], units: NDArray[np.int64], slots: NDArray[np.int64]
@@ -57,6 +59,7 @@ class SlotTable:
         copy = SlotTable(0, self.num_slots, self.slot_of.shape[1])
         copy.slot_of = self.slot_of[rows].copy()
         copy.unit_in = self.unit_in[rows].copy()
+        copy._rows = np.arange(len(rows))[:, None]
         return copy
 
     def check_integrity(self) -> None:

@@ -47,8 +47,7 @@ class Facts:
     def ask(self, key: str) -> str:
         """The question after one fact, up to where the answer starts."""
         return (
-            f"Question : What is the {self.noun} for {key} ? "
-            f"Answer : The {self.noun} for {key} is"
+            f"Question : What is the {self.noun} for {key} ? Answer : The {self.noun} for {key} is"
         )
 
 

@@ -99,9 +99,7 @@ def _path_question(starts: list[str]) -> str:
 
 def _walkers_question(starts: list[str]) -> str:
     red, blue = starts
-    return (
-        f"Question : Walk red at {red} and blue at {blue} until stop . Answer : red : {red}"
-    )
+    return f"Question : Walk red at {red} and blue at {blue} until stop . Answer : red : {red}"
 
 
 def _rules(

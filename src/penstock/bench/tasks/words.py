@@ -64,8 +64,9 @@ class Words:
         if rng.random() < 0.3:
             side = max(4, int((3 * count) ** 0.5) + 1)
             adjectives = tuple(rng.sample(adjectives, min(side, len(adjectives))))
-            nouns = tuple(rng.sample(nouns, min(max(side, 3 * count // len(adjectives) + 1),
-                                                len(nouns))))
+            nouns = tuple(
+                rng.sample(nouns, min(max(side, 3 * count // len(adjectives) + 1), len(nouns)))
+            )
         total = len(adjectives) * len(nouns)
         if count > total:
             raise ConfigError(f"{count} different keys were asked for; there are {total}")

@@ -9,7 +9,7 @@ from penstock.policies.base import SelectionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Full(SelectionPolicy):
-    """Full attention over a preallocated cache in memory: the oracle, and the upper bound on memory.
+    """Full attention over a preallocated cache in memory: the oracle, and the most memory.
 
     Source: none; the reference that every method approximates.
     """

@@ -16,18 +16,21 @@ class FIFO(ReplacementPolicy):
     def __init__(self, batch: int, num_slots: int) -> None:
         self._num_slots = num_slots
         self._head = np.zeros(batch, dtype=np.int64)
+        self._offsets = np.arange(num_slots)
+        self._rows = np.arange(batch)[:, None]
 
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `ReplacementPolicy.victims`; the clock hand moves past the last slot taken."""
-        order = (self._head[:, None] + np.arange(self._num_slots)) % self._num_slots
-        free = ~np.take_along_axis(pinned, order, axis=1)
-        rank = free.cumsum(axis=1)
-        chosen = free & (rank <= counts[:, None])
-        rows, places = np.nonzero(chosen)
+        order = (self._head[:, None] + self._offsets) % self._num_slots
+        free = ~pinned[self._rows, order]
+        chosen = free & (free.cumsum(axis=1) <= counts[:, None])
+        rows, places = chosen.nonzero()
         assert len(rows) == counts.sum(), "fewer unpinned slots than units to admit"
-        # The hand stops behind the last slot taken in each row.
-        taken = np.where(chosen, np.arange(1, self._num_slots + 1), 0).max(axis=1)
-        self._head = (self._head + taken) % self._num_slots
+        # The hand stops behind the last slot taken in each row (`places` ascends within a row).
+        last = counts.cumsum() - 1
+        taken = counts > 0
+        self._head[taken] += places[last[taken]] + 1
+        self._head %= self._num_slots
         victims: NDArray[np.int64] = order[rows, places]
         return victims
 

@@ -1,0 +1,72 @@
+"""What a measurement was made on: CPU, memory, kernel, disk, GPU and library versions."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from penstock.storage.file_space import default_directory, file_system
+
+Facts = dict[str, str | int | float | None]
+
+_LIBRARIES = ("penstock", "torch", "transformers", "numpy")
+
+
+def describe_machine(store: str = "auto") -> Facts:
+    """The machine, without host names or paths.
+
+    Args:
+        store: directory of the KV cache, for its file system; "auto" as in `KVStore.create`.
+    """
+    directory = default_directory() if store == "auto" else store
+    return {
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "ram_bytes": int(psutil.virtual_memory().total),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "disk": file_system(directory) or "unknown file system",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def describe_libraries() -> Facts:
+    """Versions of Python and of the libraries that matter."""
+    facts: Facts = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = None
+    facts["torch"] = torch.__version__
+    return facts
+
+
+def current_commit() -> str:
+    """The commit of the source tree, with "+changes" when files differ from it; else "unknown"."""
+    here = Path(__file__).parent
+    try:
+        commit = _git(here, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git(here, "status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(folder: Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, UnicodeDecodeError):
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,105 @@
+"""Result: one measurement as one JSON document that says how it was made."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.machine import (
+    Facts,
+    current_commit,
+    describe_libraries,
+    describe_machine,
+)
+from penstock.core.errors import ConfigError
+
+FORMAT = "penstock-result-1"
+_PATH_OPTIONS = ("--out", "--store", "--model", "--adapter")
+
+
+@dataclass(kw_only=True)
+class Result:
+    """Settings, circumstances and figures of one run of a benchmark."""
+
+    kind: str
+    """"throughput" or "accuracy"."""
+    command: str
+    settings: dict[str, Any]
+    seed: int
+    machine: Facts
+    libraries: Facts
+    commit: str
+    date: str
+    """UTC, ISO 8601, to the second."""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def begin(
+        cls, kind: str, arguments: Sequence[str], settings: dict[str, Any], *, seed: int,
+        store: str = "auto",
+    ) -> "Result":  # fmt: skip
+        """Start a document: everything but the figures.
+
+        Args:
+            kind: also the module's name below penstock.bench.
+            arguments: of the command line; paths are left out.
+            store: directory of the KV cache, for its file system.
+        """
+        return cls(
+            kind=kind,
+            command=f"python -m penstock.bench.{kind} {public_arguments(arguments)}".strip(),
+            settings=settings,
+            seed=seed,
+            machine=describe_machine(store),
+            libraries=describe_libraries(),
+            commit=current_commit(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the document, making its folder if need be."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Result":
+        """Read a document back.
+
+        Raises:
+            ConfigError: the file is not one of ours.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ConfigError(f"{path} is not a result of penstock.bench")
+        try:
+            return cls(**content)
+        except TypeError as error:
+            raise ConfigError(f"{path} is not a whole result: {error}") from error
+
+
+def public_arguments(arguments: Sequence[str]) -> str:
+    """A command line for others to repeat, with paths replaced by PATH."""
+    shown, hide = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if hide:
+            argument = "PATH" if _is_path(argument) else argument
+        elif equals and name in _PATH_OPTIONS and _is_path(value):
+            argument = f"{name}=PATH"
+        hide = argument in _PATH_OPTIONS
+        shown.append(argument)
+    return " ".join(shown)
+
+
+def _is_path(value: str) -> bool:
+    return "/" in value or "\\" in value

@@ -1,0 +1,129 @@
+"""The plain model to measure against: random weights of a known architecture, and plain caches."""
+
+import copy
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    StaticCache,
+)
+from transformers.cache_utils import Cache
+
+from penstock.core.errors import ConfigError
+from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
+from penstock.models.fingerprint import fingerprint
+from penstock.models.model_shape import decoder_config, inspect_model
+
+PlainKind = Literal["dynamic", "static"]
+
+
+def _qwen3(positions: int) -> PretrainedConfig:
+    return Qwen3Config(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        max_position_embeddings=max(40960, positions),
+    )  # fmt: skip
+
+
+def _llama(positions: int) -> PretrainedConfig:
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=max(131072, positions),
+    )  # fmt: skip
+
+
+def _tiny(positions: int) -> PretrainedConfig:
+    return Qwen3Config(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=512, tie_word_embeddings=True,
+        max_position_embeddings=max(4096, positions),
+    )  # fmt: skip
+
+
+ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyType(
+    {"qwen3-0.6b": _qwen3, "llama-3.1-8b": _llama, "tiny": _tiny}
+)
+"""Configurations by name, from the number of positions wanted."""
+
+
+def random_model(
+    name: str,
+    *,
+    max_positions: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """A model of a known architecture with random weights, in evaluation mode.
+
+    Raises:
+        ConfigError: no such architecture.
+    """
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"there is no configuration {name!r}; choose from {list(ARCHITECTURES)}")
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            ARCHITECTURES[name](max_positions), dtype=dtype
+        )
+    return model.eval()
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model over the same tensors, with a configuration and hooks of its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(model, memo)
+
+
+def plain_cache(model: PreTrainedModel, kind: PlainKind, max_tokens: int) -> Cache:
+    """An empty cache of transformers itself; `max_tokens` is what a static one preallocates."""
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=max_tokens)
+    return DynamicCache(config=model.config)
+
+
+def put_tokens(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Append tokens to one layer of a plain cache; both [batch, kv_heads, tokens, head_dim]."""
+    target: Any = cache.layers[layer]
+    if not isinstance(cache, StaticCache):
+        target.update(keys, values)
+        return
+    if not target.is_initialized:
+        target.lazy_initialization(keys, values)
+    start, count = int(target.cumulative_length), keys.shape[2]
+    target.keys[:, :, start : start + count] = keys
+    target.values[:, :, start : start + count] = values
+    target.cumulative_length.add_(count)
+
+
+def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer of a DynamicCache; [batch, kv_heads, tokens, head_dim]."""
+    held: Any = cache.layers[layer]
+    return held.keys, held.values
+
+
+def random_adapter(model: PreTrainedModel, rank: int, seed: int = 0) -> LowRankAdapter:
+    """Random orthonormal bases, so that no time of fitting enters a measurement of speed."""
+    shape = inspect_model(model).kv
+    draw = torch.Generator().manual_seed(seed)
+    rank = min(rank, shape.joint_dim)
+    layers = []
+    for _ in range(shape.num_layers):
+        basis = torch.linalg.qr(torch.randn(shape.joint_dim, rank, generator=draw))[0]
+        layers.append(LayerAdapter(basis.contiguous(), torch.zeros(rank), torch.ones(rank)))
+    return LowRankAdapter(layers, fingerprint(model), 0)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Token ids that the model knows."""
+    return int(decoder_config(model).vocab_size)
