@@ -20,8 +20,8 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	@echo 'Building the environment in $(VENV); the first time this takes a few minutes.'
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[bench,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[bench,dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.

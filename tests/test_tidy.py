@@ -36,8 +36,9 @@ def is_method(path: Path) -> bool:
 @each_file
 def test_size(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= FILE_LINES_MAX
-    assert max(map(len, text.splitlines()), default=0) <= LINE_LENGTH_MAX
+    lines = text.splitlines()
+    assert len(lines) <= FILE_LINES_MAX
+    assert [n for n, line in enumerate(lines, start=1) if len(line) > LINE_LENGTH_MAX] == []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None

@@ -68,6 +68,9 @@ def test_a_simulated_disk_is_called_so(prompt_file: Path, sample: Sample) -> Non
 def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
     result = run("--prompt-file", "-", "--memory", "1/4", input=sample.prompt)
     assert result.stdout == f"{sample.answer}\n"
+    bad = CliRunner().invoke(app, ["generate", "--prompt-file", "-"], input=b"\xff\xfe")
+    assert bad.exit_code == 2
+    assert bad.stderr == "error: the prompt on stdin is not UTF-8 text\n"
 
 
 @pytest.mark.parametrize("policy", ["kvswap", "full", "flexgen"])

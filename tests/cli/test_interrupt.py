@@ -13,7 +13,18 @@ import pytest
 @pytest.mark.parametrize("moment", ["start", "loading", "prefill"])
 def test_ctrl_c(tmp_path: Path, moment: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "demo", "--tokens", "9000", "--disk", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "penstock",
+            "demo",
+            "--tokens",
+            "9000",
+            "--memory",
+            "1/4",
+            "--disk",
+            str(tmp_path),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

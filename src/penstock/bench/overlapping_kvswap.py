@@ -41,7 +41,8 @@ class OverlappingKVSwap(KVSwap):
 
     def make_index(self, request: IndexRequest) -> KeyIndex:
         """See `SelectionPolicy.make_index`."""
-        assert self.rank is not None and self.index_bits is not None, "plan() makes the choices"
+        assert self.rank is not None, "plan() makes the choices"
+        assert self.index_bits is not None
         index = _RememberingIndex(
             request.shape, batch=request.batch, max_groups=request.max_groups,
             group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,

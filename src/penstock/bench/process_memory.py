@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -72,7 +73,7 @@ def cached_file_bytes(cache: TieredCache) -> int | None:
     total = 0
     for layer in range(cache._config.shape.num_layers):
         file: Any = store.region(layer).file
-        file = getattr(file, "_file", file)
+        file = getattr(file, "inner", file)
         descriptor = getattr(file, "_descriptor", None)
         if descriptor is None:
             return None
@@ -93,8 +94,6 @@ def _pages_in_cache(descriptor: int) -> int | None:
     except (AttributeError, OSError, ValueError):
         return None
     try:
-        import numpy as np
-
         address = int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
         answer = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
         failed = mincore(
@@ -103,7 +102,6 @@ def _pages_in_cache(descriptor: int) -> int | None:
         )  # fmt: skip
         return None if failed else int((answer & 1).sum())
     finally:
-        gc.collect()
         view.close()
 
 

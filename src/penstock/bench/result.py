@@ -16,7 +16,7 @@ from penstock.bench.machine import (
 from penstock.core.errors import ConfigError
 
 FORMAT = "penstock-result-1"
-_PATH_OPTIONS = ("--out", "--store", "--model", "--adapter")
+_PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup")
 
 
 @dataclass(kw_only=True)

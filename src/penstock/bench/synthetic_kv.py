@@ -58,8 +58,8 @@ class SyntheticKV:
         """
         tiered = isinstance(cache, TieredCache)
         with _unthrottled(cache) if tiered else nullcontext():
-            for layer in range(self._shape.num_layers):
-                for start in range(0, tokens, CHUNK_TOKENS):
+            for start in range(0, tokens, CHUNK_TOKENS):
+                for layer in range(self._shape.num_layers):
                     keys, values = self.chunk(min(CHUNK_TOKENS, tokens - start))
                     if tiered:
                         cache._runtime.append(layer, keys, values)
@@ -67,7 +67,7 @@ class SyntheticKV:
                         put_tokens(cache, layer, keys, values)
                     if tiered and start == 0:
                         _reserve(cache, layer)
-                progress((layer + 1) / self._shape.num_layers)
+                progress(min(1.0, (start + CHUNK_TOKENS) / tokens))
             if tiered:
                 for held in cache._runtime.layers:
                     getattr(held, "drain", lambda: None)()

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.generate import DiskOption, MemoryOption, PolicyOption
+from penstock.cli.generate import DeviceOption, DiskOption, MemoryOption, PolicyOption
 
 _ANSWER_MARK = " Answer : "
 _QUESTION_MARK = "Question : "
@@ -19,6 +19,7 @@ def demo_command(
     memory: MemoryOption = "1/34",
     policy: PolicyOption = "kvswap",
     disk: DiskOption = "auto",
+    device: DeviceOption = "cpu",
     seed: Annotated[int, typer.Option(help="Another seed, another document.")] = 0,
 ) -> None:
     """Ask the bundled model about a long document.
@@ -33,19 +34,20 @@ def demo_command(
     from penstock.generation.sampling import SamplingParams
 
     console = Console(highlight=False)
-    llm = LLM("recall", policy=policy, memory=memory, store=disk)
+    llm = LLM("recall", policy=policy, memory=memory, store=disk, device=device)
     assert llm.tokenizer is not None
     sample = make_sample("multi_key_few", tokens, random.Random(seed), llm.tokenizer.get_vocab())
     document, question, lead = _split(sample.prompt)
     fact = f"{lead} {sample.answer}"
     place = len(document[: document.index(fact)].split())
+    of_what = " of the full cache" if set("/%") & set(memory) else ""
     console.print(
         Text.assemble(
             ("Penstock demo\n", "bold"),
             f"A document of {tokens:,} tokens, made up from seed {seed}; facts such as\n  ",
             (fact, "italic"),
-            f"\nare hidden in it (this one {place:,} tokens from its start). Memory for its KV "
-            f"cache: {memory} of what the full cache takes.\n",
+            f"\nare hidden in it (this one {place:,} tokens from its start).\n"
+            f"Memory for its KV cache: {memory}{of_what}.\n",
         ),
         soft_wrap=True,
     )

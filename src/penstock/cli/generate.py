@@ -83,7 +83,7 @@ def generate_command(
 
     The answer goes to stdout, progress and the end table to stderr.
     """
-    from penstock.cli.screen import AnswerScreen, show_report
+    from penstock.cli.screen import AnswerScreen, loading, show_report
     from penstock.core.trace import Tracer
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
@@ -96,17 +96,18 @@ def generate_command(
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace")
-    llm = LLM(
-        model,
-        policy=policy,
-        memory=memory,
-        store=disk,
-        exact=exact,
-        adapter=adapter,
-        dtype=None if dtype is None else dtype.value,
-        device=device,
-        prefill_chunk_size=prefill_chunk,
-    )
+    with loading(console, model):
+        llm = LLM(
+            model,
+            policy=policy,
+            memory=memory,
+            store=disk,
+            exact=exact,
+            adapter=adapter,
+            dtype=None if dtype is None else dtype.value,
+            device=device,
+            prefill_chunk_size=prefill_chunk,
+        )
     quiet = as_json and not console.is_terminal
     with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:
         [output] = llm.generate(
@@ -189,7 +190,7 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         ConfigError: both were given, or neither.
         PromptError: the file cannot be read.
     """
-    from penstock.generation.prompts import read_text_file
+    from penstock.generation.prompts import decode_text, read_text_file
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give the prompt with either --prompt or --prompt-file")
@@ -197,5 +198,5 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt
     assert prompt_file is not None
     if str(prompt_file) == "-":
-        return sys.stdin.read()
+        return decode_text(sys.stdin.buffer.read(), "the prompt on stdin")
     return read_text_file(prompt_file)

@@ -1,10 +1,13 @@
 """What a person sees of a run: prefill's progress, the answer as it comes, and the end table."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +16,16 @@ from penstock.core.byte_size import format_bytes
 from penstock.generation.output import RunReport
 
 _STEPS_IN_A_PIPE = 10
+
+
+@contextlib.contextmanager
+def loading(console: Console, model: str) -> Iterator[None]:
+    """Say on a terminal that a model is being loaded, as long as it is."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"loading {escape(model)}"):
+        yield
 
 
 class TokenProgress:

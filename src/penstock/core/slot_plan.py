@@ -33,6 +33,9 @@ class SlotPlan:
     """Bytes of one group of one layer."""
     staging_rows: int
     """Rows of one staging section; 0 when reads land in the slots."""
+    host_bytes: int = 0
+    """Pinned host memory that reads pass through on their way to a GPU; beside the budget, which
+    is for the memory of the cache's device."""
     pool_bytes: int
     """Slots, sinks and windows of all layers and rows, in bytes."""
 

@@ -39,11 +39,22 @@ def read_text_file(path: str | Path, what: str = "prompt file") -> str:
         PromptError: it is missing, cannot be read, or is not text.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{what} {path} is not UTF-8 text") from error
+        content = Path(path).read_bytes()
     except OSError as error:
         raise PromptError(f"cannot read {what} {path}: {error.strerror or error}") from error
+    return decode_text(content, f"{what} {path}")
+
+
+def decode_text(content: bytes, what: str) -> str:
+    """Decode UTF-8; `what` names it in errors.
+
+    Raises:
+        PromptError: it is not text.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{what} is not UTF-8 text") from error
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

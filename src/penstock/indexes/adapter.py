@@ -100,17 +100,17 @@ class LowRankAdapter:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise AdapterError(f"{path} is not a Penstock adapter")
-                parts = ("basis", "mean", "std")
+                parts = ("basis", "peak")
                 layers = [
                     LayerAdapter(*(file.get_tensor(f"layers.{i}.{part}") for part in parts))
                     for i in range(int(metadata["layers"]))
                 ]
                 cosine = tuple(file.get_tensor("prediction_cosine").tolist())
+            return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine)
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise AdapterError(f"cannot read the adapter {path}: {error}") from error
-        return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine)
 
     def check(self, fingerprint: str, num_layers: int, joint_dim: int) -> None:
         """Refuse an adapter of another model.

@@ -8,14 +8,14 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.base import KeyIndex
-from penstock.kernels.code_products import code_products
+from penstock.kernels.group_products import group_products
 
 HeadReduction = Literal["sum", "softmax"]
 
 BLOCK_GROUPS = 256
 """Groups of one block of codes; scores are computed by whole blocks."""
-CHUNK_TOKENS = 8192
-"""Tokens scored at a time, which bounds the scratch memory of `score`."""
+CHUNK_TOKENS = 16_384
+"""Tokens scored at a time unless said otherwise; bounds the scratch memory of `score`."""
 
 
 class LowRankIndex(KeyIndex):
@@ -47,6 +47,7 @@ class LowRankIndex(KeyIndex):
         scaling: float,
         adapter: LayerAdapter | None,
         device: torch.device,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         """Allocate the index.
 
@@ -56,6 +57,7 @@ class LowRankIndex(KeyIndex):
             head_reduction: "softmax" per head before the sum over heads, or "sum" of raw logits.
             scaling: factor on logits, for "softmax".
             adapter: basis to use; None to `fit` one first.
+            chunk_tokens: tokens scored at a time.
         """
         assert bits in (16, 8, 4), bits
         self._shape = shape
@@ -64,6 +66,7 @@ class LowRankIndex(KeyIndex):
         self._head_reduction = head_reduction
         self._scaling = scaling
         self._device = device
+        self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         self._adapter: LayerAdapter | None = None
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_groups // BLOCK_GROUPS)
@@ -90,13 +93,23 @@ class LowRankIndex(KeyIndex):
 
     @classmethod
     def scratch_bytes(
-        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rank: int, bits: int
+        cls,
+        shape: KVShape,
+        *,
+        batch: int,
+        max_groups: int,
+        group_tokens: int,
+        rank: int,
+        bits: int,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> int:
-        """Largest temporaries of one call of `score`, for the ledger."""
-        tokens = min(CHUNK_TOKENS, max_groups * group_tokens)
+        """Temporaries of one call of `score`, for the ledger."""
         heads = shape.num_query_heads
-        per_group = 4 * (3 * heads + 2)
-        return batch * (max_groups * per_group + tokens * (4 * heads + (0 if bits == 8 else 2 * rank)))
+        groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
+        blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
+        tokens = min(blocks * BLOCK_GROUPS, groups) * group_tokens
+        unpacked = 2 * rank if bits == 4 else 0
+        return batch * groups * (4 * heads + 8) + tokens * (4 * heads + unpacked)
 
     # Basis ------------------------------------------------------------------------------------
 
@@ -174,7 +187,9 @@ class LowRankIndex(KeyIndex):
             return self._group_logits(low_rank, num_units)[:, :num_units, 0]
         per_head = torch.einsum("bkgd,kdr->bkgr", grouped, self._query_basis).flatten(1, 2)
         logits = self._group_logits(per_head * self._scaling, num_units)[:, :num_units]
-        return torch.softmax(logits.transpose(1, 2), dim=-1).sum(dim=1)
+        # Softmax per head and the sum over heads, in place: exp, then one product with 1 / sums.
+        weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
+        return torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2)).squeeze(2)
 
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.
@@ -185,13 +200,13 @@ class LowRankIndex(KeyIndex):
         Returns:
             float32 [batch, groups of whole blocks, heads]
         """
+        blocks, step = -(-num_units // BLOCK_GROUPS), self._chunk_blocks
+        if blocks <= step:
+            return group_products(self._codes[:, :blocks], low_rank, self._bits)
         batch, heads, _ = low_rank.shape
-        blocks = -(-num_units // BLOCK_GROUPS)
-        step = max(1, CHUNK_TOKENS // (BLOCK_GROUPS * self._group_tokens))
-        parts = []
+        logits = torch.empty(batch, blocks * BLOCK_GROUPS, heads, device=low_rank.device)
         for start in range(0, blocks, step):
-            codes = self._codes[:, start : min(start + step, blocks)]
-            products = code_products(codes.flatten(1, 3), low_rank, self._bits)
-            planes = products.view(batch, codes.shape[1], self._group_tokens, -1, heads)
-            parts.append(planes.amax(dim=2).flatten(1, 2))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            end = min(start + step, blocks)
+            part = group_products(self._codes[:, start:end], low_rank, self._bits)
+            logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
+        return logits

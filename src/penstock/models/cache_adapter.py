@@ -249,9 +249,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         for layer in self.layers:
             if not isinstance(layer, TieredCacheLayer):
-                layer.crop(min(0, keep - length))
-        if keep < length:
-            self._runtime.crop(max(0, keep))
+                layer.crop(min(0, keep - layer.get_seq_length()))
+        self._runtime.crop(min(max(0, keep), length))
 
     @property
     def _first_tiered(self) -> int:

@@ -25,6 +25,9 @@ from penstock.models.model_shape import decoder_config, inspect_model
 
 PlainKind = Literal["dynamic", "static"]
 
+_PEAK = 4.5
+"""Range of the components of synthetic keys, which are normal."""
+
 
 def _qwen3(positions: int) -> PretrainedConfig:
     return Qwen3Config(
@@ -112,16 +115,14 @@ def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
     return held.keys, held.values
 
 
-def random_adapter(model: PreTrainedModel, rank: int, seed: int = 0) -> LowRankAdapter:
-    """Random orthonormal bases, so that no time of fitting enters a measurement of speed."""
+def random_adapter(model: PreTrainedModel, seed: int = 0) -> LowRankAdapter:
+    """One random orthonormal basis for all layers, so that no fitting enters a measurement."""
     shape = inspect_model(model).kv
     draw = torch.Generator().manual_seed(seed)
-    rank = min(rank, shape.joint_dim)
-    layers = []
-    for _ in range(shape.num_layers):
-        basis = torch.linalg.qr(torch.randn(shape.joint_dim, rank, generator=draw))[0]
-        layers.append(LayerAdapter(basis.contiguous(), torch.zeros(rank), torch.ones(rank)))
-    return LowRankAdapter(layers, fingerprint(model), 0)
+    joint = shape.joint_dim
+    basis = torch.linalg.qr(torch.randn(joint, joint, generator=draw))[0].contiguous()
+    layer = LayerAdapter(basis, torch.full((joint,), _PEAK))
+    return LowRankAdapter([layer] * shape.num_layers, fingerprint(model), 0)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -29,6 +29,8 @@ class IndexRequest:
     scaling: float
     adapter: LayerAdapter | None
     device: torch.device
+    limit_bytes: int | None = None
+    """The cache's whole budget."""
 
 
 @dataclass(frozen=True, kw_only=True)

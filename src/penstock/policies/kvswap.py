@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
-from penstock.indexes.low_rank import HeadReduction, LowRankIndex
+from penstock.indexes.low_rank import CHUNK_TOKENS, HeadReduction, LowRankIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
 from penstock.policies.sizing import largest_plan, make_plan
 
@@ -84,26 +84,33 @@ class KVSwap(SelectionPolicy):
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """Divide the budget: window and sinks first, then the index, then the slots.
 
-        With reuse, each layer has its own slots; when the budget does not hold one selection per
-        layer (or `reuse_tokens` is 0), two preload buffers serve all layers in turn (appendix A.2).
+        Each layer has its own slots, for reuse, where the budget holds one selection per layer beside
+        any index that will do. Otherwise (or with `reuse_tokens` 0) two preload buffers serve all
+        layers in turn (appendix A.2), and what that frees goes to the index.
         """
-        smallest: tuple[int, KVSwap, SlotPlan] | None = None
-        for candidate in self._candidates(request):
-            sized = candidate._fit(request)
-            if sized is not None:
-                return candidate, sized
-            least = candidate._build(request, candidate._selected_groups(request), shared=True)
-            if smallest is None or least.total_bytes < smallest[0]:
-                smallest = (least.total_bytes, candidate, least)
-        assert smallest is not None
-        request.require(smallest[0], self.name)
-        return smallest[1], smallest[2]
+        candidates, lesser = self._candidates(request)
+        priced: list[tuple[KVSwap, SlotPlan]] = []
+        for group in (candidates, *([candidate] for candidate in lesser)):
+            if self.reuse_tokens != 0:
+                for candidate in group:
+                    sized = candidate._fit_own_slots(request)
+                    if sized is not None:
+                        return candidate, sized
+            for candidate in group:
+                sized = candidate._build(request, shared=True)
+                if request.limit_bytes is None or sized.total_bytes <= request.limit_bytes:
+                    return candidate, sized
+                priced.append((candidate, sized))
+        least = min(sized.total_bytes for _, sized in priced)
+        request.require(least, self.name)
+        raise AssertionError("require() refuses a budget below the least")
 
-    def _candidates(self, request: SizingRequest) -> "list[KVSwap]":
-        """This policy with its open choices made, the best first.
+    def _candidates(self, request: SizingRequest) -> "tuple[list[KVSwap], list[KVSwap]]":
+        """This policy with its open choices made, best first; and lesser ones for tight budgets.
 
         Rank goes before bits: on the bundled model 4 bits cost little, a rank below 32 costs much,
         and a basis made from the prompt's own keys needs half as much again (docs/policies.md).
+        Before the rank falls below what works, the window shrinks and fewer tokens are selected.
         """
         joint = request.shape.joint_dim
         wide, narrow = max(48, joint // 16), max(32, joint // 32)
@@ -112,21 +119,18 @@ class KVSwap(SelectionPolicy):
         choices: list[tuple[int, Literal[16, 8, 4]]] = [
             (wide, 8), (narrow, 8), (wide, 4), ((wide + narrow) // 2, 4), (narrow, 4),
         ]  # fmt: skip
-        out = []
-        for rank, bits in choices:
-            made = replace(
-                self, rank=min(joint, self.rank or rank), index_bits=self.index_bits or bits
-            )
-            if made not in out:
-                out.append(made)
+        out = [
+            replace(self, rank=min(joint, self.rank or rank), index_bits=self.index_bits or bits)
+            for rank, bits in choices
+        ]
+        small = replace(out[-1], window_tokens=min(32, self.window_tokens))
+        lesser = [small]
         if self.selected_tokens is None and request.limit_bytes is not None:
-            # Before the rank falls below what works: a smaller window, then fewer tokens.
-            least = out[-1]
-            out.append(replace(least, window_tokens=min(32, self.window_tokens)))
-            out.append(replace(out[-1], selected_tokens=256))
-            last = replace(out[-1], rank=min(least.rank or narrow, narrow * 3 // 4))
-            out.append(last if self.rank is None else out[-1])
-        return out
+            for tokens in (256, 128):
+                lesser.append(replace(small, selected_tokens=max(self.group_tokens, tokens)))
+        if self.rank is None:
+            lesser.append(replace(lesser[-1], rank=min(joint, narrow * 3 // 4)))
+        return out, lesser
 
     def _selected_groups(self, request: SizingRequest) -> int:
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
@@ -136,36 +140,38 @@ class KVSwap(SelectionPolicy):
             return min(max_groups, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
         return min(max_groups, self.selected_tokens // self.group_tokens)
 
-    def _fit(self, request: SizingRequest) -> SlotPlan | None:
-        """The best plan of this candidate within the budget, or None."""
+    def _fit_own_slots(self, request: SizingRequest) -> SlotPlan | None:
+        """The plan with slots of its own for every layer, as many as the budget allows, or None."""
         selected = self._selected_groups(request)
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
-        if self.reuse_tokens is None:
-            most = max_groups if request.limit_bytes is None else selected
-        else:
+        if self.reuse_tokens is not None:
             most = self.reuse_tokens // self.group_tokens
+        else:
+            most = max_groups if request.limit_bytes is None else selected
         most = min(max_groups, max(most, selected))
-        limit = request.limit_bytes
-        if self.reuse_tokens != 0:
-            own = self._build(request, selected, shared=False)
-            if limit is None or own.total_bytes <= limit:
-                return largest_plan(
-                    request, lambda slots: self._build(request, slots, shared=False), selected, most
-                )
-        shared = self._build(request, selected, shared=True)
-        return shared if limit is None or shared.total_bytes <= limit else None
+        least = self._build(request, shared=False)
+        if request.limit_bytes is not None and least.total_bytes > request.limit_bytes:
+            return None
+        return largest_plan(
+            request, lambda slots: self._build(request, slots, shared=False), selected, most
+        )
 
-    def _build(self, request: SizingRequest, num_slots: int, *, shared: bool) -> SlotPlan:
+    def _build(
+        self, request: SizingRequest, num_slots: int | None = None, *, shared: bool
+    ) -> SlotPlan:
+        """Price a plan with `num_slots` slots a pool; one selection if None."""
         assert self.rank is not None and self.index_bits is not None
         shape, batch = request.shape, request.batch
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
         selected = self._selected_groups(request)
+        num_slots = selected if num_slots is None else num_slots
         sizes = {
             "batch": batch, "max_groups": max_groups, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
         per_layer = LowRankIndex.num_bytes(shape, **sizes)
-        scratch = LowRankIndex.scratch_bytes(shape, **sizes)
+        chunk = self._chunk_tokens(request.limit_bytes, batch * shape.num_query_heads)
+        scratch = LowRankIndex.scratch_bytes(shape, **sizes, chunk_tokens=chunk)
         if not request.has_adapter:
             scratch += 16 * shape.joint_dim**2
         return make_plan(
@@ -178,6 +184,14 @@ class KVSwap(SelectionPolicy):
             index_bytes=shape.num_layers * per_layer, scratch_bytes=scratch,
         )  # fmt: skip
 
+    @staticmethod
+    def _chunk_tokens(limit_bytes: int | None, heads: int) -> int:
+        """Tokens scored at a time: as many as 2 % of the budget holds logits for."""
+        if limit_bytes is None:
+            return CHUNK_TOKENS
+        fitting = limit_bytes // 50 // (8 * heads)
+        return max(1024, min(CHUNK_TOKENS, fitting // 1024 * 1024))
+
     # Parts ------------------------------------------------------------------------------------
 
     def make_index(self, request: IndexRequest) -> KeyIndex:
@@ -188,4 +202,7 @@ class KVSwap(SelectionPolicy):
             group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,
             head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
             device=request.device,
+            chunk_tokens=self._chunk_tokens(
+                request.limit_bytes, request.batch * request.shape.num_query_heads
+            ),
         )  # fmt: skip

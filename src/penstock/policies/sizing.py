@@ -45,7 +45,12 @@ def make_plan(
     index_bytes: int,
     scratch_bytes: int,
 ) -> SlotPlan:
-    """Price one division of the memory; pure arithmetic."""
+    """Price one division of the memory; pure arithmetic.
+
+    Args:
+        ring_slots: made at least 2, a closed group beside the unfinished one.
+    """
+    ring_slots = max(2, ring_slots)
     shape, batch = request.shape, request.batch
     max_groups = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
@@ -61,7 +66,9 @@ def make_plan(
     if not request.is_direct(group_tokens):
         staging_rows = batch * max(selected_groups, num_slots // 2, 1)
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_groups
-    fixed += 3 * staging_rows * request.row_bytes(group_tokens)
+    staging_bytes = 3 * staging_rows * request.row_bytes(group_tokens)
+    if request.device_is_cpu:
+        fixed += staging_bytes
     if selected_groups:
         fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
     if compact:
@@ -70,7 +77,8 @@ def make_plan(
         batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
         selected_groups=selected_groups, sink_slots=sink_slots, ring_slots=ring_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
-        unit_bytes=unit_bytes, staging_rows=staging_rows, pool_bytes=pool_rows * unit_bytes,
+        unit_bytes=unit_bytes, staging_rows=staging_rows,
+        host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
     )  # fmt: skip
 
 

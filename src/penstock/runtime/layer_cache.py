@@ -1,5 +1,6 @@
 """LayerCache: one layer's window, slots and store region; exact streaming attention."""
 
+import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.errors import StorageError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
@@ -59,6 +61,7 @@ class LayerCache:
         self.layer_idx = layer_idx
         self.setup = setup
         self.length = 0
+        self._reserved_units = 0
         self.pool = TokenPool(
             pool_memory.tensor, shape, batch=plan.batch, num_slots=plan.num_slots,
             tail_slots=plan.tail_slots, group_tokens=plan.group_tokens,
@@ -249,7 +252,11 @@ class LayerCache:
 
     def _reserve(self, first_group: int, end_group: int) -> None:
         num_units = self.setup.units.ensure(first_group, end_group)
-        self.transfer.region.reserve(num_units)
+        if num_units > self._reserved_units:
+            # Grow by a quarter at least: growing a file by one group at a time costs more.
+            target = max(num_units, self._reserved_units * 5 // 4)
+            self.transfer.region.reserve(target)
+            self._reserved_units = target
 
     def _count_write(self, num_units: int) -> None:
         self.setup.phase.writes += 1
@@ -300,8 +307,9 @@ class LayerCache:
         self.window.take_rows_from(other.window, rows)
 
     def reset(self) -> None:
-        """Forget every token."""
-        self.drain()
+        """Forget every token, and errors of writes that nobody will read."""
+        with contextlib.suppress(StorageError):
+            self.drain()
         self.length = 0
         self.forget_slots()
         self.window.mask.fill_(NEGATIVE_INFINITY)

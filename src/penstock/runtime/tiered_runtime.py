@@ -1,14 +1,15 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.errors import CacheStateError
+from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -86,6 +87,7 @@ class TieredRuntime:
         self._step_start = self._last_exit = 0.0
         self._step_phase: PhaseStats | None = None
         self._closed = False
+        self._torn = self._lost_writes = False
 
     def _open_store(self) -> KVStore:
         shape = self.config.shape
@@ -164,6 +166,7 @@ class TieredRuntime:
             shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
             group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
             adapter=None if adapter is None else adapter[i], device=setup.device,
+            limit_bytes=self.config.limit_bytes,
         )  # fmt: skip
         index = self.policy.make_index(request)
         return RetrievalLayer(i, setup, memory, self.policy, index, compact)
@@ -191,7 +194,8 @@ class TieredRuntime:
             [batch, new_tokens, num_heads, head_dim]
 
         Raises:
-            CacheStateError: closed, another batch than before, or beyond `max_tokens`.
+            CacheStateError: closed, another batch than before, beyond `max_tokens`, or an earlier
+                step failed halfway.
             FetchError: a read failed.
             StoreFullError: the disk is full.
         """
@@ -201,7 +205,11 @@ class TieredRuntime:
             self._allocate(batch)
         if layer == 0:
             self._begin_step(batch, count)
-        out = self.layers[layer].attend(call)
+        try:
+            out = self.layers[layer].attend(call)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
         if self.config.tracer is not None and layer + 1 == len(self.layers):
             now = time.perf_counter_ns()
             self.config.tracer.add(
@@ -224,11 +232,38 @@ class TieredRuntime:
         self._check(layer, batch, count)
         if not self.layers:
             self._allocate(batch)
-        self.layers[layer].append(keys, values, None)
+        with self._failures_noted():
+            self.layers[layer].append(keys, values, None)
+
+    @contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Trust nothing that a failed step may have left in the slots or on the disk."""
+        self._torn = True
+        lost = isinstance(error, StorageError) and not isinstance(error, FetchError)
+        self._lost_writes = self._lost_writes or lost
+        for layer in self.layers:
+            if isinstance(layer, LayerCache):
+                layer.forget_slots()
 
     def _check(self, layer: int, batch: int, count: int) -> None:
         if self._closed:
             raise CacheStateError("the cache is closed")
+        if self._lost_writes:
+            raise CacheStateError(
+                "tokens of this cache could not be written to its store and are lost; reset() it"
+            )
+        if self._torn or (layer == 0 and self.length != self.layer_length(-1)):
+            raise CacheStateError(
+                "an earlier step failed halfway, so that layers hold different tokens; crop() the "
+                "cache to a length before it, or reset() it"
+            )
         if self.layers and batch != self.plan.batch:
             raise CacheStateError(f"the cache holds {self.plan.batch} rows, not {batch}")
         total = self.layer_length(layer) + count
@@ -272,16 +307,25 @@ class TieredRuntime:
         assert isinstance(target, RetrievalLayer)
         if target.setup.phase is not self.stats.decode and self._setup is not None:
             self._setup.phase = self.stats.decode
-        target.begin(query)
+        try:
+            target.begin(query)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
 
     # Changes of shape -------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
-        for layer in self.layers:
-            layer.crop(length)
+        with self._failures_noted():
+            for layer in self.layers:
+                if length > 0:
+                    layer.crop(length)
+                else:
+                    layer.reset()  # another padding may follow
         if self._setup is not None:
             self._setup.units.forget_from(length // self.plan.group_tokens)
+        self._torn = self._torn and any(layer.length != length for layer in self.layers)
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; the batch may grow or shrink.
@@ -291,12 +335,17 @@ class TieredRuntime:
         """
         if not self.layers:
             return
-        if len(rows) == self.plan.batch:
-            if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
+        if len(rows) != self.plan.batch:
+            self._plan(len(rows))  # refuses before anything is given up
+        with self._failures_noted():
+            if len(rows) != self.plan.batch:
+                self._change_batch(rows)
+            elif not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
                 for layer in self.layers:
                     layer.take_rows_from(layer, rows)  # type: ignore[arg-type]
                 self._select_units(rows)
-            return
+
+    def _change_batch(self, rows: Tensor) -> None:
         old, old_setup = self.layers, self._setup
         for layer in old:
             if isinstance(layer, LayerCache):
@@ -320,6 +369,7 @@ class TieredRuntime:
         self.end_step()
         for layer in self.layers:
             layer.reset()
+        self._torn = self._lost_writes = False
         if self._setup is not None:
             self._setup.units.forget_from(0)
         self.stats.prefill, self.stats.decode = PhaseStats(), PhaseStats()

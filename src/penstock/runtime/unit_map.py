@@ -52,8 +52,10 @@ class UnitMap:
         self._free = np.nonzero(~used)[0]
 
     def forget_from(self, group: int) -> None:
-        """Forget the groups at and after `group` (crop)."""
+        """Forget the groups at and after `group` (crop); units at the end exist no more."""
         self.table[:, group:] = UNMAPPED
+        self.num_units = int(self.table.max(initial=UNMAPPED)) + 1
+        self._free = self._free[self._free < self.num_units]
 
     def select_rows(self, rows: NDArray[np.int64]) -> None:
         """Make row i what row `rows[i]` was; the batch may grow or shrink."""

@@ -118,8 +118,9 @@ class RollingWindow:
         positions = self._first_group[:, None] * self.group_tokens + offsets
         shown = positions < self.first_ring_group(length) * self.group_tokens
         if self._visible is not None:
-            safe = positions.clamp(max=self._visible.shape[1] - 1)
-            shown = shown & self._visible.gather(1, safe)
+            known = self._visible.shape[1]
+            safe = positions.clamp(max=known - 1)
+            shown = shown & (self._visible.gather(1, safe) | (positions >= known))
         self.mask[:, : self._ring_start] = torch.where(shown, 0.0, NEGATIVE_INFINITY).to(
             self.mask.dtype
         )
@@ -149,9 +150,10 @@ class RollingWindow:
     def refresh_cropped(self, length: int) -> None:
         """Rebuild the mask after the sequence was cut to `length` tokens."""
         visible = None
-        if self._visible is not None:
-            missing = length - self._visible.shape[1]
-            visible = torch.nn.functional.pad(self._visible, (0, max(0, missing)), value=True)
+        if self._visible is not None and length > 0:
+            visible = self._visible[:, :length]
+            missing = length - visible.shape[1]
+            visible = torch.nn.functional.pad(visible, (0, missing), value=True)
         self.refresh(length, visible)
 
     def take_rows_from(self, other: "RollingWindow", rows: Tensor) -> None:

@@ -1,0 +1,147 @@
+"""Cells of the accuracy table: one task under one setting, and the losses over tasks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.bench.answers import Answers, Question
+from penstock.bench.tasks import score, score_any_order
+from penstock.bench.text_table import format_table
+from penstock.core.byte_size import format_bytes
+
+REFERENCE = "full"
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """All samples of a task that a setting has answered."""
+
+    task: str
+    setting: str
+    scores: list[float] = field(default_factory=list)
+    """1 for an exact match, in the order of the samples, which is the same for every setting."""
+    any_order: list[float] = field(default_factory=list)
+    """Share of the values that the answer names."""
+    seconds: float = 0.0
+    tokens: int = 0
+    read_bytes: int = 0
+    units_wanted: int = 0
+    units_hit: int = 0
+    ledger_bytes: int = 0
+    """Fast memory of a batch's cache, the largest one."""
+    full_cache_bytes: int = 0
+    refused: str | None = None
+    """Why it could not run."""
+
+    def add(self, question: Question, answers: Answers) -> None:
+        """Count a batch."""
+        for sample, text in zip(question.samples, answers.texts, strict=True):
+            self.scores.append(score(sample, text))
+            self.any_order.append(score_any_order(sample, text))
+        self.seconds += answers.seconds
+        self.tokens += answers.tokens
+        self.read_bytes += answers.read_bytes
+        self.units_wanted += answers.units_wanted
+        self.units_hit += answers.units_hit
+        if answers.ledger_bytes > self.ledger_bytes:
+            self.ledger_bytes = answers.ledger_bytes
+            self.full_cache_bytes = answers.full_cache_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A setting over all tasks that it and the reference have answered."""
+
+    setting: str
+    mean: float | None
+    """Exact match, the mean over tasks."""
+    loss: float | None
+    """Points lost to full attention, the mean over tasks; None without a reference."""
+    loss_error: float | None
+    """Standard error of the loss: samples are paired."""
+    tasks: int
+    hit_rate: float | None
+    read_bytes_per_token: float | None
+    ledger_bytes: int
+    full_cache_bytes: int
+    seconds: float
+    refused: str | None
+
+
+def summarise(cells: Sequence[Cell]) -> list[Summary]:
+    """Sum up, setting by setting, in their order."""
+    reference = {cell.task: cell for cell in cells if cell.setting == REFERENCE and cell.scores}
+    out = []
+    for setting in dict.fromkeys(cell.setting for cell in cells):
+        mine = [cell for cell in cells if cell.setting == setting]
+        done = [cell for cell in mine if cell.scores]
+        losses, variances = [], []
+        for cell in done:
+            if cell.task in reference:
+                both = zip(reference[cell.task].scores, cell.scores, strict=False)
+                lost = np.array([full - ours for full, ours in both])
+                losses.append(float(lost.mean()))
+                variances.append(float(lost.var(ddof=1)) / len(lost) if len(lost) > 1 else 0.0)
+        wanted, tokens = sum(c.units_wanted for c in done), sum(c.tokens for c in done)
+        largest = max(done, key=lambda cell: cell.ledger_bytes, default=None)
+        error = float(np.sqrt(sum(variances))) / len(losses) if losses else None
+        summary = Summary(
+            setting=setting, tasks=len(done),
+            mean=float(np.mean([np.mean(c.scores) for c in done])) if done else None,
+            loss=100 * float(np.mean(losses)) if losses else None,
+            loss_error=100 * error if error is not None else None,
+            hit_rate=sum(c.units_hit for c in done) / wanted if wanted else None,
+            read_bytes_per_token=sum(c.read_bytes for c in done) / tokens if tokens else None,
+            ledger_bytes=largest.ledger_bytes if largest else 0,
+            full_cache_bytes=largest.full_cache_bytes if largest else 0,
+            seconds=sum(cell.seconds for cell in done),
+            refused=next((cell.refused for cell in mine if cell.refused), None),
+        )  # fmt: skip
+        out.append(summary)
+    return out
+
+
+def accuracy_table(cells: Sequence[Cell]) -> str:
+    """Exact match in per cent: settings down, tasks across."""
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    at = {(cell.setting, cell.task): cell for cell in cells}
+    rows: list[list[str]] = []
+    for summary in summarise(cells):
+        if summary.refused is not None and summary.mean is None:
+            rows.append([summary.setting, summary.refused])
+            continue
+        row = [summary.setting]
+        for task in tasks:
+            scores = at[summary.setting, task].scores
+            row.append(f"{100 * float(np.mean(scores)):.0f}" if scores else "")
+        rows.append([*row, *_summary_cells(summary)])
+    header = ["exact match, %", *tasks, "mean", "loss", "memory", "hits", "KB/token", "s"]
+    return format_table(header, rows)
+
+
+def _summary_cells(summary: Summary) -> list[str]:
+    def show(value: float | None, pattern: str, factor: float = 1.0) -> str:
+        return "" if value is None else format(value * factor, pattern)
+
+    loss = show(summary.loss, ".1f")
+    if summary.loss_error:
+        loss += f" +-{summary.loss_error:.1f}"
+    return [
+        show(summary.mean, ".1f", 100), loss, format_bytes(summary.ledger_bytes),
+        show(summary.hit_rate, ".0%"), show(summary.read_bytes_per_token, ".0f", 1e-3),
+        f"{summary.seconds:.0f}",
+    ]  # fmt: skip
+
+
+def not_run(cells: Sequence[Cell], samples: int) -> list[dict[str, Any]]:
+    """Cells with fewer samples than were asked for."""
+    return [
+        {
+            "task": cell.task, "setting": cell.setting, "samples": len(cell.scores),
+            "wanted": samples, "why": cell.refused or "time was up",
+        }
+        for cell in cells
+        if len(cell.scores) < samples
+    ]  # fmt: skip

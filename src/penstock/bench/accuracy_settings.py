@@ -1,0 +1,94 @@
+"""Settings of the accuracy benchmark: a policy, its options and a budget, written as one word."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.policies import POLICIES, SelectionPolicy
+
+_OPTION = re.compile(r"^\s*[a-z_]+\s*=")
+_WORDS: Mapping[str, Any] = MappingProxyType({"none": None, "true": True, "false": False})
+
+ABLATIONS = (
+    "full",
+    "kvswap@1/13",
+    "kvswap@1/13:window_tokens=0",
+    "kvswap@1/13:reuse_tokens=0",
+    *(f"kvswap@1/13:group_tokens={g}" for g in (1, 2, 8)),
+    *(f"kvswap@1/13:selected_tokens={n}" for n in (100, 200, 800)),
+    "kvswap@1/13:head_reduction=sum",
+    "kvswap@1/13:attend=selected",
+    "kvswap@1/13:predict=false",
+)
+"""KVSwap's section 6 and our own choices, one change at a time; G = 4 and MG = 400 are the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way of answering."""
+
+    text: str
+    """As it was written; names the row."""
+    policy: SelectionPolicy
+    memory: str | None
+    """Budget, or None for all that the cache takes."""
+
+
+def parse_setting(text: str) -> Setting:
+    """Read `POLICY[@BUDGET][:option=value,...]`, for example `kvswap@1/13:group_tokens=8`.
+
+    Raises:
+        ConfigError: no such policy or option, or the value makes no sense.
+    """
+    head, _, options = text.strip().partition(":")
+    name, _, memory = head.partition("@")
+    if name not in POLICIES:
+        raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
+    known = {field.name for field in dataclasses.fields(POLICIES[name])}
+    chosen: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or key not in known:
+            raise ConfigError(
+                f"{name} has no option {key!r}; there are {', '.join(sorted(known)) or 'none'}"
+            )
+        chosen[key] = _value(value)
+    try:
+        policy = POLICIES[name](**chosen)
+    except TypeError as error:
+        raise ConfigError(f"cannot read the setting {text!r}: {error}") from error
+    return Setting(text.strip(), policy, memory or None)
+
+
+def parse_settings(texts: Sequence[str]) -> list[Setting]:
+    """Read lists of settings separated by commas or semicolons; "ablations" stands for a list.
+
+    Raises:
+        ConfigError: a setting cannot be read, or there is none.
+    """
+    words: list[str] = []
+    for piece in re.split(r"[;,]", ",".join(texts)):
+        if _OPTION.match(piece) and words:
+            words[-1] += f",{piece.strip()}"
+        elif piece.strip() == "ablations":
+            words.extend(ABLATIONS)
+        elif piece.strip():
+            words.append(piece.strip())
+    if not words:
+        raise ConfigError("there is no setting; give for example full,kvswap@1/13")
+    return [parse_setting(word) for word in dict.fromkeys(words)]
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,149 @@
+"""Answer a batch of samples through a TieredCache with `model.generate`, and count what it took."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.bench.accuracy_settings import Setting
+from penstock.bench.tasks import Sample
+from penstock.generation.prompts import PromptBatch, make_batch
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.loader import CausalLM, LoadedModel
+from penstock.models.plain_model import plain_cache, tokens_of
+
+EXACT_TAIL = 2
+"""Prompt tokens that `generate` still prefills itself. Two, because one alone would be a decode
+step over a selection, while every policy attends to the whole prompt in prefill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Samples as one padded batch."""
+
+    samples: list[Sample]
+    batch: PromptBatch
+    new_tokens: int
+    pad_token_id: int
+
+    @property
+    def max_tokens(self) -> int:
+        """What a cache must hold: prompt, padding and answer."""
+        return self.batch.padded_tokens + self.new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What one setting said to one question, and its cost."""
+
+    texts: list[str]
+    seconds: float
+    tokens: int
+    """Tokens that were decoded, all rows counted until the last one ended."""
+    read_bytes: int
+    units_wanted: int
+    units_hit: int
+    ledger_bytes: int
+    full_cache_bytes: int
+
+
+class SharedPrefill:
+    """A prompt's keys and values, made once by the plain model and put into every setting's cache.
+
+    Prefill is exact under every policy, so nothing but time is changed by sharing it.
+    """
+
+    def __init__(self, model: CausalLM, question: Question, chunk: int) -> None:
+        """Prefill all but the last `EXACT_TAIL` tokens, `chunk` tokens at a time."""
+        device = model.get_input_embeddings().weight.device
+        batch = question.batch
+        self._end = batch.padded_tokens - EXACT_TAIL
+        ids = batch.input_ids[:, : self._end].to(device)
+        mask = batch.attention_mask[:, : self._end].to(device)
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        self._cache = plain_cache(model, "dynamic", self._end)
+        decoder: Any = model
+        with torch.no_grad():
+            for start in range(0, self._end, chunk):
+                end = min(start + chunk, self._end)
+                decoder(
+                    ids[:, start:end], attention_mask=mask[:, :end],
+                    position_ids=positions[:, start:end], past_key_values=self._cache,
+                    use_cache=True, logits_to_keep=1,
+                )  # fmt: skip
+        self._visible: Tensor | None = None if bool(mask.all()) else mask.bool()
+
+    def put_into(self, cache: TieredCache) -> None:
+        """Give an empty cache the prompt's keys and values."""
+        runtime = cache._runtime
+        for layer in range(runtime.config.shape.num_layers):
+            keys, values = tokens_of(self._cache, layer)
+            if not runtime.layers:
+                runtime._allocate(keys.shape[0])
+            runtime.layers[layer].append(keys, values, self._visible)
+
+
+def ask(loaded: LoadedModel, samples: Sequence[Sample]) -> Question:
+    """Encode samples as one batch, padded on the left.
+
+    Raises:
+        PromptError: a prompt does not fit the model.
+    """
+    new_tokens = max(sample.max_new_tokens for sample in samples)
+    assert loaded.tokenizer is not None
+    pad = loaded.tokenizer.pad_token_id
+    pad_token_id = 0 if pad is None else int(pad)
+    batch = make_batch(
+        loaded, [sample.prompt for sample in samples], new_tokens=new_tokens,
+        pad_token_id=pad_token_id,
+    )  # fmt: skip
+    return Question(
+        samples=list(samples), batch=batch, new_tokens=new_tokens, pad_token_id=pad_token_id
+    )
+
+
+def answer(
+    loaded: LoadedModel, question: Question, setting: Setting, *, chunk: int,
+    shared: SharedPrefill | None, store: str = "auto",
+) -> Answers:  # fmt: skip
+    """Let one setting answer.
+
+    Args:
+        chunk: tokens per forward pass of the prompt, when nothing is shared.
+        shared: the prompt's keys and values; None to prefill through the setting's own cache.
+
+    Raises:
+        BudgetError: the budget is too small.
+    """
+    model: Any = loaded.model
+    batch = question.batch
+    device = model.get_input_embeddings().weight.device
+    start = time.perf_counter()
+    with TieredCache(
+        loaded.model, setting.policy, memory=setting.memory, store=store,
+        max_tokens=question.max_tokens, batch_size=len(question.samples),
+    ) as cache:  # fmt: skip
+        extra: dict[str, Any] = {"prefill_chunk_size": chunk}
+        if shared is not None:
+            shared.put_into(cache)
+            extra = {}
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=batch.input_ids.to(device),
+                attention_mask=batch.attention_mask.to(device), past_key_values=cache,
+                max_new_tokens=question.new_tokens, do_sample=False,
+                pad_token_id=question.pad_token_id, **extra,
+            )  # fmt: skip
+        seconds = time.perf_counter() - start
+        decode, report = cache.stats.decode, cache.report()
+    assert loaded.tokenizer is not None
+    new = out[:, batch.padded_tokens :].cpu()
+    return Answers(
+        texts=[str(loaded.tokenizer.decode(row, skip_special_tokens=True)) for row in new],
+        seconds=seconds, tokens=decode.tokens, read_bytes=decode.read_bytes,
+        units_wanted=decode.units_wanted, units_hit=decode.units_hit,
+        ledger_bytes=report.used_bytes, full_cache_bytes=report.full_cache_bytes,
+    )  # fmt: skip

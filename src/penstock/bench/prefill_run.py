@@ -1,0 +1,113 @@
+"""Prefill: our cache against the plain model with the same chunks and in one piece."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.bench.process_memory import PeakMemory
+from penstock.bench.targets import Target
+from penstock.bench.throughput_run import Say
+from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.loader import CausalLM
+from penstock.models.plain_model import plain_cache, share_weights, vocabulary_size
+
+PLAIN, TIERED = "DynamicCache", "kvswap"
+
+
+@dataclass(kw_only=True)
+class PrefillRow:
+    """One way to prefill and what it took."""
+
+    name: str
+    chunk: int
+    """Tokens per forward pass; all of them for one piece."""
+    tokens: int
+    seconds: list[float]
+    peak_bytes: int | None = None
+    """Most memory beyond what was held before the cache was made, activations included."""
+    ledger_bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        piece = "one piece" if self.chunk >= self.tokens else f"chunks of {self.chunk}"
+        return f"{self.name}, {piece}"
+
+
+def run_prefill(
+    model: CausalLM, adapter: LowRankAdapter, *, tokens: int, context: int, memory: str,
+    store: str, chunks: Sequence[int], rounds: int, say: Say, seed: int = 0,
+) -> list[PrefillRow]:  # fmt: skip
+    """Time every way in turn, `rounds` times, each second round backwards.
+
+    Args:
+        tokens: length of the prompt.
+        context: what the cache is made for (its budget is a share of that).
+    """
+    draw = torch.Generator().manual_seed(seed)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.randint(0, vocabulary_size(model), (1, tokens), generator=draw).to(device)
+    rows = [PrefillRow(name=PLAIN, chunk=tokens, tokens=tokens, seconds=[])]
+    for chunk in chunks:
+        if chunk < tokens:
+            rows.append(PrefillRow(name=PLAIN, chunk=chunk, tokens=tokens, seconds=[]))
+            rows.append(PrefillRow(name=TIERED, chunk=chunk, tokens=tokens, seconds=[]))
+    plain, tiered = share_weights(model), share_weights(model)
+    _pass(plain, ids[:, :64], plain_cache(plain, "dynamic", 64), 64)  # warm
+    peak = PeakMemory(device)
+    for number in range(rounds):
+        for row in rows if number % 2 == 0 else rows[::-1]:
+            say(f"prefill of {tokens} tokens: {row.label}")
+            peak.start()
+            if row.name == PLAIN:
+                seconds = _pass(plain, ids, plain_cache(plain, "dynamic", tokens), row.chunk)
+            else:
+                with TieredCache(
+                    tiered, memory=memory, store=store, adapter=adapter,
+                    max_tokens=max(context, tokens + 1),
+                ) as cache:  # fmt: skip
+                    seconds = _pass(tiered, ids, cache, row.chunk)
+                    row.ledger_bytes = cache.report().used_bytes
+            row.seconds.append(seconds)
+            growth = peak.growth_bytes()
+            if growth is not None:
+                row.peak_bytes = max(growth, row.peak_bytes or 0)
+    return rows
+
+
+def _pass(model: Any, ids: torch.Tensor, cache: Any, chunk: int) -> float:
+    start = time.perf_counter()
+    with torch.no_grad():
+        for first in range(0, ids.shape[1], chunk):
+            piece = ids[:, first : first + chunk]
+            position = torch.arange(first, first + piece.shape[1], device=ids.device)
+            model(
+                piece, past_key_values=cache, position_ids=position[None], use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
+    if ids.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def judge_prefill(rows: Sequence[PrefillRow]) -> list[Target]:
+    """Our time over the plain model's with the same chunks."""
+    found = []
+    for row in rows:
+        same = next((r for r in rows if r.name == PLAIN and r.chunk == row.chunk), None)
+        if row.name == PLAIN or same is None:
+            continue
+        ratios = [ours / theirs for ours, theirs in zip(row.seconds, same.seconds, strict=True)]
+        name, value = f"prefill, {row.label} / plain, time", float(np.median(ratios))
+        found.append(Target(name=name, batch=1, value=value, bound=1.10, at_least=False))
+    return found
+
+
+def as_figures(rows: Sequence[PrefillRow]) -> list[dict[str, Any]]:
+    """Plain data for the result file."""
+    return [{**asdict(row), "label": row.label} for row in rows]

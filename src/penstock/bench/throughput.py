@@ -1,0 +1,230 @@
+"""`python -m penstock.bench.throughput`: step times, memory and reads on a real architecture."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.bench.decode_loop import Bench
+from penstock.bench.limited_decode import run_limited
+from penstock.bench.prefill_run import (
+    PrefillRow,
+    as_figures,
+    judge_prefill,
+    run_prefill,
+)
+from penstock.bench.process_memory import HOW
+from penstock.bench.result import Result
+from penstock.bench.sessions import Room, pack
+from penstock.bench.synthetic_kv import SyntheticKV
+from penstock.bench.targets import Target, judge
+from penstock.bench.throughput_rows import REAL, all_rows, chosen_rows
+from penstock.bench.throughput_run import (
+    Pace,
+    RowResult,
+    new_result,
+    run_session,
+    say_on_stderr,
+)
+from penstock.bench.throughput_table import (
+    NOTES,
+    burst_lines,
+    caveat_lines,
+    decode_table,
+    prefill_table,
+)
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.devices.measure import fit_profile
+from penstock.devices.presets import PRESETS
+from penstock.devices.profile import DeviceProfile
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
+from penstock.storage.measured_directory import MIN_FILE_BYTES, measure_directory
+
+QUICK = {
+    "context": 8192, "batch": "1", "devices": REAL, "steps": 6, "rounds": 2, "prefill_tokens": 0,
+}  # fmt: skip
+FULL = {
+    "context": 32768, "batch": "1,4,8", "devices": "real,nvme,emmc", "steps": 10, "rounds": 4,
+    "prefill_tokens": 8192,
+}  # fmt: skip
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; what is not given comes from `QUICK` or `FULL`."""
+    program = "python -m penstock.bench.throughput"
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one batch, 8K tokens, the real disk only")
+    add("--config", default="qwen3-0.6b", choices=list(ARCHITECTURES))
+    add("--context", type=int, help="tokens whose KV is there (default 32768)")
+    add("--batch", help="batch sizes, for example 1,4,8")
+    add("--memory", default="1/13", help="budget of each cache, as a share or a size")
+    add("--store", default="auto", help="directory of the caches")
+    add("--devices", help="real and presets to simulate, for example real,nvme,emmc")
+    add("--steps", type=int, help="steps of a row in each round")
+    add("--rounds", type=int, help="rounds; all rows take turns in each")
+    add("--round-seconds", type=float, default=20.0, help="a slow row's round ends early")
+    add("--rows", help="names (or beginnings) of rows, separated by semicolons or commas")
+    add("--prefill-tokens", type=int, help="length of the prefill rows' prompt; 0 for none")
+    add("--prefill-chunks", default="1024,2048")
+    add("--prefill-rounds", type=int, default=2)
+    add(
+        "--memory-cgroup", nargs="?", const="own", metavar="WHERE",
+        help="also decode under a hard memory limit: in a control group below our own, or below "
+        "the directory WHERE; none: by the process's own counters, without a limit",
+    )  # fmt: skip
+    add("--on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
+    add("--seed", type=int, default=0)
+    add("--out", help="file for the result (benchmarks/results/NAME.json)")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def measure_disk(store: str) -> DeviceProfile:
+    """The real disk as a profile."""
+    say_on_stderr("measuring the disk")
+    measured = measure_directory(
+        store, file_bytes=4 * MIN_FILE_BYTES, seconds_per_cell=0.1
+    )  # fmt: skip
+    return fit_profile(measured.cells, name=REAL, sector_bytes=measured.sector_bytes)
+
+
+def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> list[RowResult]:
+    """All rows at all batch sizes."""
+    devices = args.devices.split(",")
+    for device in devices:
+        if device != REAL and device not in PRESETS:
+            raise ConfigError(f"no device {device!r}; choose from {REAL}, {', '.join(PRESETS)}")
+    names = None if not args.rows else _row_names(args.rows)
+    rows = chosen_rows(all_rows(devices), names)
+    shape = inspect_model(model).kv
+    adapter = random_adapter(model, args.seed)
+    pace = Pace(rounds=args.rounds, steps=args.steps, round_s=args.round_seconds)
+    new_tokens = args.rounds * (args.steps + 1) + 8
+    unit = 4 * shape.token_bytes
+    too_fast = frozenset(
+        name for name in devices
+        if name != REAL and PRESETS[name].read_bandwidth(unit) > disk.read_bandwidth(unit)
+    )  # fmt: skip
+    results: list[RowResult] = []
+    number = 0
+    for batch in (int(text) for text in args.batch.split(",")):
+        sessions, refused = pack(
+            rows, shape, Room.now(args.store), batch=batch, max_tokens=args.context + new_tokens,
+            memory=args.memory, too_fast=too_fast,
+        )  # fmt: skip
+        document = SyntheticKV(shape, batch, torch.device(args.on), args.seed)
+        bench = Bench(
+            model=model, adapter=adapter, document=document, context=args.context, batch=batch,
+            memory=args.memory, new_tokens=new_tokens,
+        )  # fmt: skip
+        found = []
+        for session in sessions:
+            number += 1
+            found += run_session(session, number, bench, args.store, pace, disk, say_on_stderr)
+        for row in rows:
+            if row.name in refused:
+                found.append(new_result(row, batch))
+                found[-1].skipped = refused[row.name]
+        results += found
+    return results
+
+
+def _row_names(text: str) -> list[str]:
+    """Names of rows hold commas; those are kept where a semicolon separates."""
+    separator = ";" if ";" in text else ","
+    if separator == "," and any(row.name == text for row in all_rows([REAL, *PRESETS])):
+        return [text]
+    return [name.strip() for name in text.split(separator) if name.strip()]
+
+
+def show(
+    results: Sequence[RowResult], prefill: Sequence[PrefillRow], targets: Sequence[Target],
+    limited: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    """Print the tables and verdicts."""
+    print(decode_table(results))
+    print(f"\n{NOTES}\n")
+    for line in [*burst_lines(results), *caveat_lines(results)]:
+        print(line)
+    if prefill:
+        print(f"\n{prefill_table(prefill)}")
+    if limited is not None:
+        print(f"\nunder a limit of base + ledger + 10 %: {json.dumps(limited)}")
+    print()
+    for target in targets:
+        print(target.line())
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+        StorageError: the store cannot be used.
+    """
+    args = parse_arguments(arguments)
+    began = time.perf_counter()
+    result = Result.begin("throughput", arguments, vars(args), seed=args.seed, store=args.store)
+    private = ("out", "store", "json", "memory_cgroup")
+    result.settings = {k: v for k, v in vars(args).items() if k not in private}
+    disk = measure_disk(args.store)
+    say_on_stderr(f"building {args.config} with random weights")
+    positions = args.context + max(args.prefill_tokens, args.rounds * (args.steps + 1)) + 64
+    model = random_model(args.config, max_positions=positions, seed=args.seed, device=args.on)
+    results = run_decode(args, model, disk)
+    prefill: list[PrefillRow] = []
+    if args.prefill_tokens:
+        adapter = random_adapter(model, args.seed)
+        prefill = run_prefill(
+            model, adapter, tokens=args.prefill_tokens, context=args.context, memory=args.memory,
+            store=args.store, chunks=[int(c) for c in args.prefill_chunks.split(",")],
+            rounds=args.prefill_rounds, say=say_on_stderr, seed=args.seed,
+        )  # fmt: skip
+    targets = [*judge(results), *judge_prefill(prefill)]
+    del model
+    limited = None
+    if args.memory_cgroup is not None:
+        say_on_stderr("decoding under a memory limit")
+        keep = ("config", "context", "memory", "store", "seed")
+        options = [f"--{name}={getattr(args, name)}" for name in keep]
+        limited = run_limited([*options, f"--group={args.memory_cgroup}"])
+    result.figures = {
+        "rows": [dataclasses.asdict(row) for row in results], "prefill": as_figures(prefill),
+        "targets": [{**dataclasses.asdict(t), "passed": t.passed} for t in targets],
+        "limited": limited, "memory_measured_by": HOW,
+        "minutes": (time.perf_counter() - began) / 60,
+        "disk": {
+            "request_s": disk.request_s, "bytes_per_s": disk.bandwidth, "latency_s": disk.latency_s,
+        },
+    }  # fmt: skip
+    show(results, prefill, targets, limited)
+    if args.out:
+        result.save(args.out)
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+def main() -> None:
+    """Run; bad input is one line and a non-zero exit."""
+    try:
+        run(sys.argv[1:])
+    except PenstockError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The accuracy program at toy size: settings, shared prefill, time limit, result."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.bench import accuracy
+from penstock.bench.accuracy_cells import Cell, accuracy_table, not_run, summarise
+from penstock.bench.accuracy_settings import parse_setting, parse_settings
+from penstock.bench.answers import SharedPrefill, answer, ask
+from penstock.bench.tasks import Words
+from penstock.core.errors import ConfigError
+from penstock.models.loader import LoadedModel, load
+from penstock.policies import FlexGen, Full, KVSwap
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load(dtype="float32")
+
+
+def test_settings() -> None:
+    text = ["full,kvswap@1/13:group_tokens=8,window_tokens=0; flexgen@2MiB", "kvswap:rank=none"]
+    full, small, flexgen, free = parse_settings(text)
+    assert (full.policy, full.memory) == (Full(), None)
+    assert (small.policy, small.memory) == (KVSwap(group_tokens=8, window_tokens=0), "1/13")
+    assert (flexgen.policy, flexgen.memory) == (FlexGen(), "2MiB")
+    assert (free.policy, free.memory) == (KVSwap(rank=None), None)
+    assert parse_setting("kvswap:predict=false,attend=selected").policy == KVSwap(
+        predict=False, attend="selected"
+    )
+    assert len(parse_settings(["ablations"])) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("magic@1/2", "no policy"),
+        ("kvswap@1/2:speed=9", "no option 'speed'"),
+        ("kvswap:group_tokens", "no option"),
+        ("kvswap:group_tokens=0", "at least 1"),
+        ("kvswap:group_tokens=four", "cannot read"),
+        (" , ", "no setting"),
+    ],
+)
+def test_bad_settings(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings([text])
+
+
+def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
+    assert loaded.tokenizer is not None
+    words = Words.of(loaded.tokenizer)
+    samples = [
+        *accuracy.draw_samples("multi_query", 0, 1, tokens=420, words=words, seed=1),
+        *accuracy.draw_samples("single_essay", 0, 1, tokens=350, words=words, seed=1),
+    ]  # of different lengths: one is padded
+    question = ask(loaded, samples)
+    assert int(question.batch.attention_mask.sum()) < question.batch.attention_mask.numel()
+    shared = SharedPrefill(loaded.model, question, 100)
+    for text in ("full", "kvswap@1/2:selected_tokens=64", "flexgen@1/2"):
+        setting = parse_setting(text)
+        pair = [
+            answer(loaded, question, setting, chunk=100, shared=s, store="memory")
+            for s in (shared, None)
+        ]
+        assert pair[0].texts == pair[1].texts
+        assert pair[0].tokens == pair[1].tokens
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "toy.json"
+    arguments = [
+        "--tokens=300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
+        "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory", f"--out={out}", "--json",
+    ]  # fmt: skip
+    accuracy.run(arguments)
+    printed = capsys.readouterr().out
+    saved = json.loads(out.read_text())
+    assert json.loads(printed.splitlines()[-1]) == saved
+    cells = saved["figures"]["cells"]
+    assert [len(cell["scores"]) for cell in cells] == [3, 3, 3, 3, 0, 0]
+    assert saved["figures"]["summary"][0]["mean"] >= 0.5
+    assert "too little" in cells[-1]["refused"]
+    assert {cell["setting"] for cell in saved["figures"]["not_run"]} == {"kvswap@1/999"}
+    assert "not run: kvswap@1/999, single_essay, multi_value: 0 of 3 samples" in printed
+
+
+def test_the_time_limit_says_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--tokens=300", "--samples=1", "--tasks=single_essay", "--settings=full", "--minutes=-1",
+    ]  # fmt: skip
+    result = accuracy.run(arguments)
+    assert result.figures["not_run"][0]["why"] == "time was up"
+    assert "0 of 1 samples (time was up)" in capsys.readouterr().out
+
+
+def test_samples_do_not_depend_on_the_batches(loaded: LoadedModel) -> None:
+    assert loaded.tokenizer is not None
+    words = Words.of(loaded.tokenizer)
+    both = accuracy.draw_samples("single_essay", 0, 2, tokens=300, words=words, seed=7)
+    last = accuracy.draw_samples("single_essay", 1, 1, tokens=300, words=words, seed=7)
+    assert both[1:] == last
+    assert both[0] != both[1]
+
+
+def cell(task: str, setting: str, scores: list[float]) -> Cell:
+    return Cell(task=task, setting=setting, scores=scores, any_order=scores)
+
+
+def test_losses_are_means_over_tasks_of_paired_samples() -> None:
+    cells = [
+        cell("a", "full", [1, 1, 1, 1]),
+        cell("b", "full", [1, 0]),
+        cell("a", "kvswap@1/13", [1, 1, 1, 0]),
+        cell("b", "kvswap@1/13", [1, 0]),
+    ]
+    full, ours = summarise(cells)
+    assert (full.loss, full.loss_error) == (0, 0)
+    assert ours.loss == pytest.approx(12.5)
+    assert ours.mean == pytest.approx((0.75 + 0.5) / 2)
+    assert ours.loss_error == pytest.approx(100 * (0.25 / 4) ** 0.5 / 2)
+    assert "12.5 +-12.5" in accuracy_table(cells)
+    assert not_run(cells, 4)[0]["samples"] == 2

@@ -1,0 +1,115 @@
+"""Adapters: fitted as an SVD fits, saved whole, and refused by models that they do not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.core.errors import AdapterError
+from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis, fit_layer
+
+JOINT, RANK = 12, 5
+
+
+def fitted(seed: int = 0) -> tuple[LayerAdapter, torch.Tensor]:
+    torch.manual_seed(seed)
+    keys = torch.randn(300, JOINT) @ torch.randn(JOINT, JOINT) + torch.randn(JOINT)
+    return fit_layer(keys, RANK), keys
+
+
+@pytest.fixture
+def adapter() -> LowRankAdapter:
+    return LowRankAdapter([fitted(i)[0] for i in range(3)], fingerprint="f" * 32, tokens=300)
+
+
+def test_the_basis_is_that_of_an_svd() -> None:
+    layer, keys = fitted()
+    _, _, right = torch.linalg.svd(keys.double(), full_matrices=False)
+    expected = right[:RANK].T.float()
+    signs = (layer.basis * expected).sum(dim=0).sign()
+    assert torch.allclose(layer.basis * signs, expected, atol=1e-4)
+    assert torch.allclose(layer.basis.T @ layer.basis, torch.eye(RANK), atol=1e-5)
+    components = keys @ layer.basis
+    assert torch.allclose(layer.peak, components.abs().amax(dim=0))
+
+
+def test_truncation_keeps_the_strongest() -> None:
+    layer, keys = fitted()
+    small = layer.truncated(2)
+    assert (small.rank, small.peak.shape) == (2, (2,))
+    moments = (keys @ layer.basis).square().mean(dim=0)
+    assert torch.equal(moments.argsort(descending=True), torch.arange(RANK))
+    assert torch.equal(small.basis, layer.basis[:, :2])
+
+
+def test_the_moment_of_any_number_of_tokens_will_do() -> None:
+    layer, keys = fitted()
+    parts = sum(part.double().T @ part.double() for part in keys.split(70))
+    assert isinstance(parts, torch.Tensor)
+    basis = fit_basis(parts, RANK)
+    assert torch.allclose((basis * layer.basis).sum(dim=0).abs(), torch.ones(RANK), atol=1e-4)
+
+
+def test_save_and_load(adapter: LowRankAdapter, tmp_path: Path) -> None:
+    adapter.save(tmp_path / "adapter.safetensors")
+    loaded = LowRankAdapter.load(tmp_path / "adapter.safetensors")
+    assert (loaded.fingerprint, loaded.tokens, loaded.rank) == ("f" * 32, 300, RANK)
+    for mine, theirs in zip(adapter.layers, loaded.layers, strict=True):
+        assert torch.equal(mine.basis, theirs.basis)
+        assert torch.equal(mine.peak, theirs.peak)
+
+
+def test_truncated_adapters_can_be_saved(adapter: LowRankAdapter, tmp_path: Path) -> None:
+    small = LowRankAdapter([layer.truncated(2) for layer in adapter.layers], "f", 1)
+    small.save(tmp_path / "a")
+    assert LowRankAdapter.load(tmp_path / "a").rank == 2
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="cannot read the adapter"):
+        LowRankAdapter.load(tmp_path / "nothing")
+
+
+def test_garbage(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"not safetensors at all")
+    with pytest.raises(AdapterError, match="cannot read the adapter"):
+        LowRankAdapter.load(tmp_path / "a")
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError):
+        LowRankAdapter.load(tmp_path)
+
+
+def test_other_safetensors(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "a")
+    with pytest.raises(AdapterError, match="not a Penstock adapter"):
+        LowRankAdapter.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("missing", ["layers.2.peak", "tokens", "layers", "fingerprint"])
+def test_missing_parts(missing: str, adapter: LowRankAdapter, tmp_path: Path) -> None:
+    tensors = {
+        f"layers.{i}.{part}": getattr(layer, part)
+        for i, layer in enumerate(adapter.layers)
+        for part in ("basis", "peak")
+    }
+    tensors["prediction_cosine"] = torch.ones(3)
+    metadata = {"format": "penstock-adapter-1", "fingerprint": "f", "tokens": "1", "layers": "3"}
+    save_file(tensors, tmp_path / "a", metadata=metadata)
+    assert LowRankAdapter.load(tmp_path / "a").tokens == 1
+    tensors.pop(missing, None)
+    metadata.pop(missing, None)
+    save_file(tensors, tmp_path / "a", metadata=metadata)
+    with pytest.raises(AdapterError, match="cannot read the adapter"):
+        LowRankAdapter.load(tmp_path / "a")
+
+
+def test_another_model_is_refused(adapter: LowRankAdapter) -> None:
+    adapter.check("f" * 32, num_layers=3, joint_dim=JOINT)
+    with pytest.raises(AdapterError, match=r"another model \(fingerprint ffffffffffff, this .* gg"):
+        adapter.check("g" * 32, num_layers=3, joint_dim=JOINT)
+    for layers, width in ((4, JOINT), (3, JOINT + 1)):
+        with pytest.raises(AdapterError, match="3 layers of key width"):
+            adapter.check("f" * 32, num_layers=layers, joint_dim=width)

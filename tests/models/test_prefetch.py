@@ -1,0 +1,155 @@
+"""Predicted queries are those of the layer's own code, and hooks come and go with the cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from penstock import KVSwap, TieredCache
+from penstock.models.attention_adapter import Attachment
+from penstock.models.query_projection import QueryProjection, decoder_layers
+from penstock.runtime.tiered_runtime import TieredRuntime
+from penstock.testing.tiny_models import tiny_model
+
+SMALL = KVSwap(window_tokens=4, selected_tokens=16, rank=8)
+DIRECT = {"llama": True, "qwen3": True, "opt": False, "phi3": False, "gpt_neox": False}
+
+
+def no_hooks(model: PreTrainedModel) -> bool:
+    return not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Spy:
+    """Sees the arguments of a decoder layer, and the query that its attention gets."""
+
+    def __init__(self, model: PreTrainedModel, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hidden: list[Tensor] = []
+        self.kwargs: list[dict[str, Any]] = []
+        self.queries: list[Tensor] = []
+        module = decoder_layers(model)[layer]
+        self.handle = module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        real = TieredRuntime.attend
+
+        def attend(runtime: TieredRuntime, tier: int, call: Any) -> Tensor:
+            if tier == layer and call.query.shape[2] == 1:
+                self.queries.append(call.query[:, :, 0].clone())
+            return real(runtime, tier, call)
+
+        monkeypatch.setattr(TieredRuntime, "attend", attend)
+
+    def enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == 1:
+            self.hidden.append(hidden.clone())
+            self.kwargs.append({k: v for k, v in kwargs.items() if k != "hidden_states"})
+
+
+@pytest.mark.parametrize("family", DIRECT)
+def test_projections_are_the_true_query(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the layer's own input, both ways make the query that its attention gets."""
+    model = tiny_model(family)
+    spy = Spy(model, 1, monkeypatch)
+    projection = QueryProjection(decoder_layers(model))
+    with TieredCache(model, SMALL, store="memory", max_tokens=100) as cache, torch.no_grad():
+        model(torch.arange(3, 63)[None], past_key_values=cache)
+        for token in (5, 6, 7):
+            model(torch.tensor([[token]]), past_key_values=cache)
+        assert len(spy.hidden) == len(spy.queries) == 3
+        for hidden, kwargs, true in zip(spy.hidden, spy.kwargs, spy.queries, strict=True):
+            # Masks of an earlier step do not fit the cache of a later one; a query needs none.
+            query = projection.project(1, hidden, {**kwargs, "attention_mask": None})
+            assert torch.equal(query.reshape(true.shape), true)
+        assert projection._direct[1] == DIRECT[family]
+    spy.handle.remove()
+
+
+def test_predicted_fetches_are_begun_before_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    events: list[tuple[str, int]] = []
+    begin, attend = TieredRuntime.begin_fetch, TieredRuntime.attend
+
+    def begin_fetch(runtime: TieredRuntime, layer: int, query: Tensor) -> None:
+        events.append(("begin", layer))
+        begin(runtime, layer, query)
+        assert runtime.layers[layer].fetch_begun  # type: ignore[union-attr]
+
+    def attend_seen(runtime: TieredRuntime, layer: int, call: Any) -> Tensor:
+        events.append(("attend", layer))
+        return attend(runtime, layer, call)
+
+    monkeypatch.setattr(TieredRuntime, "begin_fetch", begin_fetch)
+    monkeypatch.setattr(TieredRuntime, "attend", attend_seen)
+    with TieredCache(model, SMALL, memory="1/2", store="memory", max_tokens=300) as cache:
+        with torch.no_grad():
+            model(torch.arange(3, 103)[None], past_key_values=cache)
+            assert [kind for kind, _ in events] == ["attend"] * 3, "prefill predicts nothing"
+            events.clear()
+            model(torch.tensor([[5]]), past_key_values=cache)
+            assert events == [
+                ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
+            ]  # fmt: skip
+            events.clear()
+            # A plain cache beside ours, and a model call without one, are left alone.
+            plain = DynamicCache(config=model.config)
+            model(torch.arange(3, 13)[None], past_key_values=plain)
+            model(torch.tensor([[5]]), past_key_values=plain)
+            model(torch.tensor([[5]]), use_cache=False)
+            assert events == []
+    assert no_hooks(model)
+
+
+@pytest.mark.parametrize("how", ["off", "exact", "sliding before"])
+def test_no_prediction_where_it_makes_no_sense(how: str) -> None:
+    family = "gemma2" if how == "sliding before" else "llama"
+    model = tiny_model(family)
+    policy = KVSwap(window_tokens=4, predict=how != "off")
+    cache = TieredCache(model, policy, store="memory", max_tokens=100, exact=how == "exact")
+    assert no_hooks(model)
+    cache.close()
+
+
+def test_hooks_go_when_the_cache_goes() -> None:
+    model = tiny_model("llama")
+    first = TieredCache(model, SMALL, store="memory", max_tokens=100)
+    second = TieredCache(model, SMALL, store="memory", max_tokens=100)
+    assert not no_hooks(model)
+    first.close()
+    assert not no_hooks(model)
+    del second
+    assert no_hooks(model)
+    assert model.config._attn_implementation != "penstock"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_attachments_nest_in_any_order(order: tuple[int, ...]) -> None:
+    model = tiny_model("llama")
+    before = model.config._attn_implementation
+    attachments = [Attachment(model) for _ in range(3)]
+    for i in order:
+        assert model.config._attn_implementation == "penstock"
+        attachments[i].detach()
+        attachments[i].detach()
+    assert model.config._attn_implementation == before
+    assert not any("penstock" in name for name in model.__dict__)
+    again = Attachment(model)
+    assert model.config._attn_implementation == "penstock"
+    again.detach()
+    assert model.config._attn_implementation == before
+
+
+def test_a_changed_fetch_does_not_change_the_answer() -> None:
+    """With prediction or without, at full selection: the same tokens."""
+    model, answers = tiny_model("qwen3"), []
+    ids = torch.arange(3, 93)[None]
+    for predict in (True, False):
+        policy = KVSwap(window_tokens=4, predict=predict)
+        with TieredCache(model, policy, store="memory", max_tokens=140) as cache:
+            answers.append(
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                    max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
+                )
+            )  # fmt: skip
+    assert torch.equal(*answers)

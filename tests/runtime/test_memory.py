@@ -1,0 +1,143 @@
+"""The ledger's claim is what is really allocated: tensors and buffers, counted one by one."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.core.shape import KVShape
+from penstock.indexes.low_rank import LowRankIndex
+from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.store import KVStore
+from penstock.storage.unit_region import UnitRegion
+
+SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
+MAX_TOKENS, BATCH = 8192, 2
+FULL_BYTES = SHAPE.full_cache_bytes(BATCH, MAX_TOKENS)
+SLACK = 0.04
+
+SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
+    "direct": (KVSwap(), {"limit_bytes": FULL_BYTES // 3}),
+    "staged": (KVSwap(group_tokens=5), {"limit_bytes": FULL_BYTES // 3}),
+    "shared": (KVSwap(reuse_tokens=0), {"limit_bytes": FULL_BYTES // 3}),
+    "shared-staged": (KVSwap(reuse_tokens=0, group_tokens=5), {"limit_bytes": FULL_BYTES // 3}),
+    "selected": (
+        KVSwap(attend="selected", reuse_tokens=1600), {"limit_bytes": FULL_BYTES // 2},
+    ),
+    "no-limit": (KVSwap(), {}),
+    "exact": (KVSwap(), {"exact": True, "limit_bytes": FULL_BYTES // 3}),
+    "flexgen": (FlexGen(), {}),
+    "flexgen-staged": (FlexGen(group_tokens=7), {}),
+    "full": (Full(), {}),
+}  # fmt: skip
+
+
+def spans(thing: Any, seen: set[int]) -> set[tuple[int, int]]:
+    """(address, bytes) of every tensor storage, array and buffer that is reachable."""
+    if id(thing) in seen or isinstance(thing, (KVStore, UnitRegion, nn.Module)):
+        return set()
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        storage = thing.untyped_storage()
+        return {(storage.data_ptr(), storage.nbytes())}
+    if isinstance(thing, AlignedBuffer):
+        return {(thing.address, thing.num_bytes)}
+    if isinstance(thing, np.ndarray):
+        while isinstance(thing.base, np.ndarray):
+            thing = thing.base
+        return {(thing.__array_interface__["data"][0], thing.nbytes)}
+    children: list[Any] = []
+    if isinstance(thing, dict):
+        children = list(thing.values())
+    elif isinstance(thing, (list, tuple)):
+        children = list(thing)
+    elif is_dataclass(thing):
+        children = [getattr(thing, f.name) for f in fields(thing)]
+    elif type(thing).__module__.startswith("penstock."):
+        children = list(vars(thing).values())
+    return set().union(*(spans(child, seen) for child in children))
+
+
+def union_bytes(found: set[tuple[int, int]]) -> int:
+    """Bytes covered; views of one memory count once."""
+    total, reached = 0, 0
+    for start, size in sorted(found):
+        end = start + size
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRuntime:
+    settings: dict[str, Any] = {
+        "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
+        "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
+    }  # fmt: skip
+    runtime = TieredRuntime(RuntimeConfig(**{**settings, **options}), BATCH)
+    for count in (600, 1, 1):
+        for layer in range(SHAPE.num_layers):
+            query = torch.randn(BATCH, 8, count, 32).bfloat16()
+            keys = torch.randn(BATCH, 4, count, 32).bfloat16()
+            runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.2))
+    return runtime
+
+
+def temporary_bytes(runtime: TieredRuntime) -> int:
+    """What the plan sets aside for tensors that live during a call only."""
+    policy, plan = runtime.policy, runtime.plan
+    if not isinstance(policy, KVSwap) or runtime.config.exact:
+        return 0
+    assert policy.rank is not None
+    assert policy.index_bits is not None
+    scratch = LowRankIndex.scratch_bytes(
+        SHAPE, batch=BATCH, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        rank=policy.rank, bits=policy.index_bits,
+    )  # fmt: skip
+    return scratch + 16 * SHAPE.joint_dim**2
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_claim_is_what_is_allocated(setting: str) -> None:
+    policy, options = SETTINGS[setting]
+    runtime = used_runtime(policy, options)
+    try:
+        report = runtime.report()
+        claimed = report.used_bytes - temporary_bytes(runtime)
+        allocated = union_bytes(spans(runtime, set()))
+        # The bases of an index may stand where its temporaries are booked.
+        assert claimed * (1 - SLACK) <= allocated <= report.used_bytes * (1 + SLACK)
+        assert report.used_bytes <= report.limit_bytes
+        assert report.full_cache_bytes == FULL_BYTES
+        assert sum(report.items.values()) == report.used_bytes
+    finally:
+        runtime.close()
+    assert runtime.report().used_bytes == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_another_batch_is_booked_anew(batch: int) -> None:
+    runtime = used_runtime(KVSwap(), {})
+    runtime.select_rows(torch.arange(batch) % BATCH)
+    report = runtime.report()
+    assert report.used_bytes == runtime.plan.total_bytes
+    assert report.full_cache_bytes == SHAPE.full_cache_bytes(batch, MAX_TOKENS)
+    runtime.close()
+
+
+def test_a_batch_that_does_not_fit_changes_nothing() -> None:
+    runtime = used_runtime(KVSwap(), {"limit_bytes": FULL_BYTES // 3})
+    before = runtime.report()
+    with pytest.raises(ValueError, match="smallest budget that would do"):
+        runtime.select_rows(torch.zeros(40, dtype=torch.int64))
+    assert runtime.report() == before
+    assert runtime.batch == BATCH
+    keys = torch.randn(BATCH, 4, 1, 32).bfloat16()
+    for layer in range(SHAPE.num_layers):
+        runtime.attend(layer, AttentionCall(keys.repeat(1, 2, 1, 1), keys, keys, 0.2))
+    runtime.close()

@@ -1,0 +1,134 @@
+"""Units go to disk and come back, directly or staged; errors come up and leave nothing behind."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.errors import FetchError, StorageError, StoreFullError
+from penstock.core.trace import Tracer
+from penstock.runtime.slot_transfer import PoolMemory, SlotTransfer, Staging
+from penstock.runtime.writer import Writer
+from penstock.storage.memory_file import MemoryFile
+from penstock.storage.unit_region import UnitRegion
+from penstock.testing.faulty_file import FaultyFile
+
+ROWS, STAGED_ROWS = 12, 5
+CPU = torch.device("cpu")
+
+
+class Rig:
+    """One transfer over a faulty file; `direct` units fill their sectors, others are staged."""
+
+    def __init__(self, direct: bool) -> None:
+        self.file = FaultyFile(MemoryFile())
+        self.region = UnitRegion(self.file, 1024 if direct else 700)
+        self.writer = Writer(None)
+        self.memory = PoolMemory.allocate(ROWS, self.region.unit_bytes, self.region.row_bytes, CPU)
+        assert (self.memory.buffer is not None) == direct
+        self.staging = None if direct else Staging(STAGED_ROWS, self.region.row_bytes, CPU)
+        self.tracer = Tracer()
+        self.transfer = SlotTransfer(
+            self.region, self.memory, self.staging, self.writer, self.tracer
+        )
+        self.region.reserve(100)
+
+    @property
+    def sections_free(self) -> bool:
+        return self.staging is None or len(self.staging._free) == Staging.NUM_SECTIONS
+
+    def fill(self, first: int = 0) -> torch.Tensor:
+        rows = (torch.arange(ROWS) + first).to(torch.uint8)[:, None]
+        self.memory.tensor.copy_(rows.expand_as(self.memory.tensor))
+        return self.memory.tensor.clone()
+
+
+@pytest.fixture(params=["direct", "staged"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param == "direct")
+    yield rig
+    rig.writer.close()
+
+
+def test_round_trip(rig: Rig) -> None:
+    data = rig.fill()
+    units = np.random.default_rng(0).permutation(50)[:ROWS].astype(np.int64)
+    rig.transfer.write(units, np.arange(ROWS))
+    rig.transfer.drain()
+    rig.memory.tensor.zero_()
+    slots = np.random.default_rng(1).permutation(ROWS).astype(np.int64)
+    for start in range(0, ROWS, STAGED_ROWS):
+        part = slice(start, start + STAGED_ROWS)
+        pending = rig.transfer.read(units[part], slots[part])
+        assert pending.read_bytes == len(units[part]) * rig.region.row_bytes
+        pending.land()
+    assert torch.equal(rig.memory.tensor[torch.from_numpy(slots)], data)
+    assert rig.sections_free
+    assert rig.transfer.max_rows == (None if rig.staging is None else STAGED_ROWS)
+
+
+def test_a_failed_read_comes_up_and_frees_its_section(rig: Rig) -> None:
+    rig.fill(7)
+    rig.file.failing_reads = range(5)
+    before = rig.memory.tensor.clone()
+    for _ in range(5):
+        pending = rig.transfer.read(np.arange(3), np.arange(3))
+        with pytest.raises(FetchError, match="on purpose"):
+            pending.land()
+        assert rig.sections_free
+    if rig.staging is not None:
+        assert torch.equal(rig.memory.tensor, before), "bad bytes stay out of the slots"
+    rig.transfer.read(np.arange(3), np.arange(3)).land()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dropped_read_says_nothing(fails: bool, rig: Rig) -> None:
+    rig.file.failing_reads = [0] if fails else []
+    pending = rig.transfer.read(np.arange(3), np.arange(3))
+    pending.drop()
+    pending.drop()
+    assert rig.sections_free
+
+
+def test_a_read_that_cannot_start_frees_its_section(rig: Rig) -> None:
+    rig.file.inner.close()
+    for _ in range(4):
+        with pytest.raises(FetchError, match="closed"):
+            rig.transfer.read(np.arange(1), np.arange(1))
+    assert rig.sections_free
+
+
+def test_a_failed_write_comes_up_once(rig: Rig) -> None:
+    rig.fill()
+    rig.file.failing_writes = {1}
+    with pytest.raises(StoreFullError):
+        for unit in range(3):
+            rig.transfer.write(np.array([unit * 2]), np.array([unit]))
+            rig.transfer.drain()
+    rig.transfer.drain()
+    assert rig.sections_free
+    rig.transfer.write(np.array([9]), np.array([1]))
+    rig.transfer.drain()
+
+
+def test_the_first_of_several_failures_is_told() -> None:
+    rig = Rig(direct=True)
+    rig.file.failing_writes = {1, 2}
+    for unit in range(4):
+        rig.transfer.write(np.array([unit * 2]), np.array([unit]))
+    with pytest.raises(StorageError):
+        rig.transfer.drain()
+    rig.transfer.drain(), "nothing is left in the queue"
+    rig.writer.close()
+
+
+def test_some_writes_may_stay_under_way() -> None:
+    rig = Rig(direct=True)
+    for unit in range(3):
+        rig.transfer.write(np.array([unit]), np.array([unit]))
+    rig.transfer.drain(keep=1)
+    assert rig.file.num_writes >= 2
+    rig.transfer.drain()
+    assert rig.file.num_writes == 3
+    rig.writer.close()
