@@ -1,12 +1,13 @@
 """A memory limit of the kernel, against a folder that looks like one."""
 
+import argparse
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from penstock.bench.limited_decode import run_limited
+from penstock.bench.limited_decode import limited_decode, run_limited
 from penstock.bench.memory_cgroup import MemoryCgroup
 from penstock.core.errors import ConfigError
 
@@ -46,10 +47,11 @@ def test_no_controller(tmp_path: Path) -> None:
 
 
 def test_decoding_is_measured_without_a_limit_too(tmp_path: Path) -> None:
-    found = run_limited([
-        "--config=tiny", "--context=1500", "--memory=1/2", "--steps=3", "--group=none",
-        f"--store={tmp_path}",
-    ])  # fmt: skip
+    args = argparse.Namespace(
+        config="tiny", context=1500, memory="1/2", steps=3, group="none", store=str(tmp_path),
+        batch=1, seed=0,
+    )  # fmt: skip
+    found = limited_decode(args)
     assert json.dumps(found)
     assert found["enforced"] is False
     assert found["tokens"] == 3
@@ -57,7 +59,7 @@ def test_decoding_is_measured_without_a_limit_too(tmp_path: Path) -> None:
     assert found["own_files_cached_bytes"] == 0 or found["own_files_cached_bytes"] is None
 
 
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_process_that_fails_says_why() -> None:
     found = run_limited(["--config=tiny", "--context=1500", "--memory=1/999", "--group=none"])
     assert found["survived"] is False
     assert "too little" in found["reason"]

@@ -14,9 +14,9 @@ def run(*arguments: object) -> Any:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_correct_answer(seed: int) -> None:
-    result = run("--memory", "1/8", "--seed", seed)
+    result = run("--memory", "1/4", "--seed", seed)
     assert result.exit_code == 0, result.output
-    for said in ("Question : ", "Answer : ", "Correct", "held in memory", "prefill 100 %"):
+    for said in ("at token", "Question : ", "Answer : ", "Correct", "held in memory", "stall"):
         assert said in result.stdout
 
 

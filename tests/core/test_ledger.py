@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import BudgetError
-from penstock.core.ledger import MemoryLedger
+from penstock.core.ledger import MemoryLedger, Reservation
 
 LIMIT = 1000
 
@@ -48,7 +48,8 @@ def test_the_limit_itself_fits() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 400)), max_size=40))
 def test_against_a_list(steps: list[tuple[bool, int]]) -> None:
-    ledger, held, peak = MemoryLedger(LIMIT), [], 0
+    ledger, peak = MemoryLedger(LIMIT), 0
+    held: list[Reservation] = []
     for give_back, size in steps:
         if give_back and held:
             held.pop(size % len(held)).release()

@@ -99,7 +99,7 @@ def test_half_the_rank_keeps_most_of_the_order(keys: Tensor, query: Tensor) -> N
     index = make_index(keys, JOINT // 2, 16)
     index.append(keys, 0)
     correlation = rank_correlation(index.score(query, GROUPS)[0], exact_scores(keys, query)[0])
-    assert 0.9 < correlation
+    assert correlation > 0.9
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -136,24 +136,21 @@ def test_rows_are_independent(bits: int, keys: Tensor, query: Tensor) -> None:
 def test_rows_can_be_taken(keys: Tensor, query: Tensor) -> None:
     source, wider = make_index(keys, 8, 8), make_index(keys[[0, 1, 1]], 8, 8, adapter=None)
     source.append(keys, 0)
-    assert not wider.ready
     wider.take_rows_from(source, torch.tensor([1, 0, 1]))
-    assert wider.ready
-    expected = source.score(query[[1, 0]], GROUPS)[[0]]  # row 0 of the store with query 1
+    assert wider.ready, "the basis comes along"
     swapped = source.score(query, GROUPS)
     got = wider.score(query[[1, 0, 1]], GROUPS)
     assert torch.equal(got[0], swapped[1])
     assert torch.equal(got[1], swapped[0])
-    assert not torch.equal(got[0], expected[0])
     source.take_rows_from(source, torch.tensor([1, 1]))
     assert torch.equal(source.score(query[[1, 1]], GROUPS)[0], swapped[1])
 
 
 def test_fitted_from_the_prompt(keys: Tensor, query: Tensor) -> None:
     index = make_index(keys, JOINT, 16, adapter=None)
-    assert not index.ready
+    before = index.ready
     index.fit(keys.flatten(0, 1))
-    assert index.ready
+    assert (before, index.ready) == (False, True)
     index.append(keys, 0)
     assert rank_correlation(index.score(query, GROUPS)[0], exact_scores(keys, query)[0]) > 0.995
 
@@ -164,4 +161,4 @@ def test_priced_as_stored(bits: int, rank: int, keys: Tensor) -> None:
     priced = LowRankIndex.num_bytes(
         SHAPE, batch=2, max_groups=GROUPS, group_tokens=GROUP, rank=rank, bits=bits
     )
-    assert priced == index._codes.nbytes
+    assert priced == index._codes.nbytes + index._basis.nbytes + index._step.nbytes

@@ -134,7 +134,8 @@ def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) ->
                 logits = model(tokens, past_key_values=cache).logits
                 tokens = logits[:, -1:].argmax(-1)
             cache.batch_select_indices(torch.tensor([3, 1]))
-            return model(tokens[[3, 1]], past_key_values=cache).logits
+            last: torch.Tensor = model(tokens[[3, 1]], past_key_values=cache).logits
+        return last
 
     expected = play(plain(model))
     with tiered(model, name, 4) as cache:

@@ -65,8 +65,11 @@ def test_projections_are_the_true_query(family: str, monkeypatch: pytest.MonkeyP
     spy.handle.remove()
 
 
-def test_predicted_fetches_are_begun_before_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
+def test_predicted_fetches_are_begun_before_their_layer(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
     events: list[tuple[str, int]] = []
     begin, attend = TieredRuntime.begin_fetch, TieredRuntime.attend
 
@@ -81,22 +84,22 @@ def test_predicted_fetches_are_begun_before_their_layer(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TieredRuntime, "begin_fetch", begin_fetch)
     monkeypatch.setattr(TieredRuntime, "attend", attend_seen)
-    with TieredCache(model, SMALL, memory="1/2", store="memory", max_tokens=300) as cache:
-        with torch.no_grad():
-            model(torch.arange(3, 103)[None], past_key_values=cache)
-            assert [kind for kind, _ in events] == ["attend"] * 3, "prefill predicts nothing"
-            events.clear()
-            model(torch.tensor([[5]]), past_key_values=cache)
-            assert events == [
-                ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
-            ]  # fmt: skip
-            events.clear()
-            # A plain cache beside ours, and a model call without one, are left alone.
-            plain = DynamicCache(config=model.config)
-            model(torch.arange(3, 13)[None], past_key_values=plain)
-            model(torch.tensor([[5]]), past_key_values=plain)
-            model(torch.tensor([[5]]), use_cache=False)
-            assert events == []
+    cache = TieredCache(model, SMALL, memory="2/3", store="memory", max_tokens=300)
+    with cache, torch.no_grad():
+        model(torch.arange(3, 103)[None], past_key_values=cache)
+        assert [kind for kind, _ in events] == ["attend"] * 3, "prefill predicts nothing"
+        events.clear()
+        model(torch.tensor([[5]]), past_key_values=cache)
+        assert events == [
+            ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
+        ]  # fmt: skip
+        events.clear()
+        # A plain cache beside ours, and a model call without one, are left alone.
+        plain = DynamicCache(config=model.config)
+        model(torch.arange(3, 13)[None], past_key_values=plain)
+        model(torch.tensor([[5]]), past_key_values=plain)
+        model(torch.tensor([[5]]), use_cache=False)
+        assert events == []
     assert no_hooks(model)
 
 

@@ -1,5 +1,7 @@
 """top_units: the best units of each row, never one before the row's first."""
 
+from random import Random
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -23,19 +25,19 @@ def naive(scores: list[float], first: int, wanted: int) -> list[int]:
         )
     )
 )
-def test_against_sorting(case: tuple[list[int], int, int, "np.random.Generator"]) -> None:
+def test_against_sorting(case: tuple[list[int], int, int, Random]) -> None:
     first, units, wanted, random = case
     scores = [list(map(float, range(units))) for _ in first]
     for row in scores:
-        random.shuffle(row)  # type: ignore[arg-type]
+        random.shuffle(row)
     selection = top_units(torch.tensor(scores), np.array(first), wanted)
     assert (np.diff(selection.unit_ids, axis=1) > 0).all(), "ascending, without repeats"
     assert selection.unit_ids.shape[1] <= wanted
-    for row, start in enumerate(first):
-        ids = selection.unit_ids[row]
+    for i, start in enumerate(first):
+        ids = selection.unit_ids[i]
         if selection.valid is not None:
-            ids = ids[selection.valid[row]]
-        assert ids.tolist() == naive(scores[row], start, wanted)
+            ids = ids[selection.valid[i]]
+        assert ids.tolist() == naive(scores[i], start, wanted)
 
 
 def test_scores_are_not_changed() -> None:

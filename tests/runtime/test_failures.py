@@ -15,14 +15,15 @@ from penstock.core.errors import CacheStateError, FetchError, StorageError, Stor
 from penstock.core.shape import KVShape
 from penstock.policies import FlexGen, KVSwap, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.store import KVStore
 from penstock.testing.faulty_file import FaultyFile
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 EVERY = range(1 << 20)
-SMALL = {"window_tokens": 4, "rank": 4, "selected_tokens": 12}
+SMALL: dict[str, Any] = {"window_tokens": 4, "rank": 4, "selected_tokens": 12}
 POLICIES: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "direct": (KVSwap(**SMALL), {"limit_bytes": 1 << 22}),
     "staged": (KVSwap(group_tokens=3, **SMALL), {"limit_bytes": 1 << 22}),
@@ -38,7 +39,8 @@ from penstock.core.errors import CacheStateError, StoreFullError
 from penstock.core.shape import KVShape
 from penstock.policies import KVSwap
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 phase, store = sys.argv[1:]
 shape = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
@@ -95,10 +97,16 @@ class Rig:
     def step(self, count: int, predict: bool = False) -> None:
         for layer in range(SHAPE.num_layers):
             following = layer + 1
-            if predict and following < SHAPE.num_layers and self.runtime.wants_prediction(following):
+            predict = predict and following < SHAPE.num_layers
+            if predict and self.runtime.wants_prediction(following):
                 self.runtime.begin_fetch(following, torch.randn(2, 4, 16))
             query, keys = torch.randn(2, 4, count, 16), torch.randn(2, 2, count, 16)
             self.runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.25))
+
+    def steps(self, count: int, predict: bool = False) -> None:
+        """Decode, at most `count` tokens."""
+        for _ in range(count):
+            self.step(1, predict)
 
     def fail_reads(self, layer: int, numbers: Any = EVERY) -> None:
         self.files[layer].failing_reads = numbers
@@ -124,8 +132,7 @@ def test_failing_reads_in_decode(rig: Rig, layer: int, predict: bool) -> None:
     rig.fail_reads(layer)
     for _ in range(4):  # more often than there are staging sections
         with pytest.raises(FetchError, match="on purpose"):
-            for _ in range(50):
-                rig.step(1, predict)
+            rig.steps(50, predict)
         with pytest.raises(CacheStateError, match="crop"):
             rig.step(1)
         rig.fail_reads(layer, ())
@@ -183,12 +190,7 @@ def test_a_full_disk(rig: Rig, phase: str) -> None:
     for file in rig.files[1:]:
         file.failing_writes = EVERY
     with pytest.raises(StoreFullError, match="no room"):
-        if phase == "prefill":
-            rig.step(30)
-            rig.step(30)
-        else:
-            for _ in range(60):
-                rig.step(1)
+        rig.step(60) if phase == "prefill" else rig.steps(60)
     with pytest.raises(CacheStateError, match=r"reset\(\)"):
         rig.step(1)
     with contextlib.suppress(StoreFullError):  # of a write that nobody had waited for yet
@@ -206,10 +208,14 @@ def test_a_fork_that_finds_the_disk_full(rig: Rig) -> None:
     rig.step(40)
     for file in rig.files:
         file.failing_writes = EVERY
-    with pytest.raises(StorageError):
-        for _ in range(60):
+
+    def reorder_on(steps: int) -> None:
+        for _ in range(steps):
             rig.step(1)
             rig.runtime.select_rows(torch.tensor([1, 0]))
+
+    with pytest.raises(StorageError):
+        reorder_on(60)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -12,7 +12,8 @@ from penstock.core.shape import KVShape
 from penstock.indexes.low_rank import LowRankIndex
 from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.store import KVStore
 from penstock.storage.unit_region import UnitRegion

@@ -16,12 +16,13 @@ from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
 from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 
 MAX_TOKENS, MAX_BATCH, SCALING = 96, 4, 0.25
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 ALL = 10**6
-SMALL = {"window_tokens": 4, "sink_tokens": 4, "rank": 4}
+SMALL: dict[str, Any] = {"window_tokens": 4, "sink_tokens": 4, "rank": 4}
 
 SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "kvswap": (KVSwap(**SMALL), {}),  # 4 tokens are 1024 bytes: two sectors, read directly
@@ -72,9 +73,9 @@ class Twins:
         causal = torch.ones(count, total, dtype=torch.bool).tril(total - count)
         for layer in range(SHAPE.num_layers):
             following = layer + 1
-            if predict and following < SHAPE.num_layers:
-                if self.runtime.wants_prediction(following):
-                    self.runtime.begin_fetch(following, self.randn(batch, 4, SHAPE.head_dim))
+            predict = predict and following < SHAPE.num_layers
+            if predict and self.runtime.wants_prediction(following):
+                self.runtime.begin_fetch(following, self.randn(batch, 4, SHAPE.head_dim))
             query = self.randn(batch, 4, count, SHAPE.head_dim)
             keys, values = (self.randn(batch, 2, count, SHAPE.head_dim) for _ in range(2))
             call = AttentionCall(query, keys, values, SCALING, visible=shown)

@@ -102,10 +102,14 @@ def test_a_read_that_cannot_start_frees_its_section(rig: Rig) -> None:
 def test_a_failed_write_comes_up_once(rig: Rig) -> None:
     rig.fill()
     rig.file.failing_writes = {1}
-    with pytest.raises(StoreFullError):
+
+    def write_three() -> None:
         for unit in range(3):
             rig.transfer.write(np.array([unit * 2]), np.array([unit]))
             rig.transfer.drain()
+
+    with pytest.raises(StoreFullError):
+        write_three()
     rig.transfer.drain()
     assert rig.sections_free
     rig.transfer.write(np.array([9]), np.array([1]))
@@ -119,7 +123,7 @@ def test_the_first_of_several_failures_is_told() -> None:
         rig.transfer.write(np.array([unit * 2]), np.array([unit]))
     with pytest.raises(StorageError):
         rig.transfer.drain()
-    rig.transfer.drain(), "nothing is left in the queue"
+    rig.transfer.drain()  # nothing is left in the queue
     rig.writer.close()
 
 

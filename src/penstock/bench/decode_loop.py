@@ -81,7 +81,7 @@ class LiveRow:
         self.row = row
         self.bench = bench
         self.measured = Measured()
-        self._last_s = 0.0
+        self.last_s = 0.0  # of the newest step
         context = FLOOR_TOKENS if row.is_floor else bench.context
         # A copy of its own, so that hooks and attention of other rows stay away.
         self._model = share_weights(bench.model)
@@ -135,19 +135,19 @@ class LiveRow:
         self._position += 1
         if device.type == "cuda":
             torch.cuda.synchronize()
-        self._last_s = time.perf_counter() - start
+        self.last_s = time.perf_counter() - start
 
     def run_round(self, steps: int, most_s: float) -> None:
         """Decode one uncounted token, then `steps` counted ones, or fewer when `most_s` is up."""
         began = time.perf_counter()
-        if self._last_s < 1.0:
+        if self.last_s < 1.0:
             self._step()
         slow = False
         before = self._counters()
         times: list[float] = []
         while len(times) < (1 if slow else steps):
             self._step()
-            times.append(self._last_s)
+            times.append(self.last_s)
             slow = time.perf_counter() - began > most_s
         self.measured.rounds_s.append(times)
         for name, value in self._counters().items():

@@ -193,9 +193,11 @@ def _accuracy_label(result: Result) -> str:
 
 def _machine(result: Result) -> str:
     machine = result.machine
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['disk']} with direct I/O"
-    notes = []
     rows = result.figures["rows"]
+    real = [row["figures"].get("is_direct") for row in rows if not row["simulated"]]
+    direct = " with direct I/O" if True in real and False not in real else ""
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['disk']}{direct}"
+    notes = []
     if any(row["simulated"] for row in rows):
         notes.append("hatched: simulated device")
     if any(row["synthetic_stream"] for row in rows):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import Ticket
-from penstock.storage.measured_directory import MIN_FILE_BYTES, measure_directory
+from penstock.storage.measured_directory import measure_directory
 
 MAX_BATCHES = 400
 
@@ -77,13 +77,15 @@ class FetchRecorder:
 
 
 def measure_burst(
-    cache: TieredCache, recorder: FetchRecorder, place: str, *, seconds_per_cell: float = 1.0,
-    seed: int = 0,
-) -> Burst | None:  # fmt: skip
+    cache: TieredCache, recorder: FetchRecorder, place: str, *, file_bytes: int, seed: int = 0
+) -> Burst | None:
     """Replay the recorded batches, the device's own measurement before and after.
 
     Each batch keeps its pattern but is moved by a random distance, so that neither the disk nor a
     cache below it has just read the same places.
+
+    Args:
+        file_bytes: of the file that the device's own measurement reads from.
 
     Returns:
         None when nothing was recorded.
@@ -119,7 +121,7 @@ def measure_burst(
     device = []
     for _ in range(2):
         measured = measure_directory(
-            place, file_bytes=4 * MIN_FILE_BYTES, cells=[cell], seconds_per_cell=seconds_per_cell
+            place, file_bytes=file_bytes, cells=[cell], seconds_per_cell=0.5
         )
         device.append(measured.cells[0].bandwidth)
         if len(device) == 1:

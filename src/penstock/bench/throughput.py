@@ -44,7 +44,7 @@ from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
-from penstock.storage.measured_directory import MIN_FILE_BYTES, measure_directory
+from penstock.storage.measured_directory import measure_directory
 
 QUICK = {
     "context": 8192, "batch": "1", "devices": REAL, "steps": 6, "rounds": 2, "prefill_tokens": 0,
@@ -79,6 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="also decode under a hard memory limit: in a control group below our own, or below "
         "the directory WHERE; none: by the process's own counters, without a limit",
     )  # fmt: skip
+    add("--disk-file-mib", type=int, default=256, help="file for measuring the disk itself")
     add("--on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
     add("--seed", type=int, default=0)
     add("--out", help="file for the result (benchmarks/results/NAME.json)")
@@ -90,12 +91,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def measure_disk(store: str) -> DeviceProfile:
+def measure_disk(store: str, file_bytes: int) -> DeviceProfile:
     """The real disk as a profile."""
     say_on_stderr("measuring the disk")
-    measured = measure_directory(
-        store, file_bytes=4 * MIN_FILE_BYTES, seconds_per_cell=0.1
-    )  # fmt: skip
+    measured = measure_directory(store, file_bytes=file_bytes, seconds_per_cell=0.1)
     return fit_profile(measured.cells, name=REAL, sector_bytes=measured.sector_bytes)
 
 
@@ -109,7 +108,10 @@ def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> lis
     rows = chosen_rows(all_rows(devices), names)
     shape = inspect_model(model).kv
     adapter = random_adapter(model, args.seed)
-    pace = Pace(rounds=args.rounds, steps=args.steps, round_s=args.round_seconds)
+    pace = Pace(
+        rounds=args.rounds, steps=args.steps, round_s=args.round_seconds,
+        disk_file_bytes=args.disk_file_mib << 20,
+    )  # fmt: skip
     new_tokens = args.rounds * (args.steps + 1) + 8
     unit = 4 * shape.token_bytes
     too_fast = frozenset(
@@ -178,7 +180,7 @@ def run(arguments: Sequence[str]) -> Result:
     result = Result.begin("throughput", arguments, vars(args), seed=args.seed, store=args.store)
     private = ("out", "store", "json", "memory_cgroup")
     result.settings = {k: v for k, v in vars(args).items() if k not in private}
-    disk = measure_disk(args.store)
+    disk = measure_disk(args.store, args.disk_file_mib << 20)
     say_on_stderr(f"building {args.config} with random weights")
     positions = args.context + max(args.prefill_tokens, args.rounds * (args.steps + 1)) + 64
     model = random_model(args.config, max_positions=positions, seed=args.seed, device=args.on)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.decode_loop import Bench, LiveRow
-from penstock.bench.process_memory import anonymous_bytes
+from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.read_burst import FetchRecorder, measure_burst
 from penstock.bench.sessions import Session
 from penstock.bench.throughput_rows import FLOORS, KVSWAP, NO_REUSE, OVERLAP, REAL, Row
@@ -31,6 +31,8 @@ class Pace:
     """Steps of a row in each round."""
     round_s: float
     """A row's round ends early after this long, but not before one step."""
+    disk_file_bytes: int
+    """Size of the file for measurements of the disk itself."""
 
 
 @dataclass(kw_only=True)
@@ -91,8 +93,10 @@ def run_session(
                 live.append((LiveRow(row, bench, where), result))
             except PenstockError as error:
                 result.skipped = str(error)
+        settle()
         held = anonymous_bytes()
         recorders = _decode(live, pace, say)
+        settle()
         drift = anonymous_bytes() - held
         for built, result in live:
             _describe(built, result, drift)
@@ -101,7 +105,9 @@ def run_session(
         for built, result in live:
             if result.name in recorders:
                 say(f"batch {bench.batch}: read burst of {result.name}")
-                burst = measure_burst(built.cache, recorders[result.name], store)
+                burst = measure_burst(
+                    built.cache, recorders[result.name], store, file_bytes=pace.disk_file_bytes
+                )
                 if burst is not None:
                     shares = {"share": burst.share}
                     result.figures["burst"] = {**dataclasses.asdict(burst), **shares}
@@ -136,6 +142,8 @@ def _decode(
     for number in range(pace.rounds):
         say(f"decoding, round {number + 1} of {pace.rounds}")
         for row, _ in live if number % 2 == 0 else live[::-1]:
+            if number and row.last_s > pace.round_s:
+                continue  # one step of it took longer than a round may: that one must do
             recorded = row.row.name in BURST_ROWS and row.row.device == REAL
             last = number + 1 == pace.rounds
             if recorded and last:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,8 +10,8 @@ from rich.text import Text
 
 from penstock.cli.generate import DeviceOption, DiskOption, MemoryOption, PolicyOption
 
-_ANSWER_MARK = " Answer : "
-_QUESTION_MARK = "Question : "
+if TYPE_CHECKING:
+    from penstock.bench.tasks.sample import Sample
 
 
 def demo_command(
@@ -24,36 +24,30 @@ def demo_command(
 ) -> None:
     """Ask the bundled model about a long document.
 
-    Facts are hidden in a made-up document, and one of them is asked for. Exits with 1 when the
-    answer is wrong.
+    Facts are hidden in a made-up document, and all of them are asked for in one question. Exits
+    with 1 when the answer is wrong.
     """
     from penstock.bench.tasks.recall import make_sample
     from penstock.bench.tasks.sample import score
-    from penstock.cli.screen import AnswerScreen, show_report
+    from penstock.cli.screen import AnswerScreen, loading, show_report
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
 
     console = Console(highlight=False)
-    llm = LLM("recall", policy=policy, memory=memory, store=disk, device=device)
+    with loading(console, "recall"):
+        llm = LLM("recall", policy=policy, memory=memory, store=disk, device=device)
     assert llm.tokenizer is not None
-    sample = make_sample("multi_key_few", tokens, random.Random(seed), llm.tokenizer.get_vocab())
-    document, question, lead = _split(sample.prompt)
-    fact = f"{lead} {sample.answer}"
-    place = len(document[: document.index(fact)].split())
-    of_what = " of the full cache" if set("/%") & set(memory) else ""
-    console.print(
-        Text.assemble(
-            ("Penstock demo\n", "bold"),
-            f"A document of {tokens:,} tokens, made up from seed {seed}; facts such as\n  ",
-            (fact, "italic"),
-            f"\nare hidden in it (this one {place:,} tokens from its start).\n"
-            f"Memory for its KV cache: {memory}{of_what}.\n",
-        ),
-        soft_wrap=True,
-    )
+    sample = make_sample("multi_query", tokens, random.Random(seed), llm.tokenizer.get_vocab())
+    document, _, question = sample.prompt.rpartition("Question : ")
+    share = " of the full cache" if set("/%") & set(memory) else ""
+    console.print(Text("Penstock demo", "bold"))
+    console.print(f"A document of {tokens:,} tokens, made up from seed {seed}. Hidden in it:")
+    for place, fact in _hidden_facts(sample, document):
+        console.print(Text.assemble(f"  at token {place:>6,}  ", (fact, "italic")), soft_wrap=True)
+    console.print(f"Memory for its KV cache: {memory}{share}.\n")
     params = SamplingParams(temperature=0, max_tokens=sample.max_new_tokens)
-    heading = f"{_QUESTION_MARK}{question}\n{_ANSWER_MARK.strip()} {lead} "
-    with AnswerScreen(console, sys.stdout, heading) as screen:
+    lead = f"Question : {question.replace(' Answer :', chr(10) + 'Answer :')} "
+    with AnswerScreen(console, sys.stdout, lead) as screen:
         [output] = llm.generate(
             sample.prompt, params, on_text=screen.on_text, on_progress=screen.on_progress
         )
@@ -67,8 +61,12 @@ def demo_command(
         raise typer.Exit(1)
 
 
-def _split(prompt: str) -> tuple[str, str, str]:
-    """A sample's prompt as its document, the question, and the beginning of the answer."""
-    document, _, rest = prompt.rpartition(_QUESTION_MARK)
-    question, _, lead = rest.partition(_ANSWER_MARK)
-    return document, question, lead
+def _hidden_facts(sample: "Sample", document: str) -> list[tuple[int, str]]:
+    """Each fact that is asked for, and the tokens in front of it, in the document's order."""
+    facts = []
+    for value in sample.values:
+        end = document.index(f" for {value} .")
+        start = document.rindex("The ", 0, end)
+        fact = document[start : document.index(".", end) + 1]
+        facts.append((len(document[:start].split()), fact))
+    return sorted(facts)

@@ -33,6 +33,8 @@ class SlotPlan:
     """Bytes of one group of one layer."""
     staging_rows: int
     """Rows of one staging section; 0 when reads land in the slots."""
+    score_tokens: int = 0
+    """Tokens that the index scores at a time, which bounds its scratch memory."""
     host_bytes: int = 0
     """Pinned host memory that reads pass through on their way to a GPU; beside the budget, which
     is for the memory of the cache's device."""

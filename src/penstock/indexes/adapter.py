@@ -47,7 +47,8 @@ def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
         float32 [joint_dim, rank]
     """
     _, vectors = torch.linalg.eigh(second_moment.double())
-    return vectors.flip(1)[:, :rank].float().contiguous()
+    basis: Tensor = vectors.flip(1)[:, :rank].float().contiguous()
+    return basis
 
 
 def fit_layer(keys: Tensor, rank: int) -> LayerAdapter:

@@ -67,7 +67,7 @@ class LowRankIndex(KeyIndex):
         self._scaling = scaling
         self._device = device
         self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
-        self._adapter: LayerAdapter | None = None
+        self._ready = False
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_groups // BLOCK_GROUPS)
         self._codes = torch.zeros(
@@ -86,10 +86,11 @@ class LowRankIndex(KeyIndex):
     def num_bytes(
         cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rank: int, bits: int
     ) -> int:
-        """Bytes of one layer's codes, for the ledger."""
+        """Bytes of one layer's codes and basis, for the ledger."""
         width, dtype = cls._storage(shape, rank, bits)
         groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
-        return batch * groups * group_tokens * width * dtype.itemsize
+        basis = shape.joint_dim * rank * shape.dtype.itemsize + 4 * rank
+        return batch * groups * group_tokens * width * dtype.itemsize + basis
 
     @classmethod
     def scratch_bytes(
@@ -116,7 +117,7 @@ class LowRankIndex(KeyIndex):
     @property
     def ready(self) -> bool:
         """Whether there is a basis."""
-        return self._adapter is not None
+        return self._ready
 
     def fit(self, sample: Tensor) -> None:
         """Make the basis from a sample of the prompt's own keys (when no adapter is at hand).
@@ -127,22 +128,20 @@ class LowRankIndex(KeyIndex):
 
     def _use(self, adapter: LayerAdapter) -> None:
         layer = adapter.truncated(self._rank)
-        self._adapter = layer
+        # One matrix serves keys and queries; the quantisation step is folded into the queries.
+        self._basis = layer.basis.to(self._device, self._shape.dtype)
         step = torch.ones_like(layer.peak)
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
-        self._encode_basis = (layer.basis / step).to(self._device, self._shape.dtype)
-        # [kv_heads, head_dim, rank], the step folded in: logits come out in the query's units.
-        self._query_basis = (
-            (layer.basis * step).view(self._shape.num_kv_heads, -1, layer.rank).to(self._device)
-        )
+        self._step = step.float().to(self._device)
+        self._ready = True
 
     # Keys -------------------------------------------------------------------------------------
 
     def append(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.append`."""
         group_tokens = self._group_tokens
-        codes = self._encode(keys.flatten(2) @ self._encode_basis)
+        codes = self._encode((keys.flatten(2) @ self._basis).float() / self._step)
         first, count = first_token // group_tokens, keys.shape[1] // group_tokens
         codes = codes.view(codes.shape[0], count, group_tokens, -1)
         done = 0
@@ -158,9 +157,9 @@ class LowRankIndex(KeyIndex):
         if self._bits == 16:
             return components.to(self._codes.dtype)
         if self._bits == 8:
-            return components.float().round_().clamp_(-127, 127).to(torch.int8)
+            return components.round_().clamp_(-127, 127).to(torch.int8)
         # Levels at half-integers: 16 of them, symmetric around zero.
-        codes = components.float().floor_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        codes = components.floor_().clamp_(-8, 7).add_(8).to(torch.uint8)
         if codes.shape[-1] % 2:
             codes = torch.nn.functional.pad(codes, (0, 1), value=8)
         half = codes.shape[-1] // 2
@@ -169,8 +168,8 @@ class LowRankIndex(KeyIndex):
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, LowRankIndex)
-        if other._adapter is not None:
-            self._use(other._adapter)
+        if other._ready:
+            self._basis, self._step, self._ready = other._basis, other._step, True
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -180,13 +179,15 @@ class LowRankIndex(KeyIndex):
         """See `KeyIndex.score`; ReduceMax over each group (KVSwap 3.3)."""
         shape = self._shape
         batch = query.shape[0]
-        grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim).float()
+        grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim)
+        basis = self._basis.view(shape.num_kv_heads, shape.head_dim, -1)
         if self._head_reduction == "sum":
             joint = grouped.sum(dim=2).flatten(1)
-            low_rank = (joint @ self._query_basis.flatten(0, 1)).unsqueeze(1)
-            return self._group_logits(low_rank, num_units)[:, :num_units, 0]
-        per_head = torch.einsum("bkgd,kdr->bkgr", grouped, self._query_basis).flatten(1, 2)
-        logits = self._group_logits(per_head * self._scaling, num_units)[:, :num_units]
+            low_rank = (joint @ self._basis).float() * self._step
+            return self._group_logits(low_rank.unsqueeze(1), num_units)[:, :num_units, 0]
+        per_head = torch.matmul(grouped, basis).flatten(1, 2).float()
+        logits = self._group_logits(per_head * (self._step * self._scaling), num_units)
+        logits = logits[:, :num_units]
         # Softmax per head and the sum over heads, in place: exp, then one product with 1 / sums.
         weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
         return torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2)).squeeze(2)

@@ -21,7 +21,8 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     Returns:
         float32 [batch, blocks * groups, heads]
     """
-    if bits != 16 and codes.device.type == "cpu" and torch.backends.mkldnn.is_available():
+    has_integers = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if bits != 16 and codes.device.type == "cpu" and has_integers:
         return _integer_products(codes, queries, bits)
     return group_products_reference(codes, queries, bits)
 

@@ -25,7 +25,8 @@ from penstock.models.model_shape import ModelShape, decoder_config, inspect_mode
 from penstock.models.prefetch_hooks import PrefetchHooks
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.tiered_runtime import RuntimeConfig, TieredRuntime
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 
 
 class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -147,18 +148,15 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.notices: list[str] = []
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
         if self.max_tokens < 1 or batch_size < 1:
-            raise ConfigError(
-                f"max_tokens={max_tokens} and batch_size={batch_size} must be positive"
-            )
+            raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
         chosen = _policy(policy)
         device = model.get_input_embeddings().weight.device
-        full_bytes = shape.kv.full_cache_bytes(batch_size, self.max_tokens)
-        limit = None
-        if memory is not None:
-            limit = parse_memory(memory, full_bytes, _free_bytes(device))
         basis = self._find_adapter(model, shape, chosen, adapter, exact)
         self._config = RuntimeConfig(
-            shape=shape.kv, policy=chosen, limit_bytes=limit, store=str(store),
+            shape=shape.kv, policy=chosen, store=str(store),
+            limit_bytes=_limit_bytes(
+                memory, shape.kv.full_cache_bytes(batch_size, self.max_tokens), device
+            ),
             max_tokens=self.max_tokens, exact=exact,
             adapter=None if basis is None else basis.layers,
             true_query_layers=_true_query_layers(chosen, basis),
@@ -167,22 +165,28 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
         self._awaited: int | None = None
-        tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
-        super().__init__(
-            layers=[
-                TieredCacheLayer(self, tiers[i])
-                if i in tiers
-                else DynamicSlidingWindowLayer(shape.windows[i])
-                for i in range(len(shape.layer_types))
-            ]
-        )
+        super().__init__(layers=self._make_layers(shape))
         try:
             self._attachment = Attachment(model)
         except BaseException:
             self._runtime.close()
             raise
-        self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
+        try:
+            self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
+        except BaseException:
+            self._attachment.detach()
+            self._runtime.close()
+            raise
         self._open = True
+
+    def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
+        tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
+        return [
+            TieredCacheLayer(self, tiers[i])
+            if i in tiers
+            else DynamicSlidingWindowLayer(shape.windows[i])
+            for i in range(len(shape.layer_types))
+        ]
 
     def _find_adapter(
         self,
@@ -363,6 +367,12 @@ def _true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) 
     """Tiered layers whose query calibration found not worth predicting."""
     cosines = () if adapter is None else adapter.prediction_cosine
     return frozenset(i for i, c in enumerate(cosines) if not policy.trusts_prediction(c))
+
+
+def _limit_bytes(
+    memory: int | float | str | None, full_bytes: int, device: torch.device
+) -> int | None:
+    return None if memory is None else parse_memory(memory, full_bytes, _free_bytes(device))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from penstock.models.model_shape import ModelShape
-from penstock.models.query_projection import QueryProjection, decoder_layers
+from penstock.models.query_projection import QueryProjection, cache_argument, decoder_layers
 from penstock.runtime.tiered_runtime import TieredRuntime
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class PrefetchHooks:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if runtime is None or hidden is None or hidden.shape[1] != 1:
             return
-        if kwargs.get("past_key_values") is not self._cache() or not runtime.wants_prediction(tier):
+        cache = kwargs.get(cache_argument(kwargs))
+        if cache is not self._cache() or not runtime.wants_prediction(tier):
             return
         extra = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         with torch.no_grad():

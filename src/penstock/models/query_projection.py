@@ -41,6 +41,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(lists[0])
 
 
+def cache_argument(kwargs: dict[str, Any]) -> str:
+    """The name under which a decoder layer, called with `kwargs`, gets the cache."""
+    return "layer_past" if "layer_past" in kwargs else "past_key_values"  # GPT-NeoX, all others
+
+
 class QueryProjection:
     """Projects a hidden state to a layer's post-RoPE query, by the layer's own code.
 
@@ -83,7 +88,7 @@ class QueryProjection:
         """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
         module = self._layers[layer]
         try:
-            module.forward(hidden, **{**kwargs, "past_key_values": _ProbeCache()})
+            module.forward(hidden, **{**kwargs, cache_argument(kwargs): _ProbeCache()})
         except ProbeDone as done:
             return done.query
         raise UnsupportedModelError(f"{type(module).__name__} never called its attention function")

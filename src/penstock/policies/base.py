@@ -29,8 +29,8 @@ class IndexRequest:
     scaling: float
     adapter: LayerAdapter | None
     device: torch.device
-    limit_bytes: int | None = None
-    """The cache's whole budget."""
+    score_tokens: int
+    """See `SlotPlan.score_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)

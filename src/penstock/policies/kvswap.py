@@ -10,6 +10,11 @@ from penstock.indexes.low_rank import CHUNK_TOKENS, HeadReduction, LowRankIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
 from penstock.policies.sizing import largest_plan, make_plan
 
+SMALLEST_CHUNK_TOKENS = 1024
+"""Tokens scored at a time when memory is tight."""
+CHUNK_SHARE = 50
+"""Larger chunks may take one part in so many of the budget."""
+
 PAPER_SELECTED_TOKENS = 400
 """MG, the number of selected entries (KVSwap section 6 and appendix A.2)."""
 
@@ -51,7 +56,7 @@ class KVSwap(SelectionPolicy):
     """Attend to all that the slots hold, or to this step's selection alone."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
-    min_prediction_cosine: float = 0.8
+    min_prediction_cosine: float = 0.85
     """Layers whose predicted query was less similar to the true one at calibration wait for the
     true one."""
 
@@ -89,20 +94,15 @@ class KVSwap(SelectionPolicy):
         layers in turn (appendix A.2), and what that frees goes to the index.
         """
         candidates, lesser = self._candidates(request)
-        priced: list[tuple[KVSwap, SlotPlan]] = []
+        smallest: list[int] = []
         for group in (candidates, *([candidate] for candidate in lesser)):
-            if self.reuse_tokens != 0:
+            for shared in (False, True) if self.reuse_tokens != 0 else (True,):
                 for candidate in group:
-                    sized = candidate._fit_own_slots(request)
-                    if sized is not None:
-                        return candidate, sized
-            for candidate in group:
-                sized = candidate._build(request, shared=True)
-                if request.limit_bytes is None or sized.total_bytes <= request.limit_bytes:
-                    return candidate, sized
-                priced.append((candidate, sized))
-        least = min(sized.total_bytes for _, sized in priced)
-        request.require(least, self.name)
+                    least = candidate._build(request, shared=shared)
+                    if request.limit_bytes is None or least.total_bytes <= request.limit_bytes:
+                        return candidate, candidate._grow(request, shared=shared)
+                    smallest.append(least.total_bytes)
+        request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
 
     def _candidates(self, request: SizingRequest) -> "tuple[list[KVSwap], list[KVSwap]]":
@@ -140,24 +140,40 @@ class KVSwap(SelectionPolicy):
             return min(max_groups, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
         return min(max_groups, self.selected_tokens // self.group_tokens)
 
-    def _fit_own_slots(self, request: SizingRequest) -> SlotPlan | None:
-        """The plan with slots of its own for every layer, as many as the budget allows, or None."""
+    def _grow(self, request: SizingRequest, *, shared: bool) -> SlotPlan:
+        """The plan with as many slots, then as large score chunks, as the budget allows."""
         selected = self._selected_groups(request)
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
-        if self.reuse_tokens is not None:
-            most = self.reuse_tokens // self.group_tokens
-        else:
-            most = max_groups if request.limit_bytes is None else selected
-        most = min(max_groups, max(most, selected))
-        least = self._build(request, shared=False)
-        if request.limit_bytes is not None and least.total_bytes > request.limit_bytes:
-            return None
-        return largest_plan(
-            request, lambda slots: self._build(request, slots, shared=False), selected, most
+        most = selected
+        if not shared and self.reuse_tokens is not None:
+            most = max(selected, self.reuse_tokens // self.group_tokens)
+        elif not shared and request.limit_bytes is None:
+            most = max_groups
+        most = min(max_groups, most)
+        plan = largest_plan(
+            request, lambda slots: self._build(request, slots, shared=shared), selected, most
         )
+        chunk = CHUNK_TOKENS
+        while chunk > SMALLEST_CHUNK_TOKENS:
+            larger = self._build(request, plan.num_slots, shared=shared, score_tokens=chunk)
+            if request.limit_bytes is None:
+                return larger
+            scratch_bytes = larger.total_bytes - plan.total_bytes
+            if (
+                larger.total_bytes <= request.limit_bytes
+                and scratch_bytes <= request.limit_bytes // CHUNK_SHARE
+            ):
+                return larger
+            chunk //= 2
+        return plan
 
     def _build(
-        self, request: SizingRequest, num_slots: int | None = None, *, shared: bool
+        self,
+        request: SizingRequest,
+        num_slots: int | None = None,
+        *,
+        shared: bool,
+        score_tokens: int = SMALLEST_CHUNK_TOKENS,
     ) -> SlotPlan:
         """Price a plan with `num_slots` slots a pool; one selection if None."""
         assert self.rank is not None and self.index_bits is not None
@@ -170,8 +186,7 @@ class KVSwap(SelectionPolicy):
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
         per_layer = LowRankIndex.num_bytes(shape, **sizes)
-        chunk = self._chunk_tokens(request.limit_bytes, batch * shape.num_query_heads)
-        scratch = LowRankIndex.scratch_bytes(shape, **sizes, chunk_tokens=chunk)
+        scratch = LowRankIndex.scratch_bytes(shape, **sizes, chunk_tokens=score_tokens)
         if not request.has_adapter:
             scratch += 16 * shape.joint_dim**2
         return make_plan(
@@ -182,15 +197,8 @@ class KVSwap(SelectionPolicy):
             shared_pools=shared,
             compact=self.attend == "selected" and num_slots > selected,
             index_bytes=shape.num_layers * per_layer, scratch_bytes=scratch,
+            score_tokens=score_tokens,
         )  # fmt: skip
-
-    @staticmethod
-    def _chunk_tokens(limit_bytes: int | None, heads: int) -> int:
-        """Tokens scored at a time: as many as 2 % of the budget holds logits for."""
-        if limit_bytes is None:
-            return CHUNK_TOKENS
-        fitting = limit_bytes // 50 // (8 * heads)
-        return max(1024, min(CHUNK_TOKENS, fitting // 1024 * 1024))
 
     # Parts ------------------------------------------------------------------------------------
 
@@ -202,7 +210,5 @@ class KVSwap(SelectionPolicy):
             group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,
             head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
             device=request.device,
-            chunk_tokens=self._chunk_tokens(
-                request.limit_bytes, request.batch * request.shape.num_query_heads
-            ),
+            chunk_tokens=request.score_tokens,
         )  # fmt: skip

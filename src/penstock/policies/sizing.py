@@ -44,6 +44,7 @@ def make_plan(
     compact: bool,
     index_bytes: int,
     scratch_bytes: int,
+    score_tokens: int = 0,
 ) -> SlotPlan:
     """Price one division of the memory; pure arithmetic.
 
@@ -77,7 +78,7 @@ def make_plan(
         batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
         selected_groups=selected_groups, sink_slots=sink_slots, ring_slots=ring_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
-        unit_bytes=unit_bytes, staging_rows=staging_rows,
+        unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
     )  # fmt: skip
 

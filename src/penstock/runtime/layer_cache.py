@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.errors import StorageError
+from penstock.core.errors import StorageError, StoreFullError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
@@ -255,7 +255,11 @@ class LayerCache:
         if num_units > self._reserved_units:
             # Grow by a quarter at least: growing a file by one group at a time costs more.
             target = max(num_units, self._reserved_units * 5 // 4)
-            self.transfer.region.reserve(target)
+            try:
+                self.transfer.region.reserve(target)
+            except StoreFullError:
+                target = num_units
+                self.transfer.region.reserve(target)
             self._reserved_units = target
 
     def _count_write(self, num_units: int) -> None:

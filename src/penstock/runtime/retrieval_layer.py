@@ -96,7 +96,8 @@ class RetrievalLayer(LayerCache):
 
     def _all_resident(self, end_unit: int) -> bool:
         first = int(self._first_unit.min())
-        if self.setup.plan.shared_pools or self.setup.plan.num_slots < end_unit - first:
+        plan = self.setup.plan
+        if plan.shared_pools or plan.compact or plan.num_slots < end_unit - first:
             return False
         return bool((self.table.slot_of[:, first:end_unit] >= 0).all())
 
@@ -162,8 +163,7 @@ class RetrievalLayer(LayerCache):
             group_tokens = self.setup.plan.group_tokens
             first = visible.to(torch.int8).argmax(dim=1) // group_tokens
             self._first_unit = first.cpu().numpy() + self.setup.plan.sink_slots
-        if keys.shape[2] > 1 or self.length == 0:
-            self._visible = visible
+        self._visible = visible
         super().append(keys, values, visible)
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:

@@ -1,9 +1,8 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,11 +10,8 @@ from torch import Tensor
 
 from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
-from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
-from penstock.core.trace import Tracer
-from penstock.indexes.adapter import LayerAdapter
 from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.sizing import streaming_plan
 from penstock.runtime.attention_call import AttentionCall
@@ -23,34 +19,13 @@ from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.resident_layer import ResidentLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
+from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import PoolMemory, Staging
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
 from penstock.storage.store import KVStore
 
 AnyLayer = LayerCache | ResidentLayer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
-    """Everything that is decided before the first token."""
-
-    shape: KVShape
-    policy: SelectionPolicy
-    limit_bytes: int | None
-    """Budget for all fast memory of the cache; None for no limit."""
-    store: str
-    """See `KVStore.create`."""
-    max_tokens: int
-    exact: bool
-    adapter: Sequence[LayerAdapter] | None
-    """One basis per tiered layer."""
-    true_query_layers: frozenset[int] = frozenset()
-    """Tiered layers whose query is not worth predicting; they wait for the true one."""
-    device: torch.device
-    tracer: Tracer | None = None
-    progress: Callable[[int], None] | None = None
-    """Called with the tokens cached so far after every prefill chunk."""
 
 
 class TieredRuntime:
@@ -166,7 +141,7 @@ class TieredRuntime:
             shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
             group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
             adapter=None if adapter is None else adapter[i], device=setup.device,
-            limit_bytes=self.config.limit_bytes,
+            score_tokens=setup.plan.score_tokens,
         )  # fmt: skip
         index = self.policy.make_index(request)
         return RetrievalLayer(i, setup, memory, self.policy, index, compact)

@@ -1,0 +1,33 @@
+"""RuntimeConfig: everything about a cache that is decided before the first token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.shape import KVShape
+from penstock.core.trace import Tracer
+from penstock.indexes.adapter import LayerAdapter
+from penstock.policies.base import SelectionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Everything that is decided before the first token."""
+
+    shape: KVShape
+    policy: SelectionPolicy
+    limit_bytes: int | None
+    """Budget for all fast memory of the cache; None for no limit."""
+    store: str
+    """See `KVStore.create`."""
+    max_tokens: int
+    exact: bool
+    adapter: Sequence[LayerAdapter] | None
+    """One basis per tiered layer."""
+    true_query_layers: frozenset[int] = frozenset()
+    """Tiered layers whose query is not worth predicting; they wait for the true one."""
+    device: torch.device
+    tracer: Tracer | None = None
+    progress: Callable[[int], None] | None = None
+    """Called with the tokens cached so far after every prefill chunk."""
