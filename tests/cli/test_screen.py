@@ -72,10 +72,12 @@ def test_one_token_has_no_decode_figures() -> None:
     assert "stall share" not in rows
 
 
-def test_exact_mode_and_a_run_without_fetches() -> None:
-    rows = dict(report_rows(report(exact=True, stats=RunStats())))
+def test_exact_mode_reads_everything_and_full_reads_nothing() -> None:
+    streamed = RunStats(decode=PhaseStats(tokens=1, read_bytes=1))
+    rows = dict(report_rows(report(exact=True, stats=streamed)))
     assert rows["policy"] == "kvswap, exact"
-    assert rows["hit rate"] == "nothing had to be fetched"
+    assert rows["hit rate"] == "none: every step reads the whole past"
+    assert dict(report_rows(report(stats=RunStats())))["hit rate"] == "nothing to fetch"
 
 
 def piped() -> tuple[Console, io.StringIO]:

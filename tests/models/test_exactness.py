@@ -19,7 +19,8 @@ SMALL_BUDGET = "1/3"
 SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "full": (Full(), {}),
     "flexgen": (FlexGen(group_tokens=8), {}),
-    "kvswap": (KVSwap(window_tokens=8), {}),
+    "kvswap-resident": (KVSwap(), {}),
+    "kvswap": (KVSwap(window_tokens=8, selected_tokens=10**6), {}),
     "kvswap-selected": (KVSwap(window_tokens=8, selected_tokens=10**6, attend="selected"), {}),
     "kvswap-no-reuse": (KVSwap(window_tokens=8, selected_tokens=10**6, reuse_tokens=0), {}),
     "exact": (KVSwap(window_tokens=8), {"exact": True, "memory": SMALL_BUDGET}),

@@ -14,7 +14,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 POLICIES: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "full": (Full(), {}),
     "flexgen": (FlexGen(group_tokens=8), {}),
-    "kvswap": (KVSwap(window_tokens=8), {}),
+    "kvswap": (KVSwap(window_tokens=8, selected_tokens=10**6), {}),
     "kvswap-no-reuse": (KVSwap(window_tokens=8, selected_tokens=10**6, reuse_tokens=0), {}),
     "exact": (KVSwap(window_tokens=8), {"exact": True}),
 }

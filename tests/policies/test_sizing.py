@@ -73,6 +73,9 @@ def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest
     assert type(chosen) is type(policy)
     assert plan.batch == request.batch
     assert plan.max_groups * plan.group_tokens >= request.max_tokens
+    if plan.is_resident:
+        assert plan.total_bytes >= request.shape.full_cache_bytes(request.batch, request.max_tokens)
+        return
     if policy.retrieves:
         assert 1 <= plan.selected_groups <= plan.num_slots
     if not policy.stays_resident:
@@ -123,8 +126,24 @@ def test_no_limit_selects_everything() -> None:
         device_is_cpu=True, has_adapter=True,
     )  # fmt: skip
     _, plan = KVSwap().plan(request)
+    assert plan.is_resident
+    _, plan = KVSwap().plan(replace(request, must_tier=True))
     assert plan.selected_groups == plan.num_slots == plan.max_groups == 250
     assert not plan.shared_pools
+
+
+def test_a_budget_for_the_full_cache_keeps_it_in_memory() -> None:
+    shape = KVShape(
+        num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
+    )
+    full = shape.full_cache_bytes(1, 1000)
+    request = SizingRequest(
+        shape=shape, batch=1, max_tokens=1000, limit_bytes=2 * full, sector_bytes=512,
+        device_is_cpu=True, has_adapter=True,
+    )  # fmt: skip
+    assert KVSwap().plan(request)[1].is_resident
+    assert not KVSwap().plan(replace(request, limit_bytes=full // 2))[1].is_resident
+    assert not KVSwap(selected_tokens=400).plan(request)[1].is_resident
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
 def temporary_bytes(runtime: TieredRuntime) -> int:
     """What the plan sets aside for tensors that live during a call only."""
     policy, plan = runtime.policy, runtime.plan
-    if not isinstance(policy, KVSwap) or runtime.config.exact:
+    if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:
         return 0
     assert policy.rank is not None
     assert policy.index_bits is not None

@@ -40,7 +40,7 @@ def calibrate_command(
     from penstock.models.calibrate import calibrate
     from penstock.models.loader import load
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     if window < 2:
         raise ConfigError(f"--window {window} must be at least 2 tokens")
     check_writable(output, "--output")

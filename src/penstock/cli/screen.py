@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.byte_size import format_bytes
+from penstock.core.stats import PhaseStats
 from penstock.generation.output import RunReport
 
 _STEPS_IN_A_PIPE = 10
@@ -165,14 +166,19 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
         "decode": "the only token came out of prefill",
     }
     if report.decode_tokens:
-        hits = f"{100 * decode.hit_rate:.0f} % of the wanted groups were in memory"
         rows |= {
             "decode": f"{decode_rate:,.1f} tokens/s{mark}, {report.decode_s:.2f} s",
             "read per token": format_bytes(decode.read_bytes_per_token),
-            "hit rate": hits if decode.units_wanted else "nothing had to be fetched",
+            "hit rate": _hit_rate(decode),
             "stall share": f"{100 * decode.stall_share:.1f} % of decode waited for reads{mark}",
         }
     return list(rows.items())
+
+
+def _hit_rate(decode: PhaseStats) -> str:
+    if decode.units_wanted:
+        return f"{100 * decode.hit_rate:.0f} % of the wanted groups were in memory"
+    return "none: every step reads the whole past" if decode.read_bytes else "nothing to fetch"
 
 
 def show_report(console: Console, report: RunReport) -> None:

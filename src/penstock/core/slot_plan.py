@@ -47,6 +47,11 @@ class SlotPlan:
         return self.index_bytes + self.fixed_bytes + self.pool_bytes
 
     @property
+    def is_resident(self) -> bool:
+        """Whether the whole cache stays in memory, without slots and without a store."""
+        return self.num_slots == 0
+
+    @property
     def tail_slots(self) -> int:
         """Slots of sinks and rolling window."""
         return self.sink_slots + self.ring_slots
@@ -66,6 +71,8 @@ class SizingRequest:
     device_is_cpu: bool
     has_adapter: bool
     """A fitted low-rank basis is at hand."""
+    must_tier: bool = False
+    """Tokens are on disk already: the plan may not keep everything in memory."""
 
     def row_bytes(self, group_tokens: int) -> int:
         """A group's place on disk: its bytes, padded to whole sectors."""

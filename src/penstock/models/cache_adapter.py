@@ -103,6 +103,10 @@ class TieredCache(Cache):  # type: ignore[misc]
             out = model.generate(**inputs, past_key_values=cache, prefill_chunk_size=1024)
     """
 
+    _open = False
+    _attachment: Attachment | None = None
+    _hooks: PrefetchHooks | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -143,7 +147,6 @@ class TieredCache(Cache):  # type: ignore[misc]
             ConfigError: another argument makes no sense.
             StorageError: the store cannot be used.
         """
-        self._open = False
         shape = inspect_model(model)
         self.notices: list[str] = []
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
@@ -168,14 +171,9 @@ class TieredCache(Cache):  # type: ignore[misc]
         super().__init__(layers=self._make_layers(shape))
         try:
             self._attachment = Attachment(model)
-        except BaseException:
-            self._runtime.close()
-            raise
-        try:
             self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
         except BaseException:
-            self._attachment.detach()
-            self._runtime.close()
+            self._release()
             raise
         self._open = True
 
@@ -340,9 +338,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         """Give files and memory back and the model its attention; a second call does nothing."""
         if self._open:
             self._open = False
+            self._release()
+
+    def _release(self) -> None:
+        if self._hooks is not None:
             self._hooks.remove()
+        if self._attachment is not None:
             self._attachment.detach()
-            self._runtime.close()
+        self._runtime.close()
 
     def __enter__(self) -> "TieredCache":
         return self

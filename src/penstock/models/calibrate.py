@@ -55,7 +55,7 @@ def calibrate(
     rank = min(DEFAULT_RANK, shape.kv.joint_dim) if rank is None else rank
     if not 1 <= rank <= shape.kv.joint_dim:
         raise ConfigError(f"rank={rank} must be between 1 and {shape.kv.joint_dim}")
-    windows = [piece for text in texts for piece in text.flatten().split(window_tokens)]
+    windows = [piece for text in texts for piece in torch.split(text.flatten(), window_tokens)]
     windows = [piece for piece in windows if len(piece) > 1]
     if not windows:
         raise PromptError("there is no text to calibrate on")
@@ -90,7 +90,7 @@ def _keys(
     """Keys of one text, one [tokens, joint_dim] float32 tensor per tiered layer."""
     device = model.get_input_embeddings().weight.device
     cache = DynamicCache(config=model.config)
-    pieces = list(tokens.to(device).split(CHUNK_TOKENS))
+    pieces = list(torch.split(tokens.to(device), CHUNK_TOKENS))
     with torch.no_grad():
         for i, piece in enumerate(pieces):
             judge = meter is not None and i == len(pieces) - 1

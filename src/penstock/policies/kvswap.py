@@ -8,7 +8,7 @@ from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.low_rank import CHUNK_TOKENS, HeadReduction, LowRankIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.sizing import largest_plan, make_plan
+from penstock.policies.sizing import largest_plan, make_plan, resident_plan
 
 SMALLEST_CHUNK_TOKENS = 1024
 """Tokens scored at a time when memory is tight."""
@@ -89,10 +89,16 @@ class KVSwap(SelectionPolicy):
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """Divide the budget: window and sinks first, then the index, then the slots.
 
-        Each layer has its own slots, for reuse, where the budget holds one selection per layer beside
-        any index that will do. Otherwise (or with `reuse_tokens` 0) two preload buffers serve all
-        layers in turn (appendix A.2), and what that frees goes to the index.
+        A budget that holds the full cache needs no retrieval: unless the tokens to select or to
+        reuse are given, everything stays in memory, as under `Full`. Below that, each layer has its
+        own slots, for reuse, where the budget holds one selection per layer beside any index that
+        will do. Otherwise (or with `reuse_tokens` 0) two preload buffers serve all layers in turn
+        (appendix A.2), and what that frees goes to the index.
         """
+        if self.selected_tokens is None and self.reuse_tokens is None and not request.must_tier:
+            everything = resident_plan(request)
+            if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
+                return self, everything
         candidates, lesser = self._candidates(request)
         smallest: list[int] = []
         for group in (candidates, *([candidate] for candidate in lesser)):
@@ -126,8 +132,10 @@ class KVSwap(SelectionPolicy):
         small = replace(out[-1], window_tokens=min(32, self.window_tokens))
         lesser = [small]
         if self.selected_tokens is None and request.limit_bytes is not None:
-            for tokens in (256, 128):
-                lesser.append(replace(small, selected_tokens=max(self.group_tokens, tokens)))
+            lesser.extend(
+                replace(small, selected_tokens=max(self.group_tokens, tokens))
+                for tokens in (256, 128)
+            )
         if self.rank is None:
             lesser.append(replace(lesser[-1], rank=min(joint, narrow * 3 // 4)))
         return out, lesser
@@ -176,7 +184,8 @@ class KVSwap(SelectionPolicy):
         score_tokens: int = SMALLEST_CHUNK_TOKENS,
     ) -> SlotPlan:
         """Price a plan with `num_slots` slots a pool; one selection if None."""
-        assert self.rank is not None and self.index_bits is not None
+        assert self.rank is not None
+        assert self.index_bits is not None
         shape, batch = request.shape, request.batch
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
         selected = self._selected_groups(request)
@@ -204,7 +213,8 @@ class KVSwap(SelectionPolicy):
 
     def make_index(self, request: IndexRequest) -> KeyIndex:
         """See `SelectionPolicy.make_index`."""
-        assert self.rank is not None and self.index_bits is not None, "plan() makes the choices"
+        assert self.rank is not None, "plan() makes the choices"
+        assert self.index_bits is not None, "plan() makes the choices"
         return LowRankIndex(
             request.shape, batch=request.batch, max_groups=request.max_groups,
             group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,

@@ -32,6 +32,19 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
     return largest_plan(request, build, 2, slots)
 
 
+def resident_plan(request: SizingRequest) -> SlotPlan:
+    """The plan that keeps the whole cache in memory and needs no store."""
+    size = request.shape.full_cache_bytes(request.batch, request.max_tokens)
+    # One additive mask per row serves all layers.
+    mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
+    return SlotPlan(
+        batch=request.batch, max_groups=request.max_tokens, group_tokens=1, num_slots=0,
+        selected_groups=0, sink_slots=0, ring_slots=0, shared_pools=False, compact=False,
+        index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
+        pool_bytes=size,
+    )  # fmt: skip
+
+
 def make_plan(
     request: SizingRequest,
     *,

@@ -115,7 +115,8 @@ class RetrievalLayer(LayerCache):
         if self._slots_full and self._visible is None:
             return
         device = self.pool.mask.device
-        rows, slots = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.slots).to(device)
+        rows = torch.from_numpy(plan.rows).to(device)
+        slots = torch.from_numpy(plan.slots).to(device)
         if self._visible is None:
             self.pool.slot_mask[rows, slots] = 0.0
             self._slots_full = bool((self.table.unit_in >= 0).all())

@@ -13,7 +13,7 @@ from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.policies.base import IndexRequest, SelectionPolicy
-from penstock.policies.sizing import streaming_plan
+from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
@@ -47,14 +47,12 @@ class TieredRuntime:
         self.stats = RunStats()
         self._store: KVStore | None = None
         self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))
-        if not (config.policy.stays_resident and not config.exact):
-            self._store = self._open_store()
+        self.layers: list[AnyLayer] = []
         try:
             self.policy, self.plan = self._plan(batch)
         except BaseException:
             self.close()
             raise
-        self.layers: list[AnyLayer] = []
         self._setup: LayerSetup | None = None
         self._writer: Writer | None = None
         self._reservations: list[Reservation] = []
@@ -72,16 +70,33 @@ class TieredRuntime:
         )  # fmt: skip
 
     def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
+        """Divide the budget for `batch` rows; opens the store, or closes it if none is needed.
+
+        Tokens that are held already stay where they are: a resident cache stays resident and a
+        tiered one tiered, whatever the batch.
+        """
         config = self.config
-        sector = self._store.region(0).file.sector_bytes if self._store is not None else 1
+        must_tier = bool(self.layers) and not self.plan.is_resident
+        if self._store is None and not (config.policy.stays_resident and not config.exact):
+            self._store = self._open_store()
         request = SizingRequest(
             shape=config.shape, batch=batch, max_tokens=config.max_tokens,
-            limit_bytes=config.limit_bytes, sector_bytes=sector,
-            device_is_cpu=config.device.type == "cpu", has_adapter=config.adapter is not None,
+            limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
+            sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
+            has_adapter=config.adapter is not None, must_tier=must_tier,
         )  # fmt: skip
-        if config.exact:
-            return config.policy, streaming_plan(request, self._unit_tokens, "exact mode")
-        return config.policy.plan(request)
+        policy: SelectionPolicy = config.policy
+        if self.layers and self.plan.is_resident:
+            plan = resident_plan(request)
+            request.require(plan.total_bytes, "a larger batch of a resident cache")
+        elif config.exact:
+            plan = streaming_plan(request, self._unit_tokens, "exact mode")
+        else:
+            policy, plan = config.policy.plan(request)
+        if plan.is_resident and self._store is not None:
+            self._store.close()
+            self._store = None
+        return policy, plan
 
     def _limit(self) -> int:
         limit = self.config.limit_bytes
@@ -98,7 +113,7 @@ class TieredRuntime:
         items = (("index", plan.index_bytes), ("slots and window", plan.pool_bytes),
                  ("tables and scratch", plan.fixed_bytes))  # fmt: skip
         self._reservations = [self._ledger.take(what, size) for what, size in items]
-        if plan.num_slots == 0:
+        if plan.is_resident:
             self.layers = [
                 ResidentLayer(i, config.shape, batch, config.max_tokens, config.device)
                 for i in range(config.shape.num_layers)
