@@ -161,4 +161,4 @@ def test_priced_as_stored(bits: int, rank: int, keys: Tensor) -> None:
     priced = LowRankIndex.num_bytes(
         SHAPE, batch=2, max_groups=GROUPS, group_tokens=GROUP, rank=rank, bits=bits
     )
-    assert priced == index._codes.nbytes + index._basis.nbytes + index._step.nbytes
+    assert priced == index._codes.nbytes + index._basis.nbytes + 2 * index._step.nbytes

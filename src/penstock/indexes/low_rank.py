@@ -14,7 +14,9 @@ HeadReduction = Literal["sum", "softmax"]
 
 BLOCK_GROUPS = 256
 """Groups of one block of codes; scores are computed by whole blocks."""
-CHUNK_TOKENS = 16_384
+_FOLD = 4
+"""Rows that a block's groups are folded into for a maximum."""
+CHUNK_TOKENS = 32_768
 """Tokens scored at a time unless said otherwise; bounds the scratch memory of `score`."""
 
 
@@ -89,7 +91,7 @@ class LowRankIndex(KeyIndex):
         """Bytes of one layer's codes and basis, for the ledger."""
         width, dtype = cls._storage(shape, rank, bits)
         groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
-        basis = shape.joint_dim * rank * shape.dtype.itemsize + 4 * rank
+        basis = shape.joint_dim * rank * shape.dtype.itemsize + 8 * rank
         return batch * groups * group_tokens * width * dtype.itemsize + basis
 
     @classmethod
@@ -134,6 +136,7 @@ class LowRankIndex(KeyIndex):
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
         self._step = step.float().to(self._device)
+        self._scaled_step = self._step * self._scaling
         self._ready = True
 
     # Keys -------------------------------------------------------------------------------------
@@ -170,6 +173,7 @@ class LowRankIndex(KeyIndex):
         assert isinstance(other, LowRankIndex)
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
+            self._scaled_step = other._scaled_step
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -185,12 +189,13 @@ class LowRankIndex(KeyIndex):
             joint = grouped.sum(dim=2).flatten(1)
             low_rank = (joint @ self._basis).float() * self._step
             return self._group_logits(low_rank.unsqueeze(1), num_units)[:, :num_units, 0]
-        per_head = torch.matmul(grouped, basis).flatten(1, 2).float()
-        logits = self._group_logits(per_head * (self._step * self._scaling), num_units)
-        logits = logits[:, :num_units]
+        per_head = torch.matmul(grouped, basis).flatten(1, 2).float().mul_(self._scaled_step)
+        logits = self._group_logits(per_head, num_units)
+        logits[:, num_units:] = float("-inf")
         # Softmax per head and the sum over heads, in place: exp, then one product with 1 / sums.
-        weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
-        return torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2)).squeeze(2)
+        weights = logits.sub_(_largest_per_head(logits)).exp_()
+        scores = torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2))
+        return scores[:, :num_units, 0]
 
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.
@@ -211,3 +216,17 @@ class LowRankIndex(KeyIndex):
             part = group_products(self._codes[:, start:end], low_rank, self._bits)
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
         return logits
+
+
+def _largest_per_head(logits: Tensor) -> Tensor:
+    """Maximum over groups in two steps: torch is slow on a long axis with a short one inside.
+
+    Args:
+        logits: [batch, groups of whole blocks, heads]
+
+    Returns:
+        [batch, 1, heads]
+    """
+    batch, groups, heads = logits.shape
+    rows = logits.view(batch, groups * _FOLD // BLOCK_GROUPS, -1).amax(dim=1)
+    return rows.view(batch, -1, heads).amax(dim=1, keepdim=True)

@@ -50,8 +50,9 @@ def _integer_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
         # value = 2 * nibble - 15 in half steps: integers, so that the product stays exact
         codes = _unpack(codes, queries.shape[-1]).view(torch.int8).mul_(2).sub_(15)
         queries = queries * 0.5
-    scale = queries.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / 127.0
-    quantised = (queries / scale).round_().to(torch.int8).transpose(1, 2).contiguous()
+    scale = torch.linalg.vector_norm(queries, float("inf"), dim=-1, keepdim=True)
+    scale = scale.clamp_min_(1e-30).mul_(1.0 / 127.0)
+    quantised = (queries / scale).round_().to(torch.int8).transpose(1, 2)
     # The integer product takes matrices only; one call per row is bound by its codes, not by us.
     best = [
         torch._int_mm(codes[b].flatten(0, 2), quantised[b])

@@ -119,7 +119,7 @@ class KVSwap(SelectionPolicy):
         Before the rank falls below what works, the window shrinks and fewer tokens are selected.
         """
         joint = request.shape.joint_dim
-        wide, narrow = max(48, joint // 16), max(32, joint // 32)
+        wide, narrow = max(48, joint // 384 * 16), max(32, joint // 32)
         if not request.has_adapter:
             wide, narrow = wide * 3 // 2, narrow * 3 // 2
         choices: list[tuple[int, Literal[16, 8, 4]]] = [
