@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -11,6 +13,8 @@ from penstock import KVSwap, TieredCache
 from penstock.policies import FlexGen, Full, SelectionPolicy
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
+CHUNK = None if version.parse(transformers.__version__) < version.parse("5.21") else 31
+"""Before 5.21 transformers lost count in chunked prefill, with its own caches too."""
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 90
 PADDING = (0, 37, 61)
@@ -76,7 +80,7 @@ def references(models: dict[str, PreTrainedModel]) -> dict[tuple[str, int], list
     }
 
 
-@pytest.mark.parametrize("chunk", [None, 31])
+@pytest.mark.parametrize("chunk", sorted({None, CHUNK}, key=str))
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +119,7 @@ def test_real_disk(
     with TieredCache(
         models["llama"], policy, store=tmp_path, max_tokens=160, batch_size=3, **options
     ) as cache:
-        actual = two_turns(models["llama"], cache, 3, prefill_chunk_size=31)
+        actual = two_turns(models["llama"], cache, 3, prefill_chunk_size=CHUNK)
         for expected, got in zip(references["llama", 3], actual, strict=True):
             assert_same(expected, got)
         assert cache.stats.decode.read_bytes > 0

@@ -291,6 +291,12 @@ class TieredCache(Cache):  # type: ignore[misc]
                 layer.reset()
         self._runtime.reset()
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Most tokens per row."""
+        return self.max_tokens
+
+    get_max_cache_shape = get_max_length
+
     @property
     def batch_size(self) -> int:
         """Rows held; -1 before the first token."""

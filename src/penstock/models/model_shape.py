@@ -60,7 +60,9 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
             f"every layer of {name} has a sliding window, so that its cache is bounded already; "
             "use it without Penstock"
         )
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    if heads < 1:
+        raise UnsupportedModelError(f"{name} has no attention heads; it keeps no keys and values")
     shape = KVShape(
         num_layers=len(tiered),
         num_query_heads=heads,
