@@ -62,7 +62,9 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         )
     heads = int(getattr(config, "num_attention_heads", None) or 0)
     if heads < 1:
-        raise UnsupportedModelError(f"{name} has no attention heads; it keeps no keys and values")
+        raise UnsupportedModelError(
+            f"{name} has no attention heads: nothing in it goes through the attention interface"
+        )
     shape = KVShape(
         num_layers=len(tiered),
         num_query_heads=heads,
