@@ -195,3 +195,13 @@ def test_a_4d_mask_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None
     mask = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
     with tiered(model, "kvswap", 2) as cache, pytest.raises(UnsupportedModelError, match="4D"):
         model(ids, attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("memory", ["auto", "1/1", "100%", 1.0])
+@pytest.mark.parametrize("policy", ["full", "kvswap"])
+def test_a_budget_of_everything_is_enough(
+    policy: str, memory: str | float, model: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    with TieredCache(model, policy, memory=memory, max_tokens=100, batch_size=2) as cache:
+        assert cache.plan.is_resident
+        assert torch.equal(run(model, plain(model), ids), run(model, cache, ids))

@@ -381,7 +381,13 @@ def _true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) 
 def _limit_bytes(
     memory: int | float | str | None, full_bytes: int, device: torch.device
 ) -> int | None:
-    return None if memory is None else parse_memory(memory, full_bytes, _free_bytes(device))
+    if memory is None:
+        return None
+    limit = parse_memory(memory, full_bytes, _free_bytes(device))
+    # A share of one, and "auto" with memory to spare, mean everything: the full cache's mask
+    # comes on top of its keys and values.
+    whole = not isinstance(memory, int) and limit == full_bytes
+    return limit + full_bytes // 64 + 4096 if whole else limit
 
 
 def _free_bytes(device: torch.device) -> int:
