@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 
+def listen_to_interrupts() -> None:
+    """A child of a background job would ignore Ctrl-C, as its parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("moment", ["start", "loading", "prefill"])
 def test_ctrl_c(tmp_path: Path, moment: str) -> None:
     process = subprocess.Popen(
@@ -29,6 +34,7 @@ def test_ctrl_c(tmp_path: Path, moment: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=listen_to_interrupts,
     )
     assert process.stdout is not None
     if moment == "start":

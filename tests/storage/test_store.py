@@ -118,6 +118,8 @@ def test_nothing_survives_a_killed_process(number: signal.Signals, tmp_path: Pat
         [sys.executable, "-c", CHILD, str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", "")},
+        # A child of a background job would ignore Ctrl-C, as its parent does.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert child.stdout is not None
     try:
