@@ -212,8 +212,13 @@ def save(figure: Figure, name: str, folder: Path) -> None:
         figure.savefig(folder / f"{name}.{kind}", metadata=metadata)
 
 
+def _is_ablation(result: Result) -> bool:
+    """Whether settings carry options: a dozen of them are for a table, not for bars."""
+    return result.kind == "accuracy" and ":" in str(result.settings.get("settings", ""))
+
+
 def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
-    """Draw what the files have, named after them; returns the names of the figures.
+    """Draw what the files have, ablations excepted, named after them; returns the figures' names.
 
     Raises:
         ConfigError: a file is not a result, or has nothing to draw.
@@ -223,6 +228,8 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
     with matplotlib.rc_context(_STYLE):
         for path in paths:
             result = Result.load(path)
+            if _is_ablation(result):
+                continue
             if result.kind == "throughput":
                 save(draw_throughput(result), path.stem, folder)
             else:
