@@ -16,7 +16,7 @@ install: $(INSTALLED) ## Build the environment in .venv.
 
 # The stamp is written last, so an interrupted installation is begun again. Torch goes first and is pinned:
 # the extras then settle around the version that the figures were measured with.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	@echo 'Building the environment in $(VENV); the first time this takes a few minutes.'
 	@$(PYTHON) -m venv --clear $(VENV)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
-from penstock.policies import FlexGen, Full, SelectionPolicy
+from penstock.policies import FlexGen, Full, Quest, SelectionPolicy
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 CHUNK = None if version.parse(transformers.__version__) < version.parse("5.21") else 31
@@ -27,6 +27,7 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "kvswap": (KVSwap(window_tokens=8, selected_tokens=10**6), {}),
     "kvswap-selected": (KVSwap(window_tokens=8, selected_tokens=10**6, attend="selected"), {}),
     "kvswap-no-reuse": (KVSwap(window_tokens=8, selected_tokens=10**6, reuse_tokens=0), {}),
+    "quest": (Quest(group_tokens=8, window_tokens=8, selected_tokens=10**6), {}),
     "exact": (KVSwap(window_tokens=8), {"exact": True, "memory": SMALL_BUDGET}),
 }
 

@@ -38,7 +38,7 @@ class NaiveRow:
 def fetch(table: SlotTable, fifo: FIFO, wanted: list[list[int]]) -> list[list[int]]:
     """One step of all rows at once, as `plan_fetch` does it; returns what each row fetched."""
     units = np.array(wanted, dtype=np.int64).reshape(len(wanted), -1)
-    slots = table.lookup(units)
+    slots = table.look_up(units).slots
     pinned = np.zeros(table.unit_in.shape, dtype=np.bool_)
     for row, slot in zip(*np.nonzero(slots != ABSENT), strict=True):
         pinned[row, slots[row, slot]] = True
@@ -80,7 +80,9 @@ def test_against_the_naive_model(history: tuple[int, int, list[tuple[str, object
             assert isinstance(argument, list)
             fetched = fetch(table, fifo, argument)
             assert fetched == [row.fetch(units) for row, units in zip(naive, argument, strict=True)]
-            assert (table.lookup(np.array(argument)) != ABSENT).all(), "what is wanted is there"
+            assert (table.look_up(np.array(argument)).slots != ABSENT).all(), (
+                "what is wanted is there"
+            )
         elif kind == "forget":
             assert isinstance(argument, int)
             emptied = table.evict_from(argument)

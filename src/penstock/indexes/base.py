@@ -1,7 +1,10 @@
 """KeyIndex: a compact in-memory summary of one layer's keys that ranks units for a query."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.selection import Selection
@@ -30,8 +33,26 @@ class KeyIndex(ABC):
             float [batch, num_units]
         """
 
+    observes: ClassVar[bool] = False
+    """Whether `observe` wants to be told; it costs one more product with the pool's keys."""
+
     def observe(self, selection: Selection, weights: Tensor) -> None:  # noqa: B027 - optional
-        """Learn from the attention that a selection received; most indexes do not."""
+        """Learn from the attention that a selection received; most indexes do not.
+
+        Args:
+            weights: share of the softmax, added over the row's query heads. [batch, wanted]
+        """
+
+    def rebuild_keys(self, rows: NDArray[np.int64], units: NDArray[np.int64]) -> Tensor | None:
+        """Keys to attend to in place of the stored ones, for units that have just landed.
+
+        Args:
+            rows, units: of the units. [landed]
+
+        Returns:
+            [landed, group_tokens, kv_heads, head_dim], or None for the stored ones.
+        """
+        return None
 
     @abstractmethod
     def take_rows_from(self, other: "KeyIndex", rows: Tensor) -> None:
@@ -42,9 +63,25 @@ class KeyIndex(ABC):
         """Whether `score` can be called; otherwise `fit` must come first."""
         return True
 
-    def fit(self, sample: Tensor) -> None:  # noqa: B027 - optional
+    num_prompt_queries: ClassVar[int] = 0
+    """Newest queries of the prompt that `see_queries` wants."""
+    looks_first: ClassVar[bool] = False
+    """Whether all keys of the prompt pass through `look` before they are appended."""
+
+    def see_queries(self, queries: Tensor) -> None:  # noqa: B027 - optional
+        """Take the newest queries of the prompt, before `fit`; not called when there were none.
+
+        Args:
+            queries: post-RoPE. [batch, num_heads, at most num_prompt_queries, head_dim]
+        """
+
+    def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
         """Learn what the index needs from a sample of the prompt's own keys.
 
         Args:
-            sample: [tokens, kv_heads, head_dim]; the keys themselves are appended afterwards.
+            sample: the keys themselves are appended afterwards. [batch, tokens, kv_heads, head_dim]
+            positions: cache positions of the sample's tokens. int64 [tokens]
         """
+
+    def look(self, keys: Tensor, first_token: int) -> None:  # noqa: B027 - optional
+        """See the prompt's keys once, before any is appended; arguments as in `append`."""

@@ -9,13 +9,18 @@ from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.base import KeyIndex
 from penstock.kernels.group_products import group_products
+from penstock.kernels.group_scores import (
+    compiled_scratch_bytes,
+    group_scores,
+    is_compiled,
+    sum_of_softmaxes,
+)
+from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 
 HeadReduction = Literal["sum", "softmax"]
 
 BLOCK_GROUPS = 256
 """Groups of one block of codes; scores are computed by whole blocks."""
-_FOLD = 4
-"""Rows that a block's groups are folded into for a maximum."""
 CHUNK_TOKENS = 32_768
 """Tokens scored at a time unless said otherwise; bounds the scratch memory of `score`."""
 
@@ -91,7 +96,7 @@ class LowRankIndex(KeyIndex):
         """Bytes of one layer's codes and basis, for the ledger."""
         width, dtype = cls._storage(shape, rank, bits)
         groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
-        basis = shape.joint_dim * rank * shape.dtype.itemsize + 8 * rank
+        basis = shape.joint_dim * rank * shape.dtype.itemsize + 12 * rank
         return batch * groups * group_tokens * width * dtype.itemsize + basis
 
     @classmethod
@@ -112,7 +117,8 @@ class LowRankIndex(KeyIndex):
         blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         tokens = min(blocks * BLOCK_GROUPS, groups) * group_tokens
         unpacked = 2 * rank if bits == 4 else 0
-        return batch * groups * (4 * heads + 8) + tokens * (4 * heads + unpacked)
+        plain = batch * groups * 4 * heads + tokens * (4 * heads + unpacked)
+        return 8 * batch * groups + max(plain, compiled_scratch_bytes(groups, rank))
 
     # Basis ------------------------------------------------------------------------------------
 
@@ -121,12 +127,12 @@ class LowRankIndex(KeyIndex):
         """Whether there is a basis."""
         return self._ready
 
-    def fit(self, sample: Tensor) -> None:
+    def fit(self, sample: Tensor, positions: Tensor) -> None:
         """Make the basis from a sample of the prompt's own keys (when no adapter is at hand).
 
         Differences: the paper fits offline on calibration text.
         """
-        self._use(fit_layer(sample.flatten(1), self._rank))
+        self._use(fit_layer(sample.flatten(0, 1).flatten(1), self._rank))
 
     def _use(self, adapter: LayerAdapter) -> None:
         layer = adapter.truncated(self._rank)
@@ -136,6 +142,7 @@ class LowRankIndex(KeyIndex):
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
         self._step = step.float().to(self._device)
+        self._per_step = self._step.reciprocal()
         self._scaled_step = self._step * self._scaling
         self._ready = True
 
@@ -144,7 +151,10 @@ class LowRankIndex(KeyIndex):
     def append(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.append`."""
         group_tokens = self._group_tokens
-        codes = self._encode((keys.flatten(2) @ self._basis).float() / self._step)
+        components = project_keys(keys, self._basis, self._per_step)
+        if store_codes(components, self._codes, self._bits, first_token // group_tokens):
+            return
+        codes = self._encode(components)
         first, count = first_token // group_tokens, keys.shape[1] // group_tokens
         codes = codes.view(codes.shape[0], count, group_tokens, -1)
         done = 0
@@ -173,7 +183,7 @@ class LowRankIndex(KeyIndex):
         assert isinstance(other, LowRankIndex)
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
-            self._scaled_step = other._scaled_step
+            self._scaled_step, self._per_step = other._scaled_step, other._per_step
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -183,19 +193,17 @@ class LowRankIndex(KeyIndex):
         """See `KeyIndex.score`; ReduceMax over each group (KVSwap 3.3)."""
         shape = self._shape
         batch = query.shape[0]
-        grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim)
-        basis = self._basis.view(shape.num_kv_heads, shape.head_dim, -1)
         if self._head_reduction == "sum":
+            grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim)
             joint = grouped.sum(dim=2).flatten(1)
             low_rank = (joint @ self._basis).float() * self._step
             return self._group_logits(low_rank.unsqueeze(1), num_units)[:, :num_units, 0]
-        per_head = torch.matmul(grouped, basis).flatten(1, 2).float().mul_(self._scaled_step)
-        logits = self._group_logits(per_head, num_units)
-        logits[:, num_units:] = float("-inf")
-        # Softmax per head and the sum over heads, in place: exp, then one product with 1 / sums.
-        weights = logits.sub_(_largest_per_head(logits)).exp_()
-        scores = torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2))
-        return scores[:, :num_units, 0]
+        per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
+        blocks = -(-num_units // BLOCK_GROUPS)
+        codes = self._codes[:, :blocks]
+        if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
+            return group_scores(codes, per_head, self._bits, num_units)
+        return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units)
 
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.
@@ -216,17 +224,3 @@ class LowRankIndex(KeyIndex):
             part = group_products(self._codes[:, start:end], low_rank, self._bits)
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
         return logits
-
-
-def _largest_per_head(logits: Tensor) -> Tensor:
-    """Maximum over groups in two steps: torch is slow on a long axis with a short one inside.
-
-    Args:
-        logits: [batch, groups of whole blocks, heads]
-
-    Returns:
-        [batch, 1, heads]
-    """
-    batch, groups, heads = logits.shape
-    rows = logits.view(batch, groups * _FOLD // BLOCK_GROUPS, -1).amax(dim=1)
-    return rows.view(batch, -1, heads).amax(dim=1, keepdim=True)

@@ -77,9 +77,9 @@ def add_attention_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[T
     Args:
         out: [batch, heads, queries, head_dim], float32.
         lse: [batch, heads, queries], float32.
-        sink_logits: [heads].
+        sink_logits: [heads] or [batch, heads].
     """
-    sink = sink_logits.float().view(1, -1, 1)
+    sink = sink_logits.float().view(-1, out.shape[1], 1)
     total = torch.logaddexp(lse, sink)
     return out * torch.exp(lse - total).unsqueeze(-1), total
 

@@ -23,6 +23,7 @@ from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks
+from penstock.models.rotary import rotary_of
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
@@ -163,7 +164,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             max_tokens=self.max_tokens, exact=exact,
             adapter=None if basis is None else basis.layers,
             true_query_layers=_true_query_layers(chosen, basis),
-            device=device, tracer=tracer, progress=progress,
+            device=device, tracer=tracer, progress=progress, rotary=rotary_of(model),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 
 
@@ -54,8 +55,9 @@ class QueryProjection:
 
     * the probe runs the layer's forward until attention is called, which covers any architecture
       but computes keys and values too;
-    * the direct way (norm, q_proj, q_norm, rotary) costs a third; it is taken for a layer only
-      after it has reproduced the probe's query to the bit on that layer's first call.
+    * the direct way (norm, q_proj, q_norm, rotary, each in one call) costs a third; it is taken for
+      a layer only after it has reproduced the probe's query on that layer's first call, to the
+      rounding of the model's dtype.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -76,7 +78,7 @@ class QueryProjection:
         if layer not in self._direct:
             probed = self.probe(layer, hidden, kwargs)[:, :, -1]
             direct = _project_directly(module, hidden, kwargs)
-            self._direct[layer] = direct is not None and torch.equal(direct, probed)
+            self._direct[layer] = direct is not None and _agree(direct, probed)
             return probed
         if self._direct[layer]:
             query = _project_directly(module, hidden, kwargs)
@@ -104,11 +106,27 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
     if not hasattr(sys.modules[type(attention).__module__], "rotate_half"):
         return None
     cos, sin = rotary
-    query: Tensor = attention.q_proj(norm(hidden))
+    query: Tensor = attention.q_proj(_normalised(norm, hidden))
     query = query.view(query.shape[0], -1, cos.shape[-1])
+    weight, epsilon = None, 0.0
     if hasattr(attention, "q_norm"):
-        query = attention.q_norm(query)
-    half = query.shape[-1] // 2
-    rotated = torch.cat((-query[..., half:], query[..., :half]), dim=-1)
-    turned: Tensor = query * cos[:, -1:] + rotated * sin[:, -1:]
-    return turned
+        q_norm = attention.q_norm
+        if not hasattr(q_norm, "variance_epsilon"):
+            query = q_norm(query)
+        else:
+            weight, epsilon = q_norm.weight, q_norm.variance_epsilon
+    return turn_query(query, cos[:, -1], sin[:, -1], weight, epsilon)
+
+
+def _normalised(norm: Any, hidden: Tensor) -> Tensor:
+    """`norm(hidden)`; in one call where the module is an RMSNorm as Llama has it."""
+    if not hasattr(norm, "variance_epsilon"):
+        out: Tensor = norm(hidden)
+        return out
+    return rms_norm(hidden, norm.weight, norm.variance_epsilon)
+
+
+def _agree(direct: Tensor, probed: Tensor) -> bool:
+    """Whether two ways to a query differ by rounding only."""
+    step = 4 * torch.finfo(probed.dtype).eps
+    return torch.allclose(direct, probed, rtol=step, atol=step * float(probed.abs().max()))

@@ -1,6 +1,7 @@
 """SelectionPolicy: frozen hyperparameters, and the parts that a method is made of."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +15,13 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.adapter import LayerAdapter
 from penstock.indexes.base import KeyIndex
+from penstock.kernels import top_units as kernels
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.fifo import FIFO
+
+Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From positions, int64 [tokens], to cos and sin as Llama has them: float32, both halves of
+head_dim alike. [tokens, head_dim]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,12 @@ class IndexRequest:
     device: torch.device
     score_tokens: int
     """See `SlotPlan.score_tokens`."""
+    selected_groups: int
+    """Units of a selection."""
+    rows_per_sequence: int = 1
+    """KV heads of a sequence, when each is a row of its own (`SelectionPolicy.per_head`)."""
+    rotary: Rotary | None = None
+    """The model's rotary embedding, when it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +53,9 @@ class SelectionPolicy(ABC):
     """The name on the command line and in results."""
     drops: ClassVar[bool] = False
     """True for methods that forget what they do not select (H2O, RaaS)."""
+    per_head: ClassVar[bool] = False
+    """True for methods whose units belong to one KV head: every KV head of a sequence is then a
+    row of its own, in requests, indexes and selections."""
     retrieves: ClassVar[bool] = True
     """False for methods that attend to everything (full, flexgen)."""
     stays_resident: ClassVar[bool] = False
@@ -107,12 +122,9 @@ def top_units(scores: Tensor, first_unit: NDArray[np.int64], wanted: int) -> Sel
         columns = torch.arange(units, device=scores.device)
         hidden = columns < torch.from_numpy(first_unit).to(scores.device)[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
-    candidates = scores[:, lowest:]
-    count = min(wanted, units - lowest)
-    ids = torch.topk(candidates, count, dim=1, sorted=False).indices.add_(lowest)
-    unit_ids: NDArray[np.int64] = np.sort(ids.cpu().numpy(), axis=1)
+    unit_ids = kernels.top_units(scores, lowest, wanted)
     valid = None
-    if highest > lowest and count > units - highest:
+    if highest > lowest and unit_ids.shape[1] > units - highest:
         valid = unit_ids >= first_unit[:, None]
     return Selection(unit_ids, valid)
 

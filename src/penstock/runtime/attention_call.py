@@ -21,7 +21,8 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    """Learned logit per query head that joins the softmax (gpt-oss). [num_heads]"""
+    """Learned logit per query head that joins the softmax (gpt-oss). [num_heads], or
+    [batch, num_heads]"""
     visible: Tensor | None = None
     """False at padding; None when nothing is padded. bool [batch, past + new tokens]"""
 

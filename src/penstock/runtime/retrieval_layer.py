@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
-from penstock.kernels.attention import attention_block
+from penstock.kernels.decode_attention import decode_attention
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall, AttentionSum
@@ -47,9 +48,10 @@ class RetrievalLayer(LayerCache):
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
         self._first_unit: NDArray[np.int64] = np.full(plan.batch, plan.sink_slots, dtype=np.int64)
-        self._fetch: tuple[FetchPlan, PendingRead | None] | None = None
+        self._fetch: tuple[Selection, FetchPlan, PendingRead | None] | None = None
         self._slots_full = False
         self._visible: Tensor | None = None
+        self._prompt_queries: Tensor | None = None
 
     # Fetching ---------------------------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class RetrievalLayer(LayerCache):
                 "select", "select", int(start * 1e9), int(end * 1e9), layer=self.layer_idx,
                 wanted=plan.num_wanted, hit=plan.num_hit,
             )  # fmt: skip
-        self._fetch = (plan, pending)
+        self._fetch = (selection, plan, pending)
 
     def _all_resident(self, end_unit: int) -> bool:
         first = int(self._first_unit.min())
@@ -101,14 +103,17 @@ class RetrievalLayer(LayerCache):
             return False
         return bool((self.table.slot_of[:, first:end_unit] >= 0).all())
 
-    def _finish_fetch(self) -> FetchPlan | None:
+    def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
         if self._fetch is None:
             return None
-        (plan, pending), self._fetch = self._fetch, None
+        (selection, plan, pending), self._fetch = self._fetch, None
         if pending is not None:
             self._land(pending)
             self._show(plan)
-        return plan
+            keys = self.index.rebuild_keys(plan.rows, plan.units)
+            if keys is not None:
+                self.pool.write_keys(plan.rows, plan.slots, keys)
+        return selection, plan
 
     def _show(self, plan: FetchPlan) -> None:
         """Make the landed slots visible, padding excepted."""
@@ -135,26 +140,40 @@ class RetrievalLayer(LayerCache):
         """See `LayerCache.attend`; one new token decodes over the selection."""
         if call.query.shape[2] != 1 or self.length == 0:
             self.drop_fetch()
+            self._keep_queries(call.query)
             return self.attend_exactly(call)
         if self._fetch is None:
             self.begin(call.query[:, :, 0])
         self.append(call.keys, call.values, call.visible)
-        plan = self._finish_fetch()
+        fetched = self._finish_fetch()
         if self.setup.plan.shared_pools:
             self.pool.tail_tokens().copy_(self.window.tokens)
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask
-        keys, values, mask = self.pool.keys, self.pool.values, self.pool.mask
-        if self._compact is not None and plan is not None:
-            keys, values, mask = self._compact.gather(self.pool, plan.selected_slots)
-        if call.sink_logits is None:
-            out, _ = attention_block(
-                call.query, keys, values, scaling=call.scaling, key_mask=mask,
-                softcap=call.softcap, never_empty=True,
-            )  # fmt: skip
+        if fetched is not None and self.index.observes:
+            selection, plan = fetched
+            self.index.observe(selection, self._weights(call, plan.selected_slots))
+        if self._compact is None and call.sink_logits is None and call.softcap is None:
+            out = decode_attention(call.query, self.pool.tokens, self.pool.mask, call.scaling)
             return out.to(call.query.dtype).transpose(1, 2)
+        keys, values, mask = self.pool.keys, self.pool.values, self.pool.mask
+        if self._compact is not None and fetched is not None:
+            keys, values, mask = self._compact.gather(self.pool, fetched[1].selected_slots)
         total = AttentionSum(call)
         total.add(keys, values, mask)
         return total.result()
+
+    def _weights(self, call: AttentionCall, slots: NDArray[np.int64]) -> Tensor:
+        """Share of the softmax that each selected slot gets, over all heads. [batch, wanted]"""
+        batch, heads = call.query.shape[:2]
+        kv_heads = self.pool.keys.shape[1]
+        query = call.query.view(batch, kv_heads, heads // kv_heads, -1)
+        logits = torch.matmul(query, self.pool.keys.transpose(2, 3)).float() * call.scaling
+        if call.softcap is not None:
+            logits = torch.tanh(logits / call.softcap) * call.softcap
+        weights = torch.softmax(logits + self.pool.mask[:, None, None].float(), dim=-1)
+        by_slot = weights.sum(dim=(1, 2)).view(batch, -1, self.setup.plan.group_tokens).sum(dim=2)
+        chosen = torch.from_numpy(slots).to(by_slot.device).clamp_min(0)
+        return by_slot.gather(1, chosen)
 
     # The index --------------------------------------------------------------------------------
 
@@ -186,10 +205,23 @@ class RetrievalLayer(LayerCache):
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
-        self.index.fit(torch.cat([keys.flatten(0, 1) for keys in sample]))
-        for first, end, _ in self._blocks(0, closed):
-            keys = self._read_keys(np.arange(first, end))
-            self.index.append(keys, first * self.setup.plan.group_tokens)
+        if self._prompt_queries is not None:
+            self.index.see_queries(self._prompt_queries)
+            self._prompt_queries = None
+        group_tokens = self.setup.plan.group_tokens
+        positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
+        self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
+        passes = (self.index.look, self.index.append)
+        for take in passes if self.index.looks_first else passes[1:]:
+            for first, end, _ in self._blocks(0, closed):
+                take(self._read_keys(np.arange(first, end)), first * group_tokens)
+
+    def _keep_queries(self, query: Tensor) -> None:
+        """Remember the newest queries of the prompt for an index that wants them."""
+        count = self.index.num_prompt_queries
+        if count and not self.index.ready:
+            held = [] if self._prompt_queries is None else [self._prompt_queries]
+            self._prompt_queries = torch.cat([*held, query], dim=2)[:, :, -count:].clone()
 
     def _read_keys(self, groups: NDArray[np.int64]) -> Tensor:
         """Keys of some groups of every row. [batch, tokens, kv_heads, head_dim]"""
@@ -216,7 +248,7 @@ class RetrievalLayer(LayerCache):
     def drop_fetch(self) -> None:
         """Give up a fetch that will not be attended to."""
         if self._fetch is not None:
-            pending = self._fetch[1]
+            pending = self._fetch[2]
             self._fetch = None
             self._clear_table()
             self.pool.hide_slots()

@@ -8,7 +8,7 @@ import torch
 from penstock.core.shape import KVShape
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LayerAdapter
-from penstock.policies.base import SelectionPolicy
+from penstock.policies.base import Rotary, SelectionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class RuntimeConfig:
     exact: bool
     adapter: Sequence[LayerAdapter] | None
     """One basis per tiered layer."""
+    rotary: Rotary | None = None
+    """The model's rotary embedding, for indexes that want keys as they were before it."""
     true_query_layers: frozenset[int] = frozenset()
     """Tiered layers whose query is not worth predicting; they wait for the true one."""
     device: torch.device

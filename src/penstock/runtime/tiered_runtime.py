@@ -16,6 +16,7 @@ from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.compact_pool import CompactPool
+from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.resident_layer import ResidentLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
@@ -45,6 +46,8 @@ class TieredRuntime:
         """
         self.config = config
         self.stats = RunStats()
+        per_head = config.policy.per_head and not config.exact
+        self._rows = HeadRows(config.shape, per_head=per_head)
         self._store: KVStore | None = None
         self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))
         self.layers: list[AnyLayer] = []
@@ -63,7 +66,7 @@ class TieredRuntime:
         self._torn = self._lost_writes = False
 
     def _open_store(self) -> KVStore:
-        shape = self.config.shape
+        shape = self._rows.shape
         return KVStore.create(
             self.config.store, num_layers=shape.num_layers,
             unit_bytes=self._unit_tokens * shape.token_bytes,
@@ -80,7 +83,8 @@ class TieredRuntime:
         if self._store is None and not (config.policy.stays_resident and not config.exact):
             self._store = self._open_store()
         request = SizingRequest(
-            shape=config.shape, batch=batch, max_tokens=config.max_tokens,
+            shape=self._rows.shape, batch=batch * self._rows.per_sequence,
+            max_tokens=config.max_tokens,
             limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
             has_adapter=config.adapter is not None, must_tier=must_tier,
@@ -106,7 +110,7 @@ class TieredRuntime:
 
     def _allocate(self, batch: int) -> None:
         """Take the plan's memory from the ledger and build the layers."""
-        if batch != self.plan.batch:
+        if batch * self._rows.per_sequence != self.plan.batch:
             self.policy, self.plan = self._plan(batch)
             self._ledger.limit_bytes = self._limit()
         config, plan = self.config, self.plan
@@ -115,7 +119,7 @@ class TieredRuntime:
         self._reservations = [self._ledger.take(what, size) for what, size in items]
         if plan.is_resident:
             self.layers = [
-                ResidentLayer(i, config.shape, batch, config.max_tokens, config.device)
+                ResidentLayer(i, self._rows.shape, plan.batch, config.max_tokens, config.device)
                 for i in range(config.shape.num_layers)
             ]
             return
@@ -125,8 +129,8 @@ class TieredRuntime:
         if plan.staging_rows:
             staging = Staging(plan.staging_rows, self._store.row_bytes, config.device)
         self._setup = LayerSetup(
-            shape=config.shape, plan=plan, store=self._store,
-            units=UnitMap(batch, plan.max_groups), writer=self._writer, staging=staging,
+            shape=self._rows.shape, plan=plan, store=self._store,
+            units=UnitMap(plan.batch, plan.max_groups), writer=self._writer, staging=staging,
             device=config.device, stats=self.stats, tracer=config.tracer,
         )  # fmt: skip
         self.layers = list(self._make_layers(self._setup))
@@ -156,7 +160,8 @@ class TieredRuntime:
             shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
             group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
             adapter=None if adapter is None else adapter[i], device=setup.device,
-            score_tokens=setup.plan.score_tokens,
+            score_tokens=setup.plan.score_tokens, selected_groups=setup.plan.selected_groups,
+            rows_per_sequence=self._rows.per_sequence, rotary=self.config.rotary,
         )  # fmt: skip
         index = self.policy.make_index(request)
         return RetrievalLayer(i, setup, memory, self.policy, index, compact)
@@ -174,8 +179,8 @@ class TieredRuntime:
 
     @property
     def batch(self) -> int:
-        """Rows of the cache; 0 before the first token."""
-        return self.plan.batch if self.layers else 0
+        """Sequences of the cache; 0 before the first token."""
+        return self.plan.batch // self._rows.per_sequence if self.layers else 0
 
     def attend(self, layer: int, call: AttentionCall) -> Tensor:
         """Attend in one layer and take its new tokens in.
@@ -196,7 +201,7 @@ class TieredRuntime:
         if layer == 0:
             self._begin_step(batch, count)
         try:
-            out = self.layers[layer].attend(call)
+            out = self._rows.unfold(self.layers[layer].attend(self._rows.fold_call(call)))
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -223,7 +228,7 @@ class TieredRuntime:
         if not self.layers:
             self._allocate(batch)
         with self._failures_noted():
-            self.layers[layer].append(keys, values, None)
+            self.layers[layer].append(self._rows.fold(keys), self._rows.fold(values), None)
 
     @contextmanager
     def _failures_noted(self) -> Iterator[None]:
@@ -254,8 +259,8 @@ class TieredRuntime:
                 "an earlier step failed halfway, so that layers hold different tokens; crop() the "
                 "cache to a length before it, or reset() it"
             )
-        if self.layers and batch != self.plan.batch:
-            raise CacheStateError(f"the cache holds {self.plan.batch} rows, not {batch}")
+        if self.layers and batch != self.batch:
+            raise CacheStateError(f"the cache holds {self.batch} rows, not {batch}")
         total = self.layer_length(layer) + count
         if total > self.config.max_tokens:
             raise CacheStateError(
@@ -298,7 +303,7 @@ class TieredRuntime:
         if target.setup.phase is not self.stats.decode and self._setup is not None:
             self._setup.phase = self.stats.decode
         try:
-            target.begin(query)
+            target.begin(self._rows.fold(query))
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -325,15 +330,13 @@ class TieredRuntime:
         """
         if not self.layers:
             return
-        if len(rows) != self.plan.batch:
+        if len(rows) != self.batch:
             self._plan(len(rows))  # refuses before anything is given up
         with self._failures_noted():
-            if len(rows) != self.plan.batch:
+            if len(rows) != self.batch:
                 self._change_batch(rows)
             elif not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-                for layer in self.layers:
-                    layer.take_rows_from(layer, rows)  # type: ignore[arg-type]
-                self._select_units(rows)
+                self._take_rows_from(self.layers, rows)
 
     def _change_batch(self, rows: Tensor) -> None:
         old, old_setup = self.layers, self._setup
@@ -346,11 +349,12 @@ class TieredRuntime:
         self._allocate(len(rows))
         if self._setup is not None and old_setup is not None:
             self._setup.units = old_setup.units
-        for i, layer in enumerate(self.layers):
-            layer.take_rows_from(old[i], rows)  # type: ignore[arg-type]
-        self._select_units(rows)
+        self._take_rows_from(old, rows)
 
-    def _select_units(self, rows: Tensor) -> None:
+    def _take_rows_from(self, others: list[AnyLayer], sequences: Tensor) -> None:
+        rows = self._rows.of(sequences)
+        for layer, other in zip(self.layers, others, strict=True):
+            layer.take_rows_from(other, rows)  # type: ignore[arg-type]
         if self._setup is not None:
             self._setup.units.select_rows(rows.cpu().numpy().astype(np.int64))
 

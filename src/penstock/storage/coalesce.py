@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.kernels.native.library import address, kernel
 from penstock.storage.file import Int64Array
 
 
@@ -27,6 +28,26 @@ def coalesce(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
         rows: int64 [num_units], the buffer row of each unit
         max_units: most units in one run
     """
+    compiled = kernel("coalesce")
+    if compiled is None:
+        return coalesce_plainly(unit_ids, rows, max_units)
+    count = len(unit_ids)
+    if count and bool((unit_ids[1:] < unit_ids[:-1]).any()):
+        order = unit_ids.argsort(kind="stable")
+        unit_ids, rows = unit_ids[order], rows[order]
+    unit_ids, rows = np.ascontiguousarray(unit_ids), np.ascontiguousarray(rows)
+    runs = np.empty((3, count), dtype=np.int64)
+    num_runs = np.zeros(1, dtype=np.int64)
+    first, step = address(runs), 8 * count
+    compiled(
+        address(unit_ids), address(rows), count, max_units, first, first + step, first + 2 * step,
+        address(num_runs),
+    )  # fmt: skip
+    return Runs(*runs[:, : int(num_runs[0])])
+
+
+def coalesce_plainly(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
+    """The meaning of `coalesce` in numpy."""
     order = unit_ids.argsort(kind="stable")
     units, rows = unit_ids[order], rows[order]
     count = len(units)

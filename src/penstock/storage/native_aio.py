@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.errors import FetchError, StorageError
+from penstock.kernels.native.library import address, kernel
 from penstock.storage.file import Int64Array, Ticket, read_error
 
 _CALL_NUMBERS = {  # io_setup, io_destroy, io_submit, io_getevents
@@ -48,9 +49,9 @@ class AioTicket(Ticket):
         self.error: FetchError | None = None
         self._queue = queue
         self._keep_alive = keep_alive
-        first = int(iocbs.__array_interface__["data"][0])
+        first = self.iocbs_address = address(iocbs)
         self._pointers = np.arange(first, first + _IOCB_BYTES * len(iocbs), _IOCB_BYTES)
-        self._pointers_address = int(self._pointers.__array_interface__["data"][0])
+        self._pointers_address = address(self._pointers)
 
     @property
     def next_pointer(self) -> int:
@@ -110,9 +111,11 @@ class AioQueue:
         self._live: dict[int, AioTicket] = {}
         self._backlog: deque[AioTicket] = deque()
         self._events = np.zeros((max_in_flight, 4), dtype=np.int64)  # data, iocb, result, result2
-        self._events_address = int(self._events.__array_interface__["data"][0])
+        self._events_address = address(self._events)
+        self._found = np.empty(2, dtype=np.int64)
+        self._check = kernel("check_events")
         self._timeouts = np.array([[0, 0], [_PATIENCE_S, 0]], dtype=np.int64)  # seconds, ns
-        self._now_address = int(self._timeouts.__array_interface__["data"][0])
+        self._now_address = address(self._timeouts)
         self._patience_address = self._now_address + 16
         self._context = self._setup()
 
@@ -221,23 +224,35 @@ class AioQueue:
     def _credit(self, num_events: int) -> None:
         if not num_events:
             return
-        events = self._events[:num_events]
-        if len(self._live) == 1:  # the usual case: nobody else's
-            self._credit_ticket(next(iter(self._live.values())), events)
-            return
-        numbers = events[:, 0] >> 32
-        for number in np.unique(numbers).tolist():
-            self._credit_ticket(self._live[number], events[numbers == number])
+        for ticket in list(self._live.values()):
+            self._credit_ticket(ticket, num_events)
 
-    def _credit_ticket(self, ticket: AioTicket, events: Int64Array) -> None:
-        wrong = events[:, 2] != ticket.iocbs[events[:, 0] & _INDEX_MASK, _LENGTH]
-        if ticket.error is None and wrong.any():
-            key, _, result, _ = events[wrong.argmax()].tolist()
+    def _credit_ticket(self, ticket: AioTicket, num_events: int) -> None:
+        if self._check is None:
+            found, wrong = self._check_plainly(ticket, num_events)
+        else:
+            self._check(
+                self._events_address, num_events, ticket.number, ticket.iocbs_address,
+                address(self._found),
+            )  # fmt: skip
+            found, wrong = self._found.tolist()
+        if not found:
+            return
+        if ticket.error is None and wrong >= 0:
+            key, _, result, _ = self._events[wrong].tolist()
             iocb = ticket.iocbs[key & _INDEX_MASK]
             ticket.error = read_error(int(iocb[_OFFSET]), int(iocb[_LENGTH]), result)
-        self._in_flight -= len(events)
-        ticket.num_outstanding -= len(events)
+        self._in_flight -= found
+        ticket.num_outstanding -= found
         self._finish_if_drained(ticket)
+
+    def _check_plainly(self, ticket: AioTicket, num_events: int) -> tuple[int, int]:
+        """Events of this ticket, and the first that failed or came up short, or -1."""
+        events = self._events[:num_events]
+        places = (events[:, 0] >> 32 == ticket.number).nonzero()[0]
+        own = events[places]
+        wrong = own[:, 2] != ticket.iocbs[own[:, 0] & _INDEX_MASK, _LENGTH]
+        return len(places), int(places[wrong.argmax()]) if wrong.any() else -1
 
     def _finish_if_drained(self, ticket: AioTicket) -> None:
         if not ticket.num_outstanding and ticket.num_submitted == ticket.num_reads:

@@ -1,6 +1,8 @@
 """TokenPool: K and V of many tokens in one tensor, attended to in place."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.shape import KVShape
@@ -57,6 +59,20 @@ class TokenPool:
     def hide_slots(self) -> None:
         """Make every slot invisible; sinks and window stay."""
         self.mask[:, : self.slot_places] = NEGATIVE_INFINITY
+
+    def write_keys(self, rows: NDArray[np.int64], slots: NDArray[np.int64], keys: Tensor) -> None:
+        """Overwrite the keys of some slots.
+
+        Args:
+            rows, slots: [count]
+            keys: [count, group_tokens, kv_heads, head_dim]
+        """
+        by_slot = self.tokens.view(
+            -1, self.slots_per_row, self.group_tokens, *self.tokens.shape[2:]
+        )
+        device = self.memory.device
+        where = (torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device))
+        by_slot[(*where, slice(None), 0)] = keys.to(by_slot.dtype)
 
     def slot_tokens(self) -> Tensor:
         """The slots' part, [batch, num_slots * G, 2, kv_heads, head_dim]."""

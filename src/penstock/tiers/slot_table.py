@@ -1,11 +1,28 @@
 """SlotTable: which unit each slot of a layer holds, and where each unit is."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import CacheStateError
 
 ABSENT = -1
+
+
+class Lookup(NamedTuple):
+    """What a table knows of some wanted units."""
+
+    slots: NDArray[np.int64]
+    """Slot of each, -1 where it is absent. [batch, wanted]"""
+    pinned: NDArray[np.bool_]
+    """Slots that hold wanted units. [batch, slots]"""
+    counts: NDArray[np.int64]
+    """Missing units of each row. [batch]"""
+    rows: NDArray[np.int64]
+    """Row of each missing unit. [missing]"""
+    columns: NDArray[np.int64]
+    """Its place among the row's wanted units. [missing]"""
 
 
 class SlotTable:
@@ -27,10 +44,22 @@ class SlotTable:
         """Bytes of a table of this size, for the ledger."""
         return 4 * batch * (num_slots + max_units)
 
-    def lookup(self, units: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Slots of the given units, -1 where a unit is not resident. [batch, wanted]"""
-        slots: NDArray[np.int32] = self.slot_of[self._rows, units]
-        return slots
+    def look_up(self, wanted: NDArray[np.int64], valid: NDArray[np.bool_] | None = None) -> Lookup:
+        """Where the wanted units are, and which are missing.
+
+        Args:
+            wanted: units. [batch, wanted]
+            valid: False for units that nobody misses. [batch, wanted]
+        """
+        slots = self.slot_of[self._rows, wanted].astype(np.int64)
+        missing = slots == ABSENT
+        pinned = np.zeros((len(wanted), self.num_slots), dtype=np.bool_)
+        hit_rows, hit_columns = (~missing).nonzero()
+        pinned[hit_rows, slots[hit_rows, hit_columns]] = True
+        if valid is not None:
+            missing &= valid
+        rows, columns = missing.nonzero()
+        return Lookup(slots, pinned, missing.sum(axis=1), rows, columns)
 
     def admit(
         self, rows: NDArray[np.int64], units: NDArray[np.int64], slots: NDArray[np.int64]

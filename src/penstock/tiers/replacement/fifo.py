@@ -15,13 +15,14 @@ class FIFO(ReplacementPolicy):
 
     def __init__(self, batch: int, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._head = np.zeros(batch, dtype=np.int64)
+        self.heads = np.zeros(batch, dtype=np.int64)
+        """Where each row's clock hand stands. [batch]"""
         self._offsets = np.arange(num_slots)
         self._rows = np.arange(batch)[:, None]
 
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `ReplacementPolicy.victims`; the clock hand moves past the last slot taken."""
-        order = (self._head[:, None] + self._offsets) % self._num_slots
+        order = (self.heads[:, None] + self._offsets) % self._num_slots
         free = ~pinned[self._rows, order]
         chosen = free & (free.cumsum(axis=1) <= counts[:, None])
         rows, places = chosen.nonzero()
@@ -29,13 +30,13 @@ class FIFO(ReplacementPolicy):
         # The hand stops behind the last slot taken in each row (`places` ascends within a row).
         last = counts.cumsum() - 1
         taken = counts > 0
-        self._head[taken] += places[last[taken]] + 1
-        self._head %= self._num_slots
+        self.heads[taken] += places[last[taken]] + 1
+        self.heads %= self._num_slots
         victims: NDArray[np.int64] = order[rows, places]
         return victims
 
     def copy_rows(self, rows: NDArray[np.int64]) -> "FIFO":
         """See `ReplacementPolicy.copy_rows`."""
         copy = FIFO(len(rows), self._num_slots)
-        copy._head = self._head[rows].copy()
+        copy.heads = self.heads[rows].copy()
         return copy

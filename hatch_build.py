@@ -1,0 +1,86 @@
+"""Compiles the CPU kernels when Penstock is installed; without a C compiler they are left out.
+
+Also `python hatch_build.py`, to build them in place.
+"""
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run by hand, outside a build
+    BuildHookInterface = object
+
+FOLDER = Path(__file__).parent / "src" / "penstock" / "kernels" / "native"
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
+PARALLEL = "-fopenmp"
+"""Torch's OpenMP is in the process already and is shared; without it kernels use one thread."""
+
+
+def find_compiler() -> list[str] | None:
+    """The C compiler: $CC, or what the system calls cc, gcc or clang."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in (given, ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def compile_kernels(folder: Path = FOLDER) -> Path | None:
+    """Compile the library beside its sources; None, and a line on stderr, when that fails."""
+    spec = importlib.util.spec_from_file_location("_library", folder / "library.py")
+    assert spec is not None
+    assert spec.loader is not None
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    target = folder / library.library_name()
+    compiler = find_compiler()
+    if compiler is None:
+        print("penstock: no C compiler; plain torch kernels will be used", file=sys.stderr)
+        return None
+    made = target.with_name(f"{target.name}.{os.getpid()}")
+    define = f'-DPENSTOCK_SOURCE_DIGEST="{library.source_digest(folder)}"'
+    sources = [str(path) for path in sorted(folder.glob("*.c"))]
+    for parallel in ([PARALLEL], []):
+        command = [*compiler, *FLAGS, *parallel, define, "-o", str(made), *sources, "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            break
+    else:
+        print(
+            f"penstock: the C compiler failed; plain torch kernels will be used\n{done.stderr}",
+            file=sys.stderr,
+        )
+        made.unlink(missing_ok=True)
+        return None
+    made.replace(target)
+    return target
+
+
+class CompiledKernels(BuildHookInterface):  # type: ignore[misc]
+    """Hatchling's hook: a wheel with the library is for this platform, but for any Python 3."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and put the library into the wheel."""
+        if self.target_name != "wheel":
+            return
+        target = compile_kernels()
+        if target is None:
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"].append(f"/{target.relative_to(Path(__file__).parent).as_posix()}")
+
+
+if __name__ == "__main__":
+    sys.exit(0 if compile_kernels() else 1)

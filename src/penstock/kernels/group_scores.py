@@ -1,0 +1,90 @@
+"""group_scores(): softmax per head over groups' best products with quantised keys, then summed."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.group_products import group_products
+from penstock.kernels.native.library import kernel
+
+_COMPILED_LANES = 16
+"""Heads that the compiled kernel takes at a time, and bytes of its alignment."""
+
+
+def group_scores(codes: Tensor, queries: Tensor, bits: int, num_groups: int) -> Tensor:
+    """Score each group: over the heads, the sum of its share in a softmax over all groups.
+
+    A head's logit for a group is its largest product with one of the group's tokens. The twin of
+    `group_scores_reference`; compiled for quantised codes in host memory.
+
+    Args:
+        codes: as in `group_products`. [batch, blocks, group_tokens, block_groups, width]
+        queries: float32, in units where a code's step is 1, `scaling` applied.
+            [batch, heads, rank]
+        bits: 16, 8 or 4.
+        num_groups: the first so many groups count, at most blocks * block_groups.
+
+    Returns:
+        float32 [batch, num_groups]
+    """
+    compiled = kernel("group_scores")
+    if compiled is None or not is_compiled(codes, bits):
+        return group_scores_reference(codes, queries, bits, num_groups)
+    batch, heads, rank = queries.shape
+    _, _, group_tokens, block_groups, width = codes.shape
+    queries = queries.contiguous()
+    scores = torch.empty(batch, num_groups)
+    scratch = torch.empty(compiled_scratch_bytes(num_groups, width), dtype=torch.uint8)
+    for row in range(batch):
+        compiled(
+            codes[row].data_ptr(), group_tokens, block_groups, width, bits,
+            queries[row].data_ptr(), rank, heads, num_groups, scratch.data_ptr(),
+            scores[row].data_ptr(),
+        )  # fmt: skip
+    return scores
+
+
+def is_compiled(codes: Tensor, bits: int) -> bool:
+    """Whether a compiled kernel scores these codes; it needs little memory at any length."""
+    fits = codes.shape[-1] % 4 == 0 and codes.shape[-2] % 4 == 0
+    return bits != 16 and fits and codes.device.type == "cpu" and kernel("group_scores") is not None
+
+
+def compiled_scratch_bytes(num_groups: int, width: int) -> int:
+    """Temporaries of the compiled kernel, whatever the batch."""
+    return (num_groups + 3) // 4 * 4 * 4 * _COMPILED_LANES + 8 * _COMPILED_LANES * (width + 1)
+
+
+def group_scores_reference(codes: Tensor, queries: Tensor, bits: int, num_groups: int) -> Tensor:
+    """The meaning of `group_scores` in plain torch."""
+    return sum_of_softmaxes(group_products(codes, queries, bits), num_groups)
+
+
+def sum_of_softmaxes(logits: Tensor, num_groups: int) -> Tensor:
+    """Softmax per head over the first `num_groups` groups, then the sum over heads, in place.
+
+    Args:
+        logits: float32; overwritten. [batch, groups, heads]
+
+    Returns:
+        float32 [batch, num_groups]
+    """
+    logits[:, num_groups:] = float("-inf")
+    # exp, then one product with 1 / sums.
+    weights = logits.sub_(_largest_per_head(logits)).exp_()
+    scores = torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2))
+    return scores[:, :num_groups, 0]
+
+
+def _largest_per_head(logits: Tensor) -> Tensor:
+    """Maximum over groups in two steps: torch is slow on a long axis with a short one inside.
+
+    Args:
+        logits: [batch, groups, heads]
+
+    Returns:
+        [batch, 1, heads]
+    """
+    batch, groups, heads = logits.shape
+    fold = 64 if groups % 64 == 0 else 1
+    rows = logits.view(batch, groups // fold, fold * heads).amax(dim=1)
+    return rows.view(batch, fold, heads).amax(dim=1, keepdim=True)

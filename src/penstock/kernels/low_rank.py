@@ -1,0 +1,116 @@
+"""project_queries(), project_keys(), store_codes(): products with the joint-head low-rank basis."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.native.dtype_codes import DTYPE_CODES
+from penstock.kernels.native.library import Kernel, kernel
+
+_FEW_TOKENS = 64
+"""More rows than this are a matrix product that torch does better."""
+
+
+def project_queries(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor) -> Tensor:
+    """Low-rank queries: each head meets the rows of the basis that belong to its KV head.
+
+    The twin of `project_queries_reference`.
+
+    Args:
+        query: [batch, heads, head_dim]
+        basis: [kv_heads * head_dim, rank], of the query's dtype.
+        factor: float32, on the components. [rank]
+
+    Returns:
+        float32 [batch, heads, rank]
+    """
+    compiled = _compiled(query, basis)
+    if compiled is None:
+        return project_queries_reference(query, basis, kv_heads, factor)
+    batch, heads, head_dim = query.shape
+    query = query.contiguous()
+    rank = basis.shape[1]
+    out = torch.empty(batch, heads, rank)
+    compiled(
+        query.data_ptr(), heads * head_dim, batch, kv_heads, heads // kv_heads, head_dim,
+        basis.data_ptr(), rank, DTYPE_CODES[query.dtype], factor.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def project_queries_reference(
+    query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor
+) -> Tensor:
+    """The meaning of `project_queries` in torch."""
+    batch, _, head_dim = query.shape
+    grouped = query.view(batch, kv_heads, -1, head_dim)
+    rows = basis.view(kv_heads, head_dim, -1)
+    return torch.matmul(grouped, rows).flatten(1, 2).float().mul_(factor)
+
+
+def project_keys(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
+    """Low-rank keys, all heads of a token together; the twin of `project_keys_reference`.
+
+    Args:
+        keys: a view with the heads of a token side by side. [batch, tokens, kv_heads, head_dim]
+        basis: [kv_heads * head_dim, rank], of the keys' dtype.
+        factor: float32, on the components. [rank]
+
+    Returns:
+        float32 [batch, tokens, rank]
+    """
+    compiled = _compiled(keys, basis)
+    batch, tokens, kv_heads, head_dim = keys.shape
+    together = keys.stride(3) == 1 and keys.stride(2) == head_dim
+    if compiled is None or not together or tokens > _FEW_TOKENS:
+        return project_keys_reference(keys, basis, factor)
+    rank = basis.shape[1]
+    out = torch.empty(batch, tokens, rank)
+    for row in range(batch):
+        compiled(
+            keys[row].data_ptr(), keys.stride(1), tokens, 1, 1, kv_heads * head_dim,
+            basis.data_ptr(), rank, DTYPE_CODES[keys.dtype], factor.data_ptr(),
+            out[row].data_ptr(),
+        )  # fmt: skip
+    return out
+
+
+def project_keys_reference(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
+    """The meaning of `project_keys` in torch."""
+    return (keys.flatten(2) @ basis).float() * factor
+
+
+def store_codes(components: Tensor, codes: Tensor, bits: int, first_group: int) -> bool:
+    """Quantise components of whole groups straight into an index's codes, when there are few.
+
+    Args:
+        components: float32, in units of the quantisation step. [batch, tokens, rank]
+        codes: as in `group_products`. [batch, blocks, group_tokens, block_groups, width]
+        first_group: of the components.
+
+    Returns:
+        False when nothing was done: no compiled kernel, 16 bits, another device, many tokens.
+    """
+    compiled = kernel("store_codes")
+    batch, tokens, rank = components.shape
+    if compiled is None or bits == 16 or codes.device.type != "cpu" or tokens > _FEW_TOKENS:
+        return False
+    components = components.contiguous()
+    _, _, group_tokens, block_groups, width = codes.shape
+    for row in range(batch):
+        compiled(
+            components[row].data_ptr(), tokens, rank, bits, first_group, group_tokens,
+            block_groups, width, codes[row].data_ptr(),
+        )  # fmt: skip
+    return True
+
+
+def _compiled(x: Tensor, basis: Tensor) -> Kernel | None:
+    fits = (
+        x.device.type == "cpu"
+        and x.dtype == basis.dtype
+        and x.dtype in DTYPE_CODES
+        and basis.is_contiguous()
+        and basis.shape[1] % 16 == 0
+        and x.shape[-1] % 16 == 0
+    )
+    return kernel("low_rank") if fits else None

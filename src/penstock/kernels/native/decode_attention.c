@@ -1,0 +1,136 @@
+/* Attention of one new token over a pool of tokens. The twin of decode_attention_reference().
+ *
+ * The pool is read once, front to back, in blocks that stay in the cache between keys and values,
+ * with a running maximum per head. Without AVX-512 the caller uses torch instead. */
+
+#include "avx512.h"
+
+#ifdef PENSTOCK_X86
+
+#define BLOCK 16 /* tokens */
+
+typedef struct {
+    const char *query; /* [kv_heads][queries][head_dim] */
+    const char *tokens; /* [places][2][kv_heads][head_dim] */
+    const char *mask; /* [places], 0 or minus infinity */
+    char *out; /* like query */
+    int64_t places, kv_heads, queries, head_dim;
+    float scaling;
+} call_t;
+
+AVX512 INLINE int is_visible(const char *mask, int64_t place, int kind) {
+    if (kind == FLOAT32) return ((const uint32_t *)mask)[place] == 0;
+    return ((const uint16_t *)mask)[place] == 0;
+}
+
+/* KV heads [first, end) of one row. */
+AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int kind) {
+    const int64_t dim = call->head_dim, heads = call->kv_heads, queries = call->queries;
+    const int64_t bytes = kind == FLOAT32 ? 4 : 2, token_bytes = 2 * heads * dim * bytes;
+    const int64_t count = (end - first) * queries;
+    float sums[count * dim], largest[count], totals[count], logits[count][BLOCK];
+    memset(sums, 0, sizeof(sums));
+    for (int64_t i = 0; i < count; i++) largest[i] = -INFINITY, totals[i] = 0.0f;
+    for (int64_t place = 0; place < call->places;) {
+        const char *block[BLOCK];
+        int64_t size = 0;
+        for (; place < call->places && size < BLOCK; place++)
+            if (is_visible(call->mask, place, kind)) block[size++] = call->tokens + place * token_bytes;
+        if (size == 0) break;
+        for (int64_t head = first; head < end; head++) {
+            const int64_t row = (head - first) * queries;
+            for (int64_t t = 0; t < size; t++) {
+                const char *key = block[t] + head * dim * bytes;
+                for (int64_t q = 0; q < queries; q++) {
+                    const char *query = call->query + (head * queries + q) * dim * bytes;
+                    __m512 sum = _mm512_setzero_ps();
+                    for (int64_t i = 0; i < dim; i += 16)
+                        sum = _mm512_fmadd_ps(load(query, i, kind), load(key, i, kind), sum);
+                    logits[row + q][t] = _mm512_reduce_add_ps(sum) * call->scaling;
+                }
+            }
+            for (int64_t q = 0; q < queries; q++) {
+                const __mmask16 used = (__mmask16)((1u << size) - 1);
+                const __m512 least = _mm512_set1_ps(-INFINITY);
+                const __m512 x = _mm512_mask_loadu_ps(least, used, logits[row + q]);
+                const float before = largest[row + q], block_max = _mm512_reduce_max_ps(x);
+                const float now = block_max > before ? block_max : before;
+                const __m512 w = exp_negative_512(_mm512_sub_ps(x, _mm512_set1_ps(now)));
+                _mm512_storeu_ps(logits[row + q], w);
+                const float shrink = before == now ? 1.0f : expf(before - now);
+                totals[row + q] = totals[row + q] * shrink + _mm512_reduce_add_ps(w);
+                largest[row + q] = now;
+                if (shrink != 1.0f)
+                    for (int64_t i = 0; i < dim; i += 16) {
+                        float *sum = sums + (row + q) * dim + i;
+                        _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink)));
+                    }
+            }
+            for (int64_t i = 0; i < dim; i += 32) { /* two vectors: the values are loaded once */
+                const int64_t next = i + 16 < dim ? i + 16 : i;
+                for (int64_t q = 0; q < queries; q += 4) {
+                    const int64_t part = queries - q < 4 ? queries - q : 4;
+                    __m512 low[4], high[4];
+                    for (int64_t j = 0; j < part; j++) {
+                        low[j] = _mm512_loadu_ps(sums + (row + q + j) * dim + i);
+                        high[j] = _mm512_loadu_ps(sums + (row + q + j) * dim + next);
+                    }
+                    for (int64_t t = 0; t < size; t++) {
+                        const char *value = block[t] + (heads + head) * dim * bytes;
+                        const __m512 a = load(value, i, kind), b = load(value, next, kind);
+                        for (int64_t j = 0; j < part; j++) {
+                            const __m512 w = _mm512_set1_ps(logits[row + q + j][t]);
+                            low[j] = _mm512_fmadd_ps(w, a, low[j]);
+                            high[j] = _mm512_fmadd_ps(w, b, high[j]);
+                        }
+                    }
+                    for (int64_t j = 0; j < part; j++) {
+                        _mm512_storeu_ps(sums + (row + q + j) * dim + i, low[j]);
+                        if (next != i) _mm512_storeu_ps(sums + (row + q + j) * dim + next, high[j]);
+                    }
+                }
+            }
+        }
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const __m512 inverse = _mm512_set1_ps(totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f);
+        for (int64_t d = 0; d < dim; d += 16)
+            store(call->out + (first * queries + i) * dim * bytes, d,
+                  _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + d), inverse), kind);
+    }
+}
+
+AVX512 static void attend_float32(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT32); }
+AVX512 static void attend_bfloat16(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, BFLOAT16); }
+AVX512 static void attend_float16(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT16); }
+
+#endif
+
+/* Attention of every row's new token.
+ *
+ * query, out: [batch][kv_heads][queries][head_dim], of `kind` (0 float32, 1 bfloat16, 2 float16)
+ * tokens: [batch][places][2][kv_heads][head_dim]; mask: [batch][places]
+ * head_dim divides by 16; parts: tasks that a row's heads are cut into */
+PENSTOCK_EXPORT void penstock_decode_attention(const char *query, const char *tokens,
+                                               const char *mask, char *out, int64_t batch,
+                                               int64_t places, int64_t kv_heads, int64_t queries,
+                                               int64_t head_dim, int64_t kind, float scaling,
+                                               int64_t parts) {
+#ifdef PENSTOCK_X86
+    const int64_t bytes = kind == FLOAT32 ? 4 : 2, width = kv_heads * head_dim * bytes;
+#pragma omp parallel for schedule(static) if (batch * parts > 1)
+    for (int64_t task = 0; task < batch * parts; task++) {
+        const int64_t row = task / parts, part = task % parts;
+        const call_t call = {query + row * queries * width, tokens + row * places * 2 * width,
+                             mask + row * places * bytes, out + row * queries * width,
+                             places, kv_heads, queries, head_dim, scaling};
+        const int64_t first = kv_heads * part / parts, end = kv_heads * (part + 1) / parts;
+        if (kind == FLOAT32) attend_float32(&call, first, end);
+        else if (kind == BFLOAT16) attend_bfloat16(&call, first, end);
+        else attend_float16(&call, first, end);
+    }
+#else
+    (void)query, (void)tokens, (void)mask, (void)out, (void)batch, (void)places, (void)kv_heads;
+    (void)queries, (void)head_dim, (void)kind, (void)scaling, (void)parts;
+#endif
+}

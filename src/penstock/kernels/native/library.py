@@ -1,0 +1,91 @@
+"""The compiled CPU kernels, when they were built on installation; every one has a torch twin."""
+
+import ctypes
+import functools
+import hashlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # hatch_build.py uses this file where nothing is installed
+    from numpy.typing import NDArray
+
+_FOLDER = Path(__file__).parent
+_ADDRESS, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
+    "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
+    "top_units": (_ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
+    "plan_fifo_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *9 * (_ADDRESS,)),
+    "store_codes": (_ADDRESS, *7 * (_COUNT,), _ADDRESS),
+    "coalesce": (*2 * (_ADDRESS,), *2 * (_COUNT,), *4 * (_ADDRESS,)),
+    "check_events": (_ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "rms_norm": (*2 * (_ADDRESS,), _FACTOR, *3 * (_COUNT,), _ADDRESS),
+    "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
+    "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
+})  # fmt: skip
+
+_VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "decode_attention"})
+"""Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
+
+Kernel = Callable[..., None]
+
+
+def address(array: "NDArray[Any]") -> int:
+    """Of an array's first byte (several times cheaper than `array.ctypes.data`)."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+def library_name() -> str:
+    """File name of the library on this system."""
+    return {"win32": "kernels.dll", "darwin": "kernels.dylib"}.get(sys.platform, "kernels.so")
+
+
+def source_digest(folder: Path = _FOLDER) -> str:
+    """Digest of the C sources; the library carries that of the sources it was made from."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.h"), *folder.glob("*.c")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def kernel(name: str) -> Kernel | None:
+    """One compiled kernel, taking addresses and numbers; None where there is no library."""
+    library = _load(_FOLDER / library_name())
+    if library is None or (name in _VECTORS and not _has_vectors(library)):
+        return None
+    found = library[f"penstock_{name}"]
+    found.argtypes, found.restype = list(_SIGNATURES[name]), None
+    return found
+
+
+def _has_vectors(library: "ctypes.CDLL") -> bool:
+    asked = library["penstock_has_vectors"]
+    asked.restype = ctypes.c_int64
+    return bool(asked())
+
+
+@functools.cache
+def _load(path: Path) -> "ctypes.CDLL | None":
+    if not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        carried = ctypes.c_char_p.in_dll(library, "penstock_source_digest").value
+    except (OSError, ValueError, TypeError) as error:
+        warnings.warn(f"the compiled kernels cannot be used: {error}", stacklevel=2)
+        return None
+    if carried is None or carried.decode() != source_digest():
+        warnings.warn(
+            "the compiled kernels are older than their sources and are not used; install again, "
+            "or run `python hatch_build.py`",
+            stacklevel=2,
+        )
+        return None
+    return library

@@ -1,0 +1,111 @@
+"""BaselinePolicy: what the compared methods share. Source: KVSwap (arXiv 2511.11907), 4.2 and 4.3."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.core.errors import ConfigError
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.policies.base import SelectionPolicy, ceil_div
+from penstock.policies.sizing import largest_plan, make_plan, resident_plan
+
+SELECTED_TOKENS = 400
+"""Tokens that a step selects: the same for every method (KVSwap, section 6 and Tab. 1)."""
+
+
+class IndexSize(NamedTuple):
+    """Fast memory of one layer's index, all rows."""
+
+    held_bytes: int
+    scratch_bytes: int
+    """Temporaries of one call; the layers share them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinePolicy(SelectionPolicy):
+    """A retrieval method of another paper, on this engine and under the same budget.
+
+    Under setting A of KVSwap (section 4.3) every method gets the same memory and gives up of its
+    own parameters what it must: subclasses list their variants from the best to the smallest in
+    `index_sizes`, and the first one that leaves room for a selection is taken. Whatever memory is
+    left stays unused, unless `reuse_tokens` asks for more slots.
+    """
+
+    group_tokens: int = 1
+    """Tokens of a unit."""
+    selected_tokens: int | None = None
+    """Tokens attended to beside sinks and window; None: 400, or all when memory is not limited."""
+    reuse_tokens: int | None = None
+    """Tokens that stay in slots from step to step, at least one selection; 0: nothing is reused and
+    two buffers serve all layers in turn; None: one selection."""
+    window_tokens: int = 64
+    """Newest tokens that are always attended to, beyond the unfinished unit."""
+    sink_tokens: int = 4
+    """First tokens of the sequence that are always attended to."""
+
+    def __post_init__(self) -> None:
+        if self.group_tokens < 1:
+            raise ConfigError(f"group_tokens={self.group_tokens} must be at least 1")
+        if self.selected_tokens is not None and self.selected_tokens < self.group_tokens:
+            raise ConfigError(
+                f"selected_tokens={self.selected_tokens} is less than one unit of "
+                f"{self.group_tokens} tokens"
+            )
+        if self.window_tokens < 0 or self.sink_tokens < 0:
+            raise ConfigError("window_tokens and sink_tokens must not be negative")
+
+    @abstractmethod
+    def index_sizes(self, request: SizingRequest) -> "list[tuple[SelectionPolicy, IndexSize]]":
+        """This policy with its open choices made, best first, and what each one's index takes."""
+
+    def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
+        """See `SelectionPolicy.plan`; smaller selections are tried when the smallest index is too
+        large beside a full one."""
+        if self.selected_tokens is None and not request.must_tier and not self.drops:
+            everything = resident_plan(request)
+            if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
+                return self, everything
+        smallest: list[int] = []
+        sizes = self.index_sizes(request)
+        for selected in self._selections(request):
+            for shared in (False, True) if self.reuse_tokens != 0 else (True,):
+                for policy, size in sizes:
+                    plan = self._build(request, size, selected, selected, shared=shared)
+                    if request.limit_bytes is None or plan.total_bytes <= request.limit_bytes:
+                        return policy, self._grow(request, size, selected, shared=shared)
+                    smallest.append(plan.total_bytes)
+        request.require(min(smallest), self.name)
+        raise AssertionError("require() refuses a budget below the least")
+
+    def _selections(self, request: SizingRequest) -> list[int]:
+        """Units of a selection, most first."""
+        most = ceil_div(request.max_tokens, self.group_tokens)
+        if self.selected_tokens is not None:
+            return [min(most, self.selected_tokens // self.group_tokens)]
+        if request.limit_bytes is None:
+            return [most]
+        tokens = (SELECTED_TOKENS, 256, 128)
+        return [min(most, max(1, count // self.group_tokens)) for count in tokens]
+
+    def _grow(
+        self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
+    ) -> SlotPlan:
+        most = selected
+        if not shared and self.reuse_tokens is not None:
+            most = max(selected, self.reuse_tokens // self.group_tokens)
+        return largest_plan(
+            request, lambda slots: self._build(request, size, selected, slots, shared=shared),
+            selected, min(most, ceil_div(request.max_tokens, self.group_tokens)),
+        )  # fmt: skip
+
+    def _build(
+        self, request: SizingRequest, size: IndexSize, selected: int, num_slots: int, *,
+        shared: bool,
+    ) -> SlotPlan:  # fmt: skip
+        return make_plan(
+            request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
+            selected_groups=selected, sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
+            ring_slots=ceil_div(self.window_tokens, self.group_tokens) + 1, shared_pools=shared,
+            compact=False, index_bytes=request.shape.num_layers * size.held_bytes,
+            scratch_bytes=size.scratch_bytes + 4 * request.batch * request.max_tokens,
+        )  # fmt: skip

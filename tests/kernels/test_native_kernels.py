@@ -1,0 +1,260 @@
+"""Every compiled kernel means what its plain twin means."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.selection import Selection
+from penstock.kernels import decode_attention as attention
+from penstock.kernels import group_scores as scores
+from penstock.kernels import low_rank, query_steps
+from penstock.kernels import top_units as top
+from penstock.kernels.native import library
+from penstock.runtime import fetch_plan
+from penstock.storage import coalesce as coalescing
+from penstock.storage import native_aio
+from penstock.tiers.replacement.fifo import FIFO
+from penstock.tiers.slot_table import SlotTable
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs = pytest.mark.skipif(library.kernel("top_units") is None, reason="kernels were not compiled")
+vectors = pytest.mark.skipif(library.kernel("rms_norm") is None, reason="no AVX-512 here")
+
+
+def random_codes(batch: int, blocks: int, group: int, groups: int, rank: int, bits: int) -> Any:
+    size = (batch, blocks, group, groups, rank if bits == 8 else rank // 2)
+    if bits == 8:
+        return torch.randint(-127, 128, size, dtype=torch.int8)
+    return torch.randint(0, 256, size, dtype=torch.uint8)
+
+
+@needs
+@pytest.mark.parametrize("num_groups", [1, 5, 63, 64, 3000])
+@pytest.mark.parametrize("heads", [1, 8, 16, 40])
+@pytest.mark.parametrize(("bits", "rank"), [(8, 4), (8, 48), (4, 8), (4, 40)])
+def test_group_scores(bits: int, rank: int, heads: int, num_groups: int) -> None:
+    torch.manual_seed(heads)
+    codes = random_codes(2, -(-num_groups // 64), 4, 64, rank, bits)
+    queries = torch.randn(2, heads, rank) * 4 / codes.float().std() / rank**0.5
+    assert scores.is_compiled(codes, bits)
+    fast = scores.group_scores(codes, queries, bits, num_groups)
+    slow = scores.group_scores_reference(codes, queries, bits, num_groups)
+    assert fast.shape == slow.shape == (2, num_groups)
+    torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(fast.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
+
+
+@needs
+def test_group_scores_survive_extremes() -> None:
+    codes = random_codes(1, 2, 2, 64, 8, 8)
+    queries = torch.tensor([[[1e4] * 8, [0.0] * 8]])
+    fast = scores.group_scores(codes, queries, 8, 100)
+    assert fast.isfinite().all()
+    assert torch.allclose(fast.sum(), torch.tensor(2.0))
+
+
+@needs
+@given(
+    st.lists(st.sampled_from([-1.5, -0.0, 0.0, 0.25, 0.25001, 7.0, 1e30]), min_size=1, max_size=80),
+    st.integers(0, 5),
+    st.integers(1, 90),
+)
+def test_top_units(values: list[float], first: int, wanted: int) -> None:
+    given_scores = torch.tensor([values, values[::-1]])
+    fast = top.top_units(given_scores, first, wanted)
+    slow = top.top_units_reference(given_scores, first, wanted)
+    assert fast.shape == slow.shape
+    assert (np.diff(fast, axis=1) > 0).all()
+    assert (fast >= first).all()
+    for row, (a, b) in enumerate(zip(fast, slow, strict=True)):
+        assert sorted(given_scores[row, a].tolist()) == sorted(given_scores[row, b].tolist())
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "dim", "places"),
+    [(1, 4, 4, 16, 1), (2, 6, 2, 48, 33), (3, 16, 2, 128, 100), (1, 9, 1, 64, 470)],
+)
+def test_decode_attention(
+    batch: int, heads: int, kv_heads: int, dim: int, places: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(places)
+    tokens = torch.randn(batch, places, 2, kv_heads, dim).to(dtype)
+    query = torch.randn(batch, heads, 1, dim).to(dtype) * 3
+    mask = torch.zeros(batch, places, dtype=dtype)
+    mask[:, 1::3] = float("-inf")
+    tokens[:, 1::3] = float("nan")  # hidden places may hold anything
+    assert library.kernel("decode_attention") is not None
+    fast = attention.decode_attention(query, tokens, mask, dim**-0.5)
+    wide = tokens.float().nan_to_num(0.0)
+    slow = attention.decode_attention_reference(query.float(), wide, mask.float(), dim**-0.5)
+    assert fast.dtype == dtype
+    precision = 1e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(fast.float(), slow, rtol=precision, atol=precision)
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_query_steps(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 64).to(dtype), torch.randn(64).to(dtype)
+    precision: dict[str, Any] = {}
+    if dtype != torch.float32:
+        precision = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(
+        query_steps.rms_norm(x, weight, 1e-6), query_steps.rms_norm_reference(x, weight, 1e-6),
+        **precision,
+    )  # fmt: skip
+    cos, sin = torch.randn(2, 2, 64).to(dtype)
+    for norm in (None, weight):
+        torch.testing.assert_close(
+            query_steps.turn_query(x, cos, sin, norm, 1e-6),
+            query_steps.turn_query_reference(x, cos, sin, norm, 1e-6),
+            **precision,
+        )
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [16, 48, 80])
+def test_low_rank_products(rank: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rank)
+    basis, factor = torch.randn(2 * 32, rank).to(dtype), torch.rand(rank)
+    query = torch.randn(3, 6, 32).to(dtype)
+    pool = torch.randn(3, 8, 2, 2, 32).to(dtype)
+    exact = dtype == torch.float32
+    precision: dict[str, Any] = (
+        {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 2e-2, "atol": 0.2}
+    )
+    torch.testing.assert_close(
+        low_rank.project_queries(query, basis, 2, factor),
+        low_rank.project_queries_reference(query, basis, 2, factor), **precision,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        low_rank.project_keys(pool[:, :, 0], basis, factor),
+        low_rank.project_keys_reference(pool[:, :, 0], basis, factor), **precision,
+    )  # fmt: skip
+
+
+@needs
+@given(st.data())
+def test_fetch_plans(data: st.DataObject) -> None:
+    """The compiled clock and the numpy one, step after step on tables of their own."""
+    batch, slots, width, units = 2, 5, 3, 9
+    tables = [SlotTable(batch, slots, units) for _ in range(2)]
+    clocks: list[FIFO] = [FIFO(batch, slots), _PlainFIFO(batch, slots)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        rows = [sorted(data.draw(st.permutations(range(units)))[:width]) for _ in range(batch)]
+        valid = np.array(data.draw(st.lists(st.booleans(), min_size=6, max_size=6))).reshape(2, 3)
+        selection = Selection(np.array(rows), data.draw(st.sampled_from([None, valid])))
+        fast, slow = (
+            fetch_plan.plan_fetch(selection, table, clock)
+            for table, clock in zip(tables, clocks, strict=True)
+        )
+        for name in ("rows", "units", "slots", "selected_slots"):
+            assert getattr(fast, name).tolist() == getattr(slow, name).tolist(), name
+        assert (fast.num_wanted, fast.num_hit) == (slow.num_wanted, slow.num_hit)
+        assert (tables[0].unit_in == tables[1].unit_in).all()
+        tables[0].check_integrity()
+
+
+class _PlainFIFO(FIFO):
+    """Not a FIFO to `plan_fetch`, which knows that class alone."""
+
+
+@needs
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40), st.integers(1, 5))
+def test_coalescing(pairs: list[tuple[int, int]], most: int) -> None:
+    units, rows = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True)) if pairs \
+        else (np.empty(0, dtype=np.int64),) * 2  # fmt: skip
+    fast, slow = (
+        way(units, rows, most) for way in (coalescing.coalesce, coalescing.coalesce_plainly)
+    )
+    for a, b in zip(fast, slow, strict=True):
+        assert a.tolist() == b.tolist()
+
+
+def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every caller has a plain way, which is what runs where nothing was compiled."""
+    none: Callable[[str], None] = lambda name: None  # noqa: E731
+    for module in (attention, scores, low_rank, query_steps, top, fetch_plan, coalescing):
+        monkeypatch.setattr(module, "kernel", none)
+    test_results = (
+        top.top_units(torch.tensor([[3.0, 1.0, 2.0]]), 0, 2).tolist(),
+        coalescing.coalesce(np.array([4, 5]), np.array([0, 1]), 8).num_units.tolist(),
+        query_steps.rms_norm(torch.ones(1, 16), torch.ones(16), 0.0).sum().item(),
+        scores.is_compiled(random_codes(1, 1, 2, 4, 8, 8), 8),
+        low_rank.store_codes(torch.ones(1, 2, 8), random_codes(1, 1, 2, 4, 8, 8), 8, 0),
+    )
+    assert test_results == ([[0, 2]], [2], 16.0, False, False)
+
+
+@needs
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_stored_as_by_torch(bits: int) -> None:
+    from penstock.core.shape import KVShape
+    from penstock.indexes.adapter import fit_layer
+    from penstock.indexes.low_rank import LowRankIndex
+
+    torch.manual_seed(bits)
+    shape = KVShape(
+        num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
+    )
+    keys = torch.randn(2, 8, 2, 16)
+    adapter = fit_layer(torch.randn(300, 32), 16)
+    made = []
+    for few in (64, 0):
+        index = LowRankIndex(
+            shape, batch=2, max_groups=600, group_tokens=4, rank=16, bits=bits, scaling=0.25,
+            head_reduction="softmax", adapter=adapter, device=torch.device("cpu"),
+        )  # fmt: skip
+        before, low_rank._FEW_TOKENS = low_rank._FEW_TOKENS, few
+        try:
+            index.append(keys, 255 * 4)  # across two blocks
+        finally:
+            low_rank._FEW_TOKENS = before
+        made.append(index._codes)
+    touched = [codes.flatten(1, 3)[codes.flatten(1, 3) != 0].numel() for codes in made]
+    assert touched[0] == touched[1] > 0
+    off = (made[0].int() - made[1].int()).abs()
+    assert (off > 0).float().sum() <= 0.01 * touched[0], "a rounding apart at most, and rarely"
+
+
+@needs
+def test_events_are_told_apart() -> None:
+    queue_like: Any = type("Q", (), {})()
+    queue_like._events = np.array(
+        [[7 << 32 | 0, 0, 512, 0], [8 << 32 | 0, 0, 100, 0], [7 << 32 | 1, 0, -5, 0]]
+    )
+    iocbs = np.zeros((2, 8), dtype=np.int64)
+    iocbs[:, native_aio._LENGTH] = 512
+    check = library.kernel("check_events")
+    assert check is not None
+    for number, expected in ((7, (2, 2)), (8, (1, 1)), (9, (0, -1))):
+        ticket: Any = type("T", (), {"number": number, "iocbs": iocbs})()
+        assert native_aio.AioQueue._check_plainly(queue_like, ticket, 3) == expected
+        found = np.empty(2, dtype=np.int64)
+        check(
+            library.address(queue_like._events), 3, number, library.address(iocbs),
+            library.address(found),
+        )  # fmt: skip
+        assert found.tolist() == list(expected)
+
+
+def test_stale_libraries_are_not_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library._FOLDER / library.library_name()
+    if not found.exists():
+        pytest.skip("kernels were not compiled")
+    monkeypatch.setattr(library, "source_digest", lambda: "another")
+    with pytest.warns(UserWarning, match="older than their sources"):
+        assert library._load.__wrapped__(found) is None
+    broken = tmp_path / found.name
+    broken.write_bytes(b"no library")
+    with pytest.warns(UserWarning, match="cannot be used"):
+        assert library._load.__wrapped__(broken) is None
