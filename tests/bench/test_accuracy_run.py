@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from penstock.bench import accuracy
 from penstock.bench.accuracy_cells import Cell, accuracy_table, not_run, summarise
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
 from penstock.bench.answers import SharedPrefill, answer, ask
-from penstock.bench.tasks import Words
+from penstock.bench.tasks import GeneratedTasks, Sample
 from penstock.core.errors import ConfigError
 from penstock.models.loader import LoadedModel, load
 from penstock.policies import FlexGen, Full, KVSwap
@@ -18,6 +19,13 @@ from penstock.policies import FlexGen, Full, KVSwap
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return load(dtype="float32")
+
+
+def draw_samples(
+    loaded: LoadedModel, task: str, first: int, count: int, *, tokens: int, seed: int
+) -> list[Sample]:
+    assert loaded.tokenizer is not None
+    return GeneratedTasks(loaded.tokenizer).draw(task, first, count, tokens=tokens, seed=seed)
 
 
 def test_settings() -> None:
@@ -50,11 +58,9 @@ def test_bad_settings(text: str, message: str) -> None:
 
 
 def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
-    assert loaded.tokenizer is not None
-    words = Words.of(loaded.tokenizer)
     samples = [
-        *accuracy.draw_samples("multi_query", 0, 1, tokens=420, words=words, seed=1),
-        *accuracy.draw_samples("single_essay", 0, 1, tokens=350, words=words, seed=1),
+        *draw_samples(loaded, "multi_query", 0, 1, tokens=420, seed=1),
+        *draw_samples(loaded, "single_essay", 0, 1, tokens=350, seed=1),
     ]  # of different lengths: one is padded
     question = ask(loaded, samples)
     assert int(question.batch.attention_mask.sum()) < question.batch.attention_mask.numel()
@@ -87,6 +93,49 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not run: kvswap@1/999, single_essay, multi_value: 0 of 3 samples" in printed
 
 
+def test_an_interrupted_run_is_taken_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "half.json"
+    arguments = [
+        "--tokens=300", "--samples=3", "--batch=1", "--tasks=single_essay", "--store=memory",
+        "--settings=full,kvswap@1/2", f"--out={out}",
+    ]  # fmt: skip
+    real, calls = answer, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(accuracy, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.run(arguments)
+    half = json.loads(out.read_text())["figures"]["cells"]
+    assert [len(cell["scores"]) for cell in half] == [2, 1]
+    calls = 10
+    accuracy.run([*arguments, "--resume"])
+    assert calls == 13, "what was answered is not asked again"
+    whole = json.loads(out.read_text())["figures"]["cells"]
+    assert [len(cell["scores"]) for cell in whole] == [3, 3]
+    assert "100%" not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="cannot resume"):
+        accuracy.run([*arguments, "--resume", "--seed=1"])
+
+
+def test_files_are_tasks_too(tmp_path: Path) -> None:
+    data = tmp_path / "own.jsonl"
+    sample = draw_samples(load(), "single_essay", 0, 1, tokens=300, seed=3)[0]
+    record = {"context": sample.prompt, "question": "", "answers": [sample.answer]}
+    data.write_text(json.dumps(record) + "\n")
+    result = accuracy.run(
+        [f"--data={data}", "--samples=5", "--tokens=400", "--settings=full", "--store=memory"]
+    )
+    assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
+
+
 def test_the_time_limit_says_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--tokens=300", "--samples=1", "--tasks=single_essay", "--settings=full", "--minutes=-1",
@@ -97,10 +146,8 @@ def test_the_time_limit_says_what_was_not_run(capsys: pytest.CaptureFixture[str]
 
 
 def test_samples_do_not_depend_on_the_batches(loaded: LoadedModel) -> None:
-    assert loaded.tokenizer is not None
-    words = Words.of(loaded.tokenizer)
-    both = accuracy.draw_samples("single_essay", 0, 2, tokens=300, words=words, seed=7)
-    last = accuracy.draw_samples("single_essay", 1, 1, tokens=300, words=words, seed=7)
+    both = draw_samples(loaded, "single_essay", 0, 2, tokens=300, seed=7)
+    last = draw_samples(loaded, "single_essay", 1, 1, tokens=300, seed=7)
     assert both[1:] == last
     assert both[0] != both[1]
 
@@ -121,5 +168,8 @@ def test_losses_are_means_over_tasks_of_paired_samples() -> None:
     assert ours.loss == pytest.approx(12.5)
     assert ours.mean == pytest.approx((0.75 + 0.5) / 2)
     assert ours.loss_error == pytest.approx(100 * (0.25 / 4) ** 0.5 / 2)
-    assert "12.5 +-12.5" in accuracy_table(cells)
+    assert ours.loss_low is not None
+    assert ours.loss_high is not None
+    assert ours.loss_low <= 12.5 <= ours.loss_high
+    assert "12.5 [0.0, " in accuracy_table(cells)
     assert not_run(cells, 4)[0]["samples"] == 2

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.answers import Answers, Question
-from penstock.bench.tasks import score, score_any_order
+from penstock.bench.intervals import paired_bootstrap
+from penstock.bench.tasks import judge, score_any_order
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import format_bytes
 
@@ -21,7 +22,8 @@ class Cell:
     task: str
     setting: str
     scores: list[float] = field(default_factory=list)
-    """1 for an exact match, in the order of the samples, which is the same for every setting."""
+    """0 to 1 by the task's own measure (exact match for the recall tasks), in the order of the
+    samples, which is the same for every setting."""
     any_order: list[float] = field(default_factory=list)
     """Share of the values that the answer names."""
     seconds: float = 0.0
@@ -38,7 +40,7 @@ class Cell:
     def add(self, question: Question, answers: Answers) -> None:
         """Count a batch."""
         for sample, text in zip(question.samples, answers.texts, strict=True):
-            self.scores.append(score(sample, text))
+            self.scores.append(judge(sample, text))
             self.any_order.append(score_any_order(sample, text))
         self.seconds += answers.seconds
         self.tokens += answers.tokens
@@ -61,6 +63,9 @@ class Summary:
     """Points lost to full attention, the mean over tasks; None without a reference."""
     loss_error: float | None
     """Standard error of the loss: samples are paired."""
+    loss_low: float | None
+    """Lower end of the loss's 95 % interval, by a paired bootstrap within tasks."""
+    loss_high: float | None
     tasks: int
     hit_rate: float | None
     read_bytes_per_token: float | None
@@ -77,21 +82,25 @@ def summarise(cells: Sequence[Cell]) -> list[Summary]:
     for setting in dict.fromkeys(cell.setting for cell in cells):
         mine = [cell for cell in cells if cell.setting == setting]
         done = [cell for cell in mine if cell.scores]
-        losses, variances = [], []
+        losses, variances, pairs = [], [], []
         for cell in done:
             if cell.task in reference:
-                both = zip(reference[cell.task].scores, cell.scores, strict=False)
-                lost = np.array([full - ours for full, ours in both])
+                count = min(len(reference[cell.task].scores), len(cell.scores))
+                pairs.append((reference[cell.task].scores[:count], cell.scores[:count]))
+                lost = np.subtract(*pairs[-1])
                 losses.append(float(lost.mean()))
                 variances.append(float(lost.var(ddof=1)) / len(lost) if len(lost) > 1 else 0.0)
         wanted, tokens = sum(c.units_wanted for c in done), sum(c.tokens for c in done)
         largest = max(done, key=lambda cell: cell.ledger_bytes, default=None)
+        interval = paired_bootstrap(*pairs, resamples=2000) if pairs else None
         error = float(np.sqrt(sum(variances))) / len(losses) if losses else None
         summary = Summary(
             setting=setting, tasks=len(done),
             mean=float(np.mean([np.mean(c.scores) for c in done])) if done else None,
             loss=100 * float(np.mean(losses)) if losses else None,
             loss_error=100 * error if error is not None else None,
+            loss_low=None if interval is None else 100 * interval.low,
+            loss_high=None if interval is None else 100 * interval.high,
             hit_rate=sum(c.units_hit for c in done) / wanted if wanted else None,
             read_bytes_per_token=sum(c.read_bytes for c in done) / tokens if tokens else None,
             ledger_bytes=largest.ledger_bytes if largest else 0,
@@ -104,7 +113,7 @@ def summarise(cells: Sequence[Cell]) -> list[Summary]:
 
 
 def accuracy_table(cells: Sequence[Cell]) -> str:
-    """Exact match in per cent: settings down, tasks across."""
+    """Scores in per cent: settings down, tasks across."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     at = {(cell.setting, cell.task): cell for cell in cells}
     rows: list[list[str]] = []
@@ -117,7 +126,7 @@ def accuracy_table(cells: Sequence[Cell]) -> str:
             scores = at[summary.setting, task].scores
             row.append(f"{100 * float(np.mean(scores)):.0f}" if scores else "")
         rows.append([*row, *_summary_cells(summary)])
-    header = ["exact match, %", *tasks, "mean", "loss", "memory", "hits", "KB/token", "s"]
+    header = ["score, %", *tasks, "mean", "loss", "memory", "hits", "KB/token", "s"]
     return format_table(header, rows)
 
 
@@ -127,7 +136,7 @@ def _summary_cells(summary: Summary) -> list[str]:
 
     loss = show(summary.loss, ".1f")
     if summary.loss_error:
-        loss += f" +-{summary.loss_error:.1f}"
+        loss += f" [{show(summary.loss_low, '.1f')}, {show(summary.loss_high, '.1f')}]"
     return [
         show(summary.mean, ".1f", 100), loss, format_bytes(summary.ledger_bytes),
         show(summary.hit_rate, ".0%"), show(summary.read_bytes_per_token, ".0f", 1e-3),

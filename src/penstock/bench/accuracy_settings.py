@@ -26,6 +26,18 @@ ABLATIONS = (
 )
 """KVSwap's section 6 and our own choices, one change at a time; G = 4 and MG = 400 are the base."""
 
+_UNLIMITED = frozenset({"full", "flexgen"})
+PAPER_SUITE = (
+    "full",
+    *(
+        f"{name}@{budget}"
+        for budget in ("1/13", "1/34")
+        for name in POLICIES
+        if name not in _UNLIMITED
+    ),
+)
+"""Every method at KVSwap's two budgets (setting A of section 4.3), full attention first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

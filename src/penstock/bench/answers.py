@@ -15,9 +15,9 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.plain_model import plain_cache, tokens_of
 
-EXACT_TAIL = 2
-"""Prompt tokens that `generate` still prefills itself. Two, because one alone would be a decode
-step over a selection, while every policy attends to the whole prompt in prefill."""
+EXACT_TAIL = 33
+"""Prompt tokens that `generate` still prefills itself, exactly. Some methods look at the prompt's
+last 32 queries; and one alone would be a decode step over a selection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class SharedPrefill:
         """Prefill all but the last `EXACT_TAIL` tokens, `chunk` tokens at a time."""
         device = model.get_input_embeddings().weight.device
         batch = question.batch
-        self._end = batch.padded_tokens - EXACT_TAIL
+        shortest = min(len(ids) for ids in batch.token_ids)
+        self._end = batch.padded_tokens - min(EXACT_TAIL, max(2, shortest - 2))
         ids = batch.input_ids[:, : self._end].to(device)
         mask = batch.attention_mask[:, : self._end].to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
@@ -97,7 +98,7 @@ def ask(loaded: LoadedModel, samples: Sequence[Sample]) -> Question:
     pad = loaded.tokenizer.pad_token_id
     pad_token_id = 0 if pad is None else int(pad)
     batch = make_batch(
-        loaded, [sample.prompt for sample in samples], new_tokens=new_tokens,
+        loaded, [sample.token_ids or sample.prompt for sample in samples], new_tokens=new_tokens,
         pad_token_id=pad_token_id,
     )  # fmt: skip
     return Question(

@@ -1,4 +1,4 @@
-"""`python -m penstock.bench.plots`: figures, drawn from result files and nothing else."""
+"""`penstock bench report`: figures, drawn from result files and nothing else."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from penstock.bench.method_plots import compares_methods, draw_methods
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PenstockError
 
@@ -230,12 +231,18 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
             result = Result.load(path)
             if _is_ablation(result):
                 continue
+            name = path.stem
             if result.kind == "throughput":
-                save(draw_throughput(result), path.stem, folder)
+                save(draw_throughput(result), name, folder)
+            elif result.kind != "accuracy":
+                continue  # a table in a README says it better
+            elif compares_methods(result):
+                save(draw_methods(result), name, folder)
             else:
-                save(draw_tasks(result), f"{path.stem}-tasks", folder)
+                name = f"{name}-tasks"
+                save(draw_tasks(result), name, folder)
                 accuracy.append(result)
-            names.append(path.stem if result.kind == "throughput" else f"{path.stem}-tasks")
+            names.append(name)
         accuracy = [result for result in accuracy if _budget_points(result)]
         if accuracy:
             save(draw_accuracy(accuracy), "accuracy-by-budget", folder)
@@ -243,18 +250,29 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
     return names
 
 
-def main() -> None:
-    """Draw; bad input is one line and a non-zero exit."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.bench.plots", description=__doc__)
+def run(arguments: Sequence[str]) -> list[str]:
+    """Draw what the command line asks for; returns the figures' names.
+
+    Raises:
+        ConfigError: no result, or one that cannot be drawn.
+    """
+    parser = argparse.ArgumentParser(prog="penstock bench report", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help=f"default: {RESULTS}/*.json")
     parser.add_argument("--folder", type=Path, default=FIGURES)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    paths = args.files or sorted(RESULTS.glob("*.json"))
+    if not paths:
+        raise ConfigError(f"there is no result in {RESULTS}; run a benchmark with --out first")
+    names = draw_all(paths, args.folder)
+    for name in names:
+        print(f"{args.folder / name}.svg and .png")
+    return names
+
+
+def main() -> None:
+    """Draw; bad input is one line and a non-zero exit."""
     try:
-        paths = args.files or sorted(RESULTS.glob("*.json"))
-        if not paths:
-            raise ConfigError(f"there is no result in {RESULTS}; run a benchmark with --out first")
-        for name in draw_all(paths, args.folder):
-            print(f"{args.folder / name}.svg and .png")
+        run(sys.argv[1:])
     except PenstockError as error:
         sys.exit(f"error: {error}")
 

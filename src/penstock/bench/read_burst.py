@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.devices.measure import measure_reads
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.file import Ticket
-from penstock.storage.measured_directory import measure_directory
+from penstock.storage.file import Int64Array, KVFile, Ticket
 
 MAX_BATCHES = 400
+ROUNDS = 2
+"""Replays, each between two measurements of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Burst:
     bandwidth: float
     """Bytes per second of the policy's batches: the median over batches."""
     device_bandwidth: float
-    """What `penstock devices` measures for batches of `depth` reads of `request_bytes`."""
+    """The same of `depth` random reads of `request_bytes` each, as `penstock devices` has them."""
 
     @property
     def share(self) -> float:
@@ -76,16 +78,12 @@ class FetchRecorder:
         self._regions = []
 
 
-def measure_burst(
-    cache: TieredCache, recorder: FetchRecorder, place: str, *, file_bytes: int, seed: int = 0
-) -> Burst | None:
-    """Replay the recorded batches, the device's own measurement before and after.
+def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0) -> Burst | None:
+    """Replay the recorded batches, in turn with the measurement of `penstock devices`.
 
-    Each batch keeps its pattern but is moved by a random distance, so that neither the disk nor a
-    cache below it has just read the same places.
-
-    Args:
-        file_bytes: of the file that the device's own measurement reads from.
+    Both read the store's own files: on a virtual disk another file may be in the host's cache, or
+    not, and differ by a factor of two. Each batch keeps its pattern but is moved by a random
+    distance, so that neither the disk nor a cache below it has just read the same places.
 
     Returns:
         None when nothing was recorded.
@@ -118,15 +116,27 @@ def measure_burst(
     counts.clear()
     speeds.clear()
     cell = (units_per_read * store.row_bytes, depth)
-    device = []
-    for _ in range(2):
-        measured = measure_directory(
-            place, file_bytes=file_bytes, cells=[cell], seconds_per_cell=0.5
-        )
-        device.append(measured.cells[0].bandwidth)
-        if len(device) == 1:
+    device: list[float] = []
+    layers = sorted({batch.layer for batch in batches})
+    for number in range(2 * ROUNDS):
+        if number % 2:
             replay()
+        device.extend(
+            _device_bandwidth(store.region(layer).file, end * store.row_bytes, cell)
+            for layer in layers
+        )
     return Burst(
         request_bytes=cell[0], depth=depth, batches=len(batches),
-        bandwidth=float(np.median(speeds)), device_bandwidth=float(np.mean(device)),
+        bandwidth=float(np.median(speeds)), device_bandwidth=float(np.median(device)),
     )  # fmt: skip
+
+
+def _device_bandwidth(file: KVFile, file_bytes: int, cell: tuple[int, int]) -> float:
+    buffer = AlignedBuffer(1, cell[0] * cell[1])
+
+    def read_batch(offsets: Int64Array, lengths: Int64Array) -> None:
+        addresses = buffer.address + np.cumsum(lengths) - lengths
+        file.submit_reads(offsets, lengths, addresses, buffer.array).wait()
+
+    (measured,) = measure_reads(read_batch, file_bytes, [cell], seconds_per_cell=0.05)
+    return measured.bandwidth

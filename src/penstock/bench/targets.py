@@ -8,8 +8,10 @@ import numpy as np
 from penstock.bench.throughput_rows import (
     FLEXGEN,
     FLOORS,
+    GROUPS_OF_8,
     KVSWAP,
     OVERLAP,
+    OVERLAP_OF_8,
     RESIDENT,
     STATIC,
 )
@@ -63,7 +65,7 @@ def judge(results: Sequence[RowResult]) -> list[Target]:
     found = []
     for batch in sorted({result.batch for result in results}):
         rows = [r for r in results if r.batch == batch and r.rounds_ms]
-        for name in (KVSWAP, OVERLAP):
+        for name in (KVSWAP, OVERLAP, GROUPS_OF_8, OVERLAP_OF_8):
             if (row := _find(rows, name)) is not None:
                 found += _judge_kvswap(row, rows)
         resident, static = _find(rows, RESIDENT), _find(rows, STATIC)

@@ -108,10 +108,7 @@ def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> lis
     rows = chosen_rows(all_rows(devices), names)
     shape = inspect_model(model).kv
     adapter = random_adapter(model, args.seed)
-    pace = Pace(
-        rounds=args.rounds, steps=args.steps, round_s=args.round_seconds,
-        disk_file_bytes=args.disk_file_mib << 20,
-    )  # fmt: skip
+    pace = Pace(rounds=args.rounds, steps=args.steps, round_s=args.round_seconds)
     new_tokens = args.rounds * (args.steps + 1) + 8
     unit = 4 * shape.token_bytes
     too_fast = frozenset(

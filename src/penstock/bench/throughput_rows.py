@@ -14,6 +14,7 @@ FLOORS = ("floor, DynamicCache", "floor, StaticCache")
 STATIC, FULL, RESIDENT = "StaticCache", "full", "kvswap, all resident"
 KVSWAP, NO_REUSE, FLEXGEN = "kvswap", "kvswap, no reuse", "flexgen"
 OVERLAP = f"kvswap, {PAPER_OVERLAP:.0%} overlap".replace("%", " %")
+GROUPS_OF_8, OVERLAP_OF_8 = "kvswap, G=8", f"{OVERLAP}, G=8"
 REAL = "real"
 
 Budget = Literal["none", "given"]
@@ -74,6 +75,11 @@ def all_rows(devices: Iterable[str]) -> list[Row]:
             Row(
                 name=on_device(OVERLAP, device), policy=OverlappingKVSwap(), device=device,
                 synthetic_stream=True,
+            ),
+            Row(name=on_device(GROUPS_OF_8, device), policy=KVSwap(group_tokens=8), device=device),
+            Row(
+                name=on_device(OVERLAP_OF_8, device), device=device, synthetic_stream=True,
+                policy=OverlappingKVSwap(group_tokens=8),
             ),
             Row(name=on_device(FLEXGEN, device), policy=FlexGen(), device=device),
         ]  # fmt: skip

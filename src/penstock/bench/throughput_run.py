@@ -12,13 +12,22 @@ from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.read_burst import FetchRecorder, measure_burst
 from penstock.bench.sessions import Session
-from penstock.bench.throughput_rows import FLOORS, KVSWAP, NO_REUSE, OVERLAP, REAL, Row
+from penstock.bench.throughput_rows import (
+    FLOORS,
+    GROUPS_OF_8,
+    KVSWAP,
+    NO_REUSE,
+    OVERLAP,
+    OVERLAP_OF_8,
+    REAL,
+    Row,
+)
 from penstock.core.errors import PenstockError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.models.cache_adapter import TieredCache
 
-BURST_ROWS = (KVSWAP, NO_REUSE, OVERLAP)
+BURST_ROWS = (KVSWAP, NO_REUSE, OVERLAP, GROUPS_OF_8, OVERLAP_OF_8)
 Say = Callable[[str], None]
 
 
@@ -31,8 +40,6 @@ class Pace:
     """Steps of a row in each round."""
     round_s: float
     """A row's round ends early after this long, but not before one step."""
-    disk_file_bytes: int
-    """Size of the file for measurements of the disk itself."""
 
 
 @dataclass(kw_only=True)
@@ -105,9 +112,7 @@ def run_session(
         for built, result in live:
             if result.name in recorders:
                 say(f"batch {bench.batch}: read burst of {result.name}")
-                burst = measure_burst(
-                    built.cache, recorders[result.name], store, file_bytes=pace.disk_file_bytes
-                )
+                burst = measure_burst(built.cache, recorders[result.name])
                 if burst is not None:
                     shares = {"share": burst.share}
                     result.figures["burst"] = {**dataclasses.asdict(burst), **shares}

@@ -11,6 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from penstock import __version__
+from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
@@ -58,6 +59,7 @@ app.command("demo")(demo_command)
 app.command("generate")(generate_command)
 app.command("calibrate")(calibrate_command)
 app.command("devices")(devices_command)
+app.add_typer(bench_app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,7 +1,28 @@
-"""Generated long-context recall tasks in the bundled model's own format."""
+"""Long-context tasks: generated in the bundled model's format or in English, or from files."""
 
+from penstock.bench.tasks.english.registry import ENGLISH_TASKS, make_english_sample
+from penstock.bench.tasks.grid import GridPoint, even_depths, grid
+from penstock.bench.tasks.metrics import METRICS
 from penstock.bench.tasks.recall import TASKS, make_sample
-from penstock.bench.tasks.sample import Sample, score, score_any_order
+from penstock.bench.tasks.sample import Sample, judge, score, score_any_order
+from penstock.bench.tasks.source import FileTasks, GeneratedTasks, TaskSource
 from penstock.bench.tasks.words import Words
 
-__all__ = ["TASKS", "Sample", "Words", "make_sample", "score", "score_any_order"]
+__all__ = [
+    "ENGLISH_TASKS",
+    "METRICS",
+    "TASKS",
+    "FileTasks",
+    "GeneratedTasks",
+    "GridPoint",
+    "Sample",
+    "TaskSource",
+    "Words",
+    "even_depths",
+    "grid",
+    "judge",
+    "make_english_sample",
+    "make_sample",
+    "score",
+    "score_any_order",
+]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from itertools import cycle
 
+from penstock.bench.tasks.grid import places_at
 from penstock.bench.tasks.words import Words
 from penstock.core.errors import ConfigError
 
@@ -99,3 +100,9 @@ def hide(things: Sequence[str], sentences: Sequence[str], rng: random.Random) ->
         start = place
     body.extend(sentences[start:])
     return body
+
+
+def hide_at(depth: float, thing: str, sentences: Sequence[str]) -> list[str]:
+    """Put `thing` between the sentences with about `depth` (0 to 1) of the tokens before it."""
+    [place] = places_at([depth], [count_tokens(sentence) for sentence in sentences])
+    return [*sentences[:place], thing, *sentences[place:]]

@@ -8,10 +8,12 @@ from penstock.bench.tasks.documents import (
     count_tokens,
     essay,
     hide,
+    hide_at,
     noise,
 )
 from penstock.bench.tasks.sample import Sample
 from penstock.bench.tasks.words import Words
+from penstock.core.errors import ConfigError
 
 _VALUES = 4
 _QUERIES = 4
@@ -51,7 +53,9 @@ class Facts:
         )
 
 
-def single(tokens: int, rng: random.Random, words: Words, *, repeated: bool) -> Sample:
+def single(
+    tokens: int, rng: random.Random, words: Words, *, repeated: bool, depth: float | None = None
+) -> Sample:
     """One fact in repeated sentences (`repeated`) or in random ones."""
     facts = Facts(words, rng)
     key = words.key_pool(rng, 1)[0]
@@ -59,23 +63,30 @@ def single(tokens: int, rng: random.Random, words: Words, *, repeated: bool) -> 
     needle = facts.tell(key, value)
     document = Document(tokens, PREFACE, facts.ask(key), count_tokens(needle))
     filler = noise(document.room) if repeated else essay(document.room, words, rng)
-    prompt = document.finish(hide([needle], filler, rng))
-    return _sample("single_noise" if repeated else "single_essay", prompt, [value], value)
+    body = hide([needle], filler, rng) if depth is None else hide_at(depth, needle, filler)
+    task = "single_noise" if repeated else "single_essay"
+    return _sample(task, document.finish(body), [value], value, depth)
 
 
-def multi_key_few(tokens: int, rng: random.Random, words: Words) -> Sample:
+def multi_key_few(
+    tokens: int, rng: random.Random, words: Words, *, depth: float | None = None
+) -> Sample:
     """A few facts of one kind in random sentences, one of them asked for."""
     facts = Facts(words, rng)
     keys = words.key_pool(rng, 1 + _few(tokens, rng))
     values = [facts.value() for _ in keys]
     needles = [facts.tell(key, value) for key, value in zip(keys, values, strict=True)]
+    asked = needles[0]
     rng.shuffle(needles)
     document = Document(tokens, PREFACE, facts.ask(keys[0]), sum(map(count_tokens, needles)))
-    prompt = document.finish(hide(needles, essay(document.room, words, rng), rng))
-    return _sample("multi_key_few", prompt, [values[0]], values[0])
+    body = hide(needles, essay(document.room, words, rng), rng)
+    prompt = document.finish(_moved(asked, body, depth))
+    return _sample("multi_key_few", prompt, [values[0]], values[0], depth)
 
 
-def multi_key_full(tokens: int, rng: random.Random, words: Words) -> Sample:
+def multi_key_full(
+    tokens: int, rng: random.Random, words: Words, *, depth: float | None = None
+) -> Sample:
     """A document that is nothing but facts of one kind, one of them asked for."""
     facts = Facts(words, rng)
     keys = words.key_pool(rng, max(2, tokens // _WORD_NEEDLE))
@@ -91,8 +102,12 @@ def multi_key_full(tokens: int, rng: random.Random, words: Words) -> Sample:
             break
         needles.append(needle)
         answer = answer or value
+    if not needles:
+        raise ConfigError(f"tokens={tokens} is too short for this task: no fact fits in")
+    asked = needles[0]
     rng.shuffle(needles)
-    return _sample("multi_key_full", document.finish(needles), [answer], answer)
+    prompt = document.finish(_moved(asked, needles, depth))
+    return _sample("multi_key_full", prompt, [answer], answer, depth)
 
 
 def multi_value(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -132,6 +147,15 @@ def _few(tokens: int, rng: random.Random) -> int:
     return min(rng.randint(*_FEW), max(1, tokens // 64))
 
 
-def _sample(task: str, prompt: str, values: list[str], answer: str) -> Sample:
+def _moved(needle: str, body: list[str], depth: float | None) -> list[str]:
+    """The body with one of its sentences moved to a depth, if there is one."""
+    if depth is None:
+        return body
+    return hide_at(depth, needle, [sentence for sentence in body if sentence != needle])
+
+
+def _sample(
+    task: str, prompt: str, values: list[str], answer: str, depth: float | None = None
+) -> Sample:
     """A sample whose answer ends in a full stop (and `<eos>`)."""
-    return Sample(task, prompt, f"{answer} .", count_tokens(answer) + 2, tuple(values))
+    return Sample(task, prompt, f"{answer} .", count_tokens(answer) + 2, tuple(values), depth=depth)

@@ -3,6 +3,10 @@
 Every task hides something in a generated document and asks for it; the answer can be checked
 word for word. The bundled model answers all of them with full attention (copy not always), so
 that whatever is lost at a smaller memory budget was lost by the policy.
+
+Long answers in which later tokens need earlier ones (200 to 1000 tokens) are pointer_chasing and
+two_walkers; copy asks for long answers too. The vocabulary has no words for events that change a
+state, and the model has not learnt to count: state tracking and aggregation are only in English.
 """
 
 import random
@@ -11,11 +15,13 @@ from functools import partial
 from types import MappingProxyType
 
 from penstock.bench.tasks import needles, paths
+from penstock.bench.tasks.grid import check_depth
 from penstock.bench.tasks.sample import Sample
 from penstock.bench.tasks.words import Tokenizer, Words
 from penstock.core.errors import ConfigError
 
-Task = Callable[[int, random.Random, Words], Sample]
+Task = Callable[..., Sample]
+"""Takes the prompt's tokens, the random numbers, the words; and `depth=` if in `DEPTH_TASKS`."""
 
 TASKS: Mapping[str, Task] = MappingProxyType({
     "single_noise": partial(needles.single, repeated=True),
@@ -30,12 +36,17 @@ TASKS: Mapping[str, Task] = MappingProxyType({
     "copy": paths.copy,
 })  # fmt: skip
 
+DEPTH_TASKS = frozenset({"single_noise", "single_essay", "multi_key_few", "multi_key_full"})
+"""Tasks that ask for one needle, whose place can be chosen."""
+
 
 def make_sample(
     task: str,
     tokens: int,
     rng: random.Random,
     vocabulary: Words | Tokenizer | Mapping[str, int],
+    *,
+    depth: float | None = None,
 ) -> Sample:
     """Make a fresh sample of a task.
 
@@ -46,11 +57,19 @@ def make_sample(
             have fixed lengths.
         rng: where all randomness comes from: the same state gives the same sample.
         vocabulary: the bundled model's tokenizer, its vocabulary, or the words taken from it.
+        depth: share of the document's tokens in front of the needle that is asked for, 0 to 1;
+            None: a random place. Nothing else changes with it.
 
     Raises:
-        ConfigError: there is no such task, `tokens` is too short for it, or the vocabulary is
-            not the bundled model's.
+        ConfigError: there is no such task, `tokens` is too short for it, the vocabulary is
+            not the bundled model's, or the task has no single needle or `depth` is no share.
     """
     if task not in TASKS:
         raise ConfigError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
-    return TASKS[task](tokens, rng, Words.of(vocabulary))
+    words = Words.of(vocabulary)
+    if depth is None:
+        return TASKS[task](tokens, rng, words)
+    check_depth(depth)
+    if task not in DEPTH_TASKS:
+        raise ConfigError(f"{task} has no depth; {', '.join(sorted(DEPTH_TASKS))} have")
+    return TASKS[task](tokens, rng, words, depth=depth)

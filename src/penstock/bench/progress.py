@@ -1,0 +1,48 @@
+"""Progress of a benchmark on stderr: how much is done, how long it took, how long is left."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+
+class Progress:
+    """Counts pieces of work of about the same cost and says when the rest will be done.
+
+    Work that is skipped (done in an earlier run, refused) counts as done but not for the pace.
+    """
+
+    def __init__(
+        self, total: int, *, stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._total = total
+        self._done = self._worked = 0
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._began = clock()
+
+    def step(self, count: int) -> None:
+        """Work was done."""
+        self._done += count
+        self._worked += count
+
+    def skip(self, count: int) -> None:
+        """Work need not be done."""
+        self._done += count
+
+    def say(self, what: str) -> None:
+        """Print a line: share done, time taken, time left, and what is going on."""
+        spent_s = self._clock() - self._began
+        left = "?"
+        if self._worked:
+            left = _clock_time(spent_s / self._worked * (self._total - self._done))
+        share = self._done / self._total if self._total else 1.0
+        line = f"{share:4.0%}  {_clock_time(spent_s)} gone, {left} left  {what}"
+        print(line, file=self._stream, flush=True)
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,1 @@
+"""Generated long-context tasks in plain English, for any tokenizer."""

@@ -1,0 +1,37 @@
+"""`penstock bench`: the benchmarks, under one command."""
+
+import typer
+
+from penstock.bench import accuracy, throughput
+from penstock.core.errors import ConfigError
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+bench_app = typer.Typer(
+    name="bench", help="Measure accuracy and throughput.", no_args_is_help=True,
+    rich_markup_mode=None,
+)  # fmt: skip
+
+
+@bench_app.command("accuracy", context_settings=PASS_ON)
+def accuracy_command(context: typer.Context) -> None:
+    """What a memory budget costs in right answers (--help lists the options)."""
+    accuracy.run(context.args)
+
+
+@bench_app.command("throughput", context_settings=PASS_ON)
+def throughput_command(context: typer.Context) -> None:
+    """Tokens per second, step times, bytes read (--help lists the options)."""
+    throughput.run(context.args)
+
+
+@bench_app.command("report", context_settings=PASS_ON)
+def report_command(context: typer.Context) -> None:
+    """Draw figures from result files (--help lists the options)."""
+    try:
+        from penstock.bench import plots
+    except ImportError as error:
+        raise ConfigError(
+            f"figures need matplotlib: pip install 'penstock[bench]' ({error})"
+        ) from error
+    plots.run(context.args)
