@@ -1,0 +1,179 @@
+"""The rows of the peers table: which peers there are, what a row holds, and the table as text."""
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from limited_process import Ending
+from prepared import is_right
+
+from penstock.bench.text_table import format_table
+
+GIB = 2**30
+_PEAKS = ("load_peak_bytes", "fill_peak_bytes", "decode_peak_bytes", "peak_bytes")
+_PATHS = re.compile(r"(?<![\w.])/[^\s'\":]*/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One program to compare with: its script, and the ways in which it is run."""
+
+    script: str
+    settings: tuple[str, ...]
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType({
+    "transformers": Peer(
+        script="transformers_cache.py", settings=("dynamic", "quanto", "hqq")
+    ),
+    "kvpress": Peer(
+        script="kvpress_press.py", settings=("snapkv", "expected_attention", "knorm")
+    ),
+    "ollm": Peer(script="ollm_disk.py", settings=("disk",)),
+    "llama.cpp": Peer(script="llama_cpp_cache.py", settings=("f16", "q8_0", "q4_0")),
+    "penstock": Peer(script="penstock_cache.py", settings=("kvswap",)),
+})  # fmt: skip
+"""By the name of their environments."""
+
+
+@dataclass(kw_only=True)
+class PeerRow:
+    """One peer in one setting at one length.
+
+    Attributes:
+        speed: what the speed process measured; empty when it failed.
+        recall: answers that were right, and of how many; empty when it failed.
+        failures: by job, how the process failed: "kind", "phase" and "error".
+    """
+
+    peer: str
+    setting: str
+    context: int
+    speed: dict[str, Any] = field(default_factory=dict)
+    recall: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The row's first cell."""
+        return f"{self.peer} {self.setting}"
+
+    def fail(self, job: str, kind: str, phase: str, error: str) -> None:
+        """Note that a job failed, without paths of this machine."""
+        self.failures[job] = {
+            "kind": kind, "phase": phase, "error": _PATHS.sub("", error)[:300]
+        }  # fmt: skip
+
+    def take(self, job: str, ending: Ending, limit_bytes: int) -> dict[str, Any] | None:
+        """The reply of a process, or None and the failure noted."""
+        if ending.failure is not None:
+            self.fail(job, ending.kind, ending.phase, ending.failure)
+            return None
+        reply = parse_reply(ending.output)
+        if reply is None:
+            self.fail(job, "error", ending.phase, "no reply")
+            return None
+        self.versions.update(reply.pop("versions", {}))
+        most = max(int(reply.get(name, 0)) for name in _PEAKS)
+        if most > limit_bytes:
+            self.fail(job, "memory", ending.phase, f"had {most / GIB:.2f} GiB resident for a while")
+            return None
+        return reply
+
+    def take_speed(self, reply: dict[str, Any]) -> None:
+        """Sum up step times."""
+        steps = sorted(reply["step_s"])
+        self.speed = {
+            **reply, "tokens_per_s": len(steps) / sum(steps), "step_ms": {
+                "median": 1e3 * statistics.median(steps), "p10": 1e3 * steps[len(steps) // 10],
+                "p90": 1e3 * steps[(9 * len(steps)) // 10],
+            },
+        }  # fmt: skip
+
+    def take_recall(self, reply: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
+        """Judge the answers."""
+        answers = reply.pop("answers")
+        right = [is_right(a, sample) for a, sample in zip(answers, samples, strict=False)]
+        self.recall = {**reply, "right": sum(right), "answered": len(right), "asked": len(samples)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"name": self.name, **asdict(self)}
+
+
+def parse_reply(output: str) -> dict[str, Any] | None:
+    """The last line that is a JSON object; libraries print other things before it."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                found: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            return found
+    return None
+
+
+_HEADER = (
+    "peer",
+    "tokens/s",
+    "ms/step",
+    "p10",
+    "p90",
+    "peak",
+    "fill peak",
+    "page cache",
+    "fill s",
+    "right",
+)
+
+
+def peers_table(rows: Sequence[PeerRow]) -> str:
+    """The table, one part per length; memory in GiB, and below how what failed did so."""
+    parts = []
+    for context in sorted({row.context for row in rows}):
+        cells = [_cells(row) for row in rows if row.context == context]
+        notes = [
+            f"{row.name}, {job}: {_said(failure)}"
+            for row in rows
+            if row.context == context
+            for job, failure in row.failures.items()
+        ]
+        parts.append("\n".join([f"{context} tokens", format_table(_HEADER, cells), *notes]))
+    return "\n\n".join(parts)
+
+
+def _cells(row: PeerRow) -> list[str]:
+    right = _right(row)
+    speed = row.speed
+    if "speed" in row.failures:
+        return [row.name, f"FAILED ({row.failures['speed']['kind']}); recall: {right}"]
+    if not speed:
+        return [row.name, *["-"] * (len(_HEADER) - 2), right]
+    step = speed["step_ms"]
+    return [
+        row.name, f"{speed['tokens_per_s']:.2f}",
+        *(f"{step[name]:.0f}" for name in ("median", "p10", "p90")),
+        _gib(speed["decode_peak_bytes"]), _gib(speed["fill_peak_bytes"]),
+        _gib(speed.get("page_cache_bytes", 0)), f"{speed['fill_s']:.0f}", right,
+    ]  # fmt: skip
+
+
+def _right(row: PeerRow) -> str:
+    if "recall" in row.failures:
+        return f"FAILED ({row.failures['recall']['kind']})"
+    if not row.recall:
+        return "-"
+    return f"{row.recall['right']}/{row.recall['answered']}"
+
+
+def _said(failure: Mapping[str, str]) -> str:
+    return f"FAILED ({failure['kind']}) in {failure['phase']}: {failure['error']}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes else "-"

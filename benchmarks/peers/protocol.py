@@ -1,0 +1,200 @@
+"""What every peer process speaks: one JSON argument in, one JSON line out, phases on stderr.
+
+Needs the standard library only, so that it runs in every peer's environment. README.md has the
+fields of requests and replies.
+"""
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+SPEED, RECALL = "speed", "recall"
+PHASE = "phase: "
+WARM_STEPS = 3
+WARM_S = 10.0
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one process is to do."""
+
+    job: str
+    """`SPEED` or `RECALL`."""
+    setting: str
+    """Of the peer: which press, which type of quantisation."""
+    model: str
+    """A folder that save_pretrained wrote, or a GGUF file."""
+    context: int
+    """Tokens of the prompt."""
+    threads: int
+    seed: int
+    keep: str
+    """The share of the full cache that peers with a budget may keep, such as "1/13"."""
+    prefill: str
+    """"synthetic" where the peer's cache can be filled directly, or "real"."""
+    chunk: int
+    """Tokens per forward pass of a real prefill, where the peer may be fed in pieces."""
+    steps: int
+    decode_s: float
+    """Most seconds for the measured steps; one is always measured."""
+    samples: str
+    """File of samples, one JSON object a line (`RECALL`)."""
+    recall_s: float
+    """No sample is begun after this many seconds."""
+    scratch: str
+    """An empty folder for files; the driver deletes it."""
+    drop_page_cache: bool
+    """Whether a peer that reads through the page cache empties it between steps."""
+    reports: list[str]
+    """Distributions whose versions to report."""
+
+    @property
+    def kept_share(self) -> float:
+        """`keep` as a number."""
+        above, _, below = self.keep.partition("/")
+        return float(above) / float(below or 1)
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """The samples: "prompt_ids", "question_start", "max_new_tokens", "eos_id"."""
+        lines = Path(self.samples).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def serve(speed: Callable[[Request], dict[str, Any]], recall: Callable[[Request], Any]) -> None:
+    """Do what the process's argument asks for and print the reply."""
+    request = Request(**json.loads(sys.argv[1]))
+    reply = speed(request) if request.job == SPEED else recall(request)
+    reply["versions"] = _versions(request.reports)
+    sys.stderr.flush()
+    print("\n" + json.dumps(reply), flush=True)
+
+
+def begin_phase(name: str) -> None:
+    """Say what is done now, for the row of a process that does not live to tell."""
+    print(PHASE + name, file=sys.stderr, flush=True)
+
+
+def peak_bytes() -> int:
+    """Most resident memory since the start or the last `reset_peak`, as the kernel counts it."""
+    return _status("VmHWM")
+
+
+def resident() -> dict[str, int]:
+    """Resident memory now: what is nobody's file, and mapped files."""
+    return {"anonymous_bytes": _status("RssAnon"), "file_bytes": _status("RssFile")}
+
+
+def reset_peak() -> None:
+    """Count the peak anew from here."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def time_steps(
+    step: Callable[[], Any], request: Request, between: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
+    """Warm up, then decode tokens one by one.
+
+    Args:
+        step: decodes one token.
+        between: called after each step, outside of the measured time.
+    """
+    begin_phase("decode")
+    began = time.perf_counter()
+    for _ in range(WARM_STEPS):
+        step()
+        between()
+        if time.perf_counter() - began > WARM_S:
+            break
+    reset_peak()
+    times: list[float] = []
+    while len(times) < request.steps and (not times or sum(times) < request.decode_s):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+        between()
+    return {"step_s": times, "decode_peak_bytes": peak_bytes(), **resident()}
+
+
+def answer_samples(
+    answer: Callable[[dict[str, Any]], list[int]], request: Request
+) -> dict[str, Any]:
+    """Answer samples until they, or the time, are at an end."""
+    load_peak = peak_bytes()
+    reset_peak()
+    began = time.perf_counter()
+    answers: list[list[int]] = []
+    seconds: list[float] = []
+    for sample in request.read_samples():
+        if answers and time.perf_counter() - began > request.recall_s:
+            break
+        begin_phase(f"answer {len(answers) + 1}")
+        start = time.perf_counter()
+        answers.append(answer(sample))
+        seconds.append(time.perf_counter() - start)
+    return {
+        "answers": answers, "answer_s": seconds, "load_peak_bytes": load_peak,
+        "peak_bytes": peak_bytes(),
+    }  # fmt: skip
+
+
+def page_cache_bytes(folder: str | Path) -> int:
+    """Bytes of the files in a folder that lie in the page cache."""
+    total = 0
+    for path in _files(folder):
+        with path.open("r+b") as file:
+            if not (size := os.fstat(file.fileno()).st_size):
+                continue
+            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+            with mmap.mmap(file.fileno(), size) as view:
+                start = ctypes.c_char.from_buffer(view)
+                failed = ctypes.CDLL(None).mincore(
+                    ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages
+                )
+                del start
+            total += 0 if failed else bytes(pages).translate(_LOWEST_BIT).count(1) * mmap.PAGESIZE
+    return total
+
+
+_LOWEST_BIT = bytes(value & 1 for value in range(256))
+
+
+def drop_page_cache(folder: str | Path) -> None:
+    """Write the files in a folder to the disk and take them out of the page cache."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(folder: str | Path) -> list[Path]:
+    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+
+
+def _versions(names: list[str]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _status(name: str) -> int:
+    for line in _STATUS.read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,241 @@
+"""Compare Penstock with its peers, each in its own environment and process, under one memory limit.
+
+python benchmarks/peers/run.py --lengths 8192,32768 --limit 3GiB
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from environments import ENVIRONMENTS, TORCH, InstallError, build
+from limited_process import Limits, run_limited
+from peer_rows import PEERS, PeerRow, peers_table
+from prepared import HERE, Models, prepare_gguf, prepare_models, prepare_samples
+
+from penstock.bench.result import Result
+from penstock.bench.tasks import TASKS
+from penstock.core.byte_size import parse_bytes
+from penstock.core.errors import PenstockError
+
+JOBS = ("speed", "recall")
+HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose")
+"""Options that name places or change no figure: left out of the result."""
+
+
+class Run:
+    """The state of one comparison: environments, models, samples, and the rows so far."""
+
+    def __init__(self, args: argparse.Namespace, result: Result) -> None:
+        """Prepare nothing yet."""
+        self.args = args
+        self.result = result
+        self.rows: list[PeerRow] = []
+        self.limit_bytes = parse_bytes(args.limit)
+
+    def run(self) -> None:
+        """Everything, with the result saved after each row."""
+        self.models = prepare_models(self.args.store, self.args.config, self.args.seed)
+        self.samples = {
+            length: prepare_samples(
+                self.args.store, self.args.tasks, length, self.args.samples, self.args.seed
+            )
+            for length in self.args.lengths
+        }
+        ready = {peer: self._environment(peer) for peer in self.args.peers}
+        if self.args.prepare_only:
+            return
+        for length in self.args.lengths:
+            for peer, (python, models, problem) in ready.items():
+                for setting in PEERS[peer].settings:
+                    if self._is_wanted(peer, setting):
+                        self._add_row(PeerRow(peer=peer, setting=setting, context=length),
+                                      python, models, problem)  # fmt: skip
+
+    def _is_wanted(self, peer: str, setting: str) -> bool:
+        wanted = self.args.settings
+        return not wanted or setting in wanted or f"{peer}:{setting}" in wanted
+
+    def _environment(self, peer: str) -> tuple[Path, Models, str]:
+        """Interpreter and models of a peer, or why there are none."""
+        say(f"environment of {peer}")
+        models = self.models
+        try:
+            python = build(
+                peer, self.args.envs, torch=self.args.torch,
+                pip_arguments=shlex.split(self.args.pip_arguments),
+            )  # fmt: skip
+            if peer == "llama.cpp":
+                models = Models(*(
+                    prepare_gguf(folder, python) for folder in (models.speed, models.recall)
+                ))  # fmt: skip
+        except (InstallError, RuntimeError) as error:
+            say(f"  {error}")
+            return Path(), models, str(error)
+        return python, models, ""
+
+    def _add_row(self, row: PeerRow, python: Path, models: Models, problem: str) -> None:
+        for job in self.args.jobs:
+            if problem:
+                row.fail(job, "install", "install", problem)
+            else:
+                say(f"{row.context} {row.name}: {job}")
+                self._do_job(row, job, python, models.of(job))
+        self.rows.append(row)
+        self.result.figures = {"rows": [row.as_dict() for row in self.rows]}
+        self.result.save(self.args.out)
+
+    def _do_job(self, row: PeerRow, job: str, python: Path, model: Path) -> None:
+        args = self.args
+        samples_path, samples = self.samples[row.context]
+        scratch = args.store / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        request = {
+            "job": job, "setting": row.setting, "model": str(model), "context": row.context,
+            "threads": args.threads, "seed": args.seed, "keep": args.keep,
+            "prefill": args.prefill, "chunk": args.chunk, "steps": args.steps,
+            "decode_s": args.decode_seconds, "samples": str(samples_path),
+            "recall_s": args.recall_seconds, "scratch": str(scratch),
+            "drop_page_cache": args.page_cache == "drop",
+            "reports": list(ENVIRONMENTS[row.peer].reports),
+        }  # fmt: skip
+        limits = Limits(
+            memory_bytes=self.limit_bytes, data_extra_bytes=weights_bytes(model),
+            timeout_s=args.timeout, cgroup=args.memory_cgroup,
+        )  # fmt: skip
+        command = [str(python), str(HERE / PEERS[row.peer].script), json.dumps(request)]
+        try:
+            ending = run_limited(command, limits, child_environment(args.threads))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        reply = row.take(job, ending, self.limit_bytes)
+        if reply is None:
+            failure = row.failures[job]
+            say(f"  FAILED ({failure['kind']}) in {failure['phase']}: {failure['error']}")
+            if args.verbose:
+                say(ending.output)
+            return
+        reply["process_s"] = ending.seconds
+        if job == "speed":
+            row.take_speed(reply)
+            say(f"  {row.speed['tokens_per_s']:.2f} tokens/s")
+        else:
+            row.take_recall(reply, samples)
+            say(f"  {row.recall['right']} of {row.recall['answered']} right")
+
+
+def weights_bytes(model: Path) -> int:
+    """Size of a model's files."""
+    files = [model] if model.is_file() else list(model.glob("model*.safetensors"))
+    return sum(path.stat().st_size for path in files)
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Environment variables of a peer: offline, and as many threads as asked for."""
+    return {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONNOUSERSITE": "1", "PYTHONPATH": "",
+    }  # fmt: skip
+
+
+def public_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """The options that differ from their defaults, without places."""
+    shown = ["python benchmarks/peers/run.py"]
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest in HIDDEN or value is None or value == action.default:
+            continue
+        name = action.option_strings[-1]
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        shown.append(name if value is True else f"{name} {value}")
+    return " ".join(shown)
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def words(text: str) -> list[str]:
+    """A list separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def choice_of(known: Sequence[str]) -> Any:
+    """A parser of lists whose words must be known."""
+
+    def parse(text: str) -> list[str]:
+        found = words(text)
+        if unknown := [word for word in found if word not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    add = parser.add_argument
+    add("--lengths", type=lambda text: [int(word) for word in words(text)], default=[8192, 32768])
+    add("--limit", default="3GiB", help="memory of each process, weights and libraries included")
+    add("--peers", type=choice_of(list(PEERS)), default=list(PEERS))
+    add("--settings", type=words, default=[], help="such as hqq or kvpress:knorm; default: all")
+    add("--jobs", type=choice_of(JOBS), default=list(JOBS))
+    add("--keep", default="1/13", help="share of the cache for kvpress and Penstock")
+    add("--config", default="qwen3-0.6b", help="architecture of the speed model")
+    add("--prefill", choices=("synthetic", "real"), default="synthetic")
+    add("--chunk", type=int, default=1024, help="tokens per forward pass of a real prefill")
+    add("--steps", type=int, default=32)
+    add("--decode-seconds", type=float, default=60.0, help="most seconds of measured steps")
+    add("--tasks", type=choice_of(list(TASKS)), default=["single_essay", "multi_key_few"])
+    add("--samples", type=int, default=6, help="for each length")
+    add("--recall-seconds", type=float, default=420.0, help="no sample is begun after this")
+    add("--timeout", type=float, default=1200.0, help="seconds for each process")
+    add("--threads", type=int, default=2)
+    add("--seed", type=int, default=0)
+    add("--page-cache", choices=("drop", "keep"), default="drop",
+        help="of peers that read through it, between steps")  # fmt: skip
+    add("--memory-cgroup", type=Path, help="control group below which groups may be made")
+    add("--envs", type=Path, default=HERE / ".envs")
+    add("--store", type=Path, default=HERE / ".work", help="models and scratch files")
+    add("--out", type=Path, default=HERE.parent / "results" / "peers.json")
+    add("--torch", default=TORCH)
+    add("--pip-arguments", default="", help="such as --pip-arguments='--index-url ADDRESS'")
+    add("--prepare-only", action="store_true", help="environments, models and samples")
+    add("--verbose", action="store_true", help="show the output of processes that fail")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print the table."""
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    args.store.mkdir(parents=True, exist_ok=True)
+    settings = {name: value for name, value in vars(args).items() if name not in HIDDEN}
+    limits = Limits(memory_bytes=0, timeout_s=0, cgroup=args.memory_cgroup)
+    settings["memory_limit"] = limits.how
+    result = Result.begin("peers", [], settings, seed=args.seed, store=str(args.store))
+    result.command = public_command(parser, args)
+    result.machine["threads"] = args.threads
+    run = Run(args, result)
+    try:
+        run.run()
+    except PenstockError as error:
+        say(str(error))
+        return 2
+    print(peers_table(run.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
