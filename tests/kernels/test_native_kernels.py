@@ -14,6 +14,7 @@ from penstock.kernels import decode_attention as attention
 from penstock.kernels import group_scores as scores
 from penstock.kernels import low_rank, query_steps
 from penstock.kernels import top_units as top
+from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.native import library
 from penstock.runtime import fetch_plan
 from penstock.storage import coalesce as coalescing
@@ -140,6 +141,22 @@ def test_low_rank_products(rank: int, dtype: torch.dtype) -> None:
         low_rank.project_keys(pool[:, :, 0], basis, factor),
         low_rank.project_keys_reference(pool[:, :, 0], basis, factor), **precision,
     )  # fmt: skip
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_linear(with_bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight, x = torch.randn(37, 128).to(dtype), torch.randn(2, 3, 128).to(dtype)
+    bias = torch.randn(37).to(dtype) if with_bias else None
+    layer = Int8Linear(weight, bias)
+    precision: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {}
+    torch.testing.assert_close(layer(x), layer.reference(x), **precision)
+    true = torch.nn.functional.linear(x, weight, bias).float()
+    assert (layer(x).float() - true).abs().max() < 0.02 * true.abs().max()
+    held = layer._weight.nbytes + layer._scale.nbytes + (0 if bias is None else 4 * 37)
+    assert held == Int8Linear.num_bytes(weight, bias)
 
 
 @needs

@@ -1,6 +1,6 @@
 """SlotPlan and SizingRequest: one memory budget divided among index, slots, window and staging."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError
@@ -40,11 +40,21 @@ class SlotPlan:
     is for the memory of the cache's device."""
     pool_bytes: int
     """Slots, sinks and windows of all layers and rows, in bytes."""
+    predictor_bytes: int = 0
+    """Copies of the weights that predict queries; 0: the model's own are read instead."""
 
     @property
     def total_bytes(self) -> int:
         """Everything, in bytes."""
-        return self.index_bytes + self.fixed_bytes + self.pool_bytes
+        return self.index_bytes + self.fixed_bytes + self.pool_bytes + self.predictor_bytes
+
+    def with_predictor(self, size_bytes: int, limit_bytes: int | None) -> "SlotPlan":
+        """This plan with copies of the predicting weights, if the budget has room left for them."""
+        if self.is_resident or not self.selected_groups:
+            return self
+        if limit_bytes is not None and self.total_bytes + size_bytes > limit_bytes:
+            return self
+        return replace(self, predictor_bytes=size_bytes)
 
     @property
     def is_resident(self) -> bool:

@@ -22,7 +22,7 @@ from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
-from penstock.models.prefetch_hooks import PrefetchHooks
+from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.rotary import rotary_of
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
@@ -156,6 +156,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         chosen = _policy(policy)
         device = model.get_input_embeddings().weight.device
         basis = self._find_adapter(model, shape, chosen, adapter, exact)
+        late = _true_query_layers(chosen, basis)
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, store=str(store),
             limit_bytes=_limit_bytes(
@@ -163,7 +164,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             ),
             max_tokens=self.max_tokens, exact=exact,
             adapter=None if basis is None else basis.layers,
-            true_query_layers=_true_query_layers(chosen, basis),
+            true_query_layers=late, predictor_bytes=predictor_bytes(model, shape, chosen, late),
             device=device, tracer=tracer, progress=progress, rotary=rotary_of(model),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)

@@ -10,11 +10,40 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from penstock.models.model_shape import ModelShape
-from penstock.models.query_projection import QueryProjection, cache_argument, decoder_layers
+from penstock.models.query_projection import (
+    QueryProjection,
+    cache_argument,
+    copied_bytes,
+    decoder_layers,
+)
+from penstock.policies.base import SelectionPolicy
 from penstock.runtime.tiered_runtime import TieredRuntime
 
 if TYPE_CHECKING:
     from penstock.models.cache_adapter import TieredCache
+
+
+def can_predict(shape: ModelShape, layer: int) -> bool:
+    """Whether a layer's query can be predicted from the input of the layer before."""
+    return layer > 0 and shape.layer_types[layer - 1] == shape.layer_types[layer]
+
+
+def predictor_bytes(
+    model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy, but: frozenset[int]
+) -> int:
+    """What copies of the predicting weights would take.
+
+    Args:
+        but: tiered layers that are not predicted.
+    """
+    if not policy.predicts:
+        return 0
+    layers = decoder_layers(model)
+    predicted = [
+        layers[layer] for tier, layer in enumerate(shape.tiered_layers)
+        if tier not in but and can_predict(shape, layer)
+    ]  # fmt: skip
+    return copied_bytes(predicted)
 
 
 class PrefetchHooks:
@@ -40,7 +69,7 @@ class PrefetchHooks:
         layers = decoder_layers(model)
         self._projection = QueryProjection(layers)
         for tier, layer in enumerate(shape.tiered_layers):
-            if layer > 0 and shape.layer_types[layer - 1] == shape.layer_types[layer]:
+            if can_predict(shape, layer):
                 hook = partial(self._before_layer, layer, tier)
                 handle = layers[layer - 1].register_forward_pre_hook(hook, with_kwargs=True)
                 self._handles.append(handle)
@@ -61,6 +90,7 @@ class PrefetchHooks:
         if cache is not self._cache() or not runtime.wants_prediction(tier):
             return
         extra = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        self._projection.may_copy = runtime.plan.predictor_bytes > 0
         with torch.no_grad():
             query = self._projection.project(next_layer, hidden, extra)
             runtime.begin_fetch(tier, query)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 
@@ -58,11 +59,17 @@ class QueryProjection:
     * the direct way (norm, q_proj, q_norm, rotary, each in one call) costs a third; it is taken for
       a layer only after it has reproduced the probe's query on that layer's first call, to the
       rounding of the model's dtype.
+
+    Where the budget allows it, the direct way reads its own copy of q_proj in 8 bits: a prediction
+    is no better for being made with 16, and reading the weights is most of what it costs.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
         self._direct: dict[int, bool] = {}
+        self._copies: dict[int, Int8Linear] = {}
+        self.may_copy = False
+        """Whether the budget has room for the copies, see `copied_bytes`."""
 
     def project(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The query of `layer` for `hidden`.
@@ -79,9 +86,13 @@ class QueryProjection:
             probed = self.probe(layer, hidden, kwargs)[:, :, -1]
             direct = _project_directly(module, hidden, kwargs)
             self._direct[layer] = direct is not None and _agree(direct, probed)
+            if self._direct[layer] and self.may_copy:
+                linear: Any = module.self_attn.q_proj  # type: ignore[union-attr]
+                if Int8Linear.is_fast(linear.weight):
+                    self._copies[layer] = Int8Linear(linear.weight, linear.bias)
             return probed
         if self._direct[layer]:
-            query = _project_directly(module, hidden, kwargs)
+            query = _project_directly(module, hidden, kwargs, self._copies.get(layer))
             assert query is not None
             return query
         return self.probe(layer, hidden, kwargs)[:, :, -1]
@@ -96,7 +107,19 @@ class QueryProjection:
         raise UnsupportedModelError(f"{type(module).__name__} never called its attention function")
 
 
-def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+def copied_bytes(layers: list[nn.Module]) -> int:
+    """What 8-bit copies of these layers' q_proj take; 0 where they would not be faster."""
+    total = 0
+    for layer in layers:
+        linear: Any = getattr(getattr(layer, "self_attn", None), "q_proj", None)
+        if type(linear) is nn.Linear and Int8Linear.is_fast(linear.weight):
+            total += Int8Linear.num_bytes(linear.weight, linear.bias)
+    return total
+
+
+def _project_directly(
+    module: nn.Module, hidden: Tensor, kwargs: dict[str, Any], copy: Int8Linear | None = None
+) -> Tensor | None:
     """Norm, q_proj, q_norm and rotary embedding, for layers built like Llama's; else None."""
     attention: Any = getattr(module, "self_attn", None)
     norm: Any = getattr(module, "input_layernorm", None)
@@ -106,7 +129,8 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
     if not hasattr(sys.modules[type(attention).__module__], "rotate_half"):
         return None
     cos, sin = rotary
-    query: Tensor = attention.q_proj(_normalised(norm, hidden))
+    project = attention.q_proj if copy is None else copy
+    query: Tensor = project(_normalised(norm, hidden))
     query = query.view(query.shape[0], -1, cos.shape[-1])
     weight, epsilon = None, 0.0
     if hasattr(attention, "q_norm"):

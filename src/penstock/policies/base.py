@@ -117,7 +117,9 @@ def top_units(scores: Tensor, first_unit: NDArray[np.int64], wanted: int) -> Sel
         first_unit: units before it may not be chosen. [batch]
     """
     units = scores.shape[1]
-    lowest, highest = int(first_unit.min()), int(first_unit.max())
+    lowest = highest = int(first_unit[0])
+    if len(first_unit) > 1:
+        lowest, highest = int(first_unit.min()), int(first_unit.max())
     if highest > lowest:
         columns = torch.arange(units, device=scores.device)
         hidden = columns < torch.from_numpy(first_unit).to(scores.device)[:, None]

@@ -47,11 +47,16 @@ class RetrievalLayer(LayerCache):
         self.table = SlotTable(plan.batch, plan.num_slots, plan.max_groups)
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
-        self._first_unit: NDArray[np.int64] = np.full(plan.batch, plan.sink_slots, dtype=np.int64)
+        self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
         self._fetch: tuple[Selection, FetchPlan, PendingRead | None] | None = None
         self._slots_full = False
         self._visible: Tensor | None = None
         self._prompt_queries: Tensor | None = None
+
+    def _set_first_units(self, first_unit: NDArray[np.int64]) -> None:
+        """Say which unit of each row is the first that may be selected."""
+        self._first_unit = first_unit
+        self._lowest_unit = int(first_unit.min())
 
     # Fetching ---------------------------------------------------------------------------------
 
@@ -69,7 +74,7 @@ class RetrievalLayer(LayerCache):
         start = time.perf_counter()
         self._ensure_index()
         end_unit = self.window.first_ring_group(self.length + 1)
-        if end_unit <= int(self._first_unit.min()) or self._all_resident(end_unit):
+        if end_unit <= self._lowest_unit or self._all_resident(end_unit):
             return
         setup = self.setup
         if setup.plan.shared_pools:
@@ -97,7 +102,7 @@ class RetrievalLayer(LayerCache):
         self._fetch = (selection, plan, pending)
 
     def _all_resident(self, end_unit: int) -> bool:
-        first = int(self._first_unit.min())
+        first = self._lowest_unit
         plan = self.setup.plan
         if plan.shared_pools or plan.compact or plan.num_slots < end_unit - first:
             return False
@@ -182,7 +187,7 @@ class RetrievalLayer(LayerCache):
         if self.length == 0 and visible is not None:
             group_tokens = self.setup.plan.group_tokens
             first = visible.to(torch.int8).argmax(dim=1) // group_tokens
-            self._first_unit = first.cpu().numpy() + self.setup.plan.sink_slots
+            self._set_first_units(first.cpu().numpy() + self.setup.plan.sink_slots)
         self._visible = visible
         super().append(keys, values, visible)
 
@@ -262,7 +267,7 @@ class RetrievalLayer(LayerCache):
         super().take_rows_from(other, rows)
         self.index.take_rows_from(other.index, rows)
         rows_np: NDArray[np.int64] = rows.cpu().numpy()
-        self._first_unit = other._first_unit[rows_np]
+        self._set_first_units(other._first_unit[rows_np])
         self._visible = None if other._visible is None else other._visible[rows]
         if other is self and not self.setup.plan.shared_pools:
             end = self.pool.slot_places
@@ -276,7 +281,7 @@ class RetrievalLayer(LayerCache):
         self.drop_fetch()
         super().reset()
         self._visible = None
-        self._first_unit = np.full_like(self._first_unit, self.setup.plan.sink_slots)
+        self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
 
     def close(self) -> None:
         """See `LayerCache.close`."""

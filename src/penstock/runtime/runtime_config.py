@@ -29,6 +29,8 @@ class RuntimeConfig:
     """The model's rotary embedding, for indexes that want keys as they were before it."""
     true_query_layers: frozenset[int] = frozenset()
     """Tiered layers whose query is not worth predicting; they wait for the true one."""
+    predictor_bytes: int = 0
+    """What copies of the predicting weights would take, where they would be faster."""
     device: torch.device
     tracer: Tracer | None = None
     progress: Callable[[int], None] | None = None

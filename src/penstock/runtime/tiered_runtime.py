@@ -97,6 +97,7 @@ class TieredRuntime:
             plan = streaming_plan(request, self._unit_tokens, "exact mode")
         else:
             policy, plan = config.policy.plan(request)
+            plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
         if plan.is_resident and self._store is not None:
             self._store.close()
             self._store = None
@@ -115,8 +116,9 @@ class TieredRuntime:
             self._ledger.limit_bytes = self._limit()
         config, plan = self.config, self.plan
         items = (("index", plan.index_bytes), ("slots and window", plan.pool_bytes),
-                 ("tables and scratch", plan.fixed_bytes))  # fmt: skip
-        self._reservations = [self._ledger.take(what, size) for what, size in items]
+                 ("tables and scratch", plan.fixed_bytes),
+                 ("predicting weights", plan.predictor_bytes))  # fmt: skip
+        self._reservations = [self._ledger.take(what, size) for what, size in items if size]
         if plan.is_resident:
             self.layers = [
                 ResidentLayer(i, self._rows.shape, plan.batch, config.max_tokens, config.device)

@@ -32,7 +32,7 @@ def coalesce(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
     if compiled is None:
         return coalesce_plainly(unit_ids, rows, max_units)
     count = len(unit_ids)
-    if count and bool((unit_ids[1:] < unit_ids[:-1]).any()):
+    if count and np.any(unit_ids[1:] < unit_ids[:-1]):
         order = unit_ids.argsort(kind="stable")
         unit_ids, rows = unit_ids[order], rows[order]
     unit_ids, rows = np.ascontiguousarray(unit_ids), np.ascontiguousarray(rows)

@@ -26,10 +26,11 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "rms_norm": (*2 * (_ADDRESS,), _FACTOR, *3 * (_COUNT,), _ADDRESS),
     "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
     "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
 })  # fmt: skip
 
-_VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "decode_attention"})
+_VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention"})
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
 
 Kernel = Callable[..., None]

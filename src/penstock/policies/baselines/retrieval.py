@@ -1,4 +1,4 @@
-"""BaselinePolicy: what the compared methods share. Source: KVSwap (arXiv 2511.11907), 4.2 and 4.3."""
+"""BaselinePolicy: what the compared methods share. Source: KVSwap (2511.11907), 4.2 and 4.3."""
 
 from abc import abstractmethod
 from dataclasses import dataclass

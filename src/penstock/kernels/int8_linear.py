@@ -1,0 +1,65 @@
+"""Int8Linear: a linear layer's weights in 8 bits, for a few rows at a time."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.native.library import kernel
+
+
+class Int8Linear:
+    """Half the bytes of a 16-bit layer, and so half the time where memory is what it waits for.
+
+    One scale per output, symmetric, rounded to the nearest: an error of at most 1/254 of an
+    output's largest weight in each product.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Copy a layer's weights.
+
+        Args:
+            weight: [outputs, width]
+            bias: [outputs]
+        """
+        wide = weight.detach().float()
+        self._scale = wide.abs().amax(dim=1).clamp_min(1e-30).div_(127.0)
+        self._weight = (wide / self._scale[:, None]).round_().to(torch.int8)
+        self._bias = None if bias is None else bias.detach().float()
+
+    @staticmethod
+    def num_bytes(weight: Tensor, bias: Tensor | None) -> int:
+        """Bytes of a layer's copy, for the ledger."""
+        return weight.numel() + 4 * weight.shape[0] * (1 if bias is None else 2)
+
+    @staticmethod
+    def is_fast(weight: Tensor) -> bool:
+        """Whether a compiled kernel serves these weights; without one the copy is not worth it."""
+        fits = weight.device.type == "cpu" and weight.shape[1] % 64 == 0
+        return fits and weight.dtype.itemsize > 1 and kernel("int8_linear") is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias; the twin of `reference`.
+
+        Args:
+            x: [..., width], few rows.
+
+        Returns:
+            [..., outputs] in the dtype of `x`.
+        """
+        compiled = kernel("int8_linear")
+        if compiled is None or x.device.type != "cpu" or x.shape[-1] % 64:
+            return self.reference(x)
+        width, outputs = x.shape[-1], self._weight.shape[0]
+        wide = x.reshape(-1, width).float().contiguous()
+        out = torch.empty(len(wide), outputs)
+        compiled(
+            wide.data_ptr(), self._weight.data_ptr(), self._scale.data_ptr(), len(wide), width,
+            outputs, out.data_ptr(),
+        )  # fmt: skip
+        if self._bias is not None:
+            out += self._bias
+        return out.view(*x.shape[:-1], outputs).to(x.dtype)
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The meaning of a call in plain torch."""
+        weight = self._weight.float() * self._scale[:, None]
+        return torch.nn.functional.linear(x.float(), weight, self._bias).to(x.dtype)

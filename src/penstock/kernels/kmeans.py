@@ -1,0 +1,102 @@
+"""kmeans() and nearest(): Lloyd's algorithm for many sets of points at once, in bounded memory."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+CHUNK_ELEMENTS = 1 << 19
+"""Similarities held at a time, over all sets."""
+FEWEST_POINTS = 16
+"""Points of a set looked at together, even where that takes more than CHUNK_ELEMENTS."""
+
+
+def kmeans(points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed: int) -> Tensor:
+    """Centroids of each set: the means of the points that are nearest to them.
+
+    The first centroids are points drawn by `seed`, the same places in every set, so that a set's
+    result depends on no other set. A centroid that loses all its points stays where it was.
+
+    Args:
+        points: any float dtype. [..., points, dim]
+        clusters: centroids of a set; where there are fewer points, some are alike.
+        cosine: nearness is the cosine instead of the distance; means are of the points as they are.
+
+    Returns:
+        float32 [..., clusters, dim]
+    """
+    count, dim = points.shape[-2:]
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    drawn = drawn.repeat(-(-clusters // count))[:clusters].to(points.device)
+    centroids = points[..., drawn, :].float().reshape(-1, clusters, dim)
+    for _ in range(iterations):
+        centroids = _means(points, centroids, cosine=cosine)
+    return centroids.view(*points.shape[:-2], clusters, dim)
+
+
+def nearest(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
+    """The centroid of each point.
+
+    Args:
+        points: [..., points, dim]
+        centroids: [..., clusters, dim]
+
+    Returns:
+        int64 [..., points]
+    """
+    clusters, dim = centroids.shape[-2:]
+    flat = centroids.float().reshape(-1, clusters, dim)
+    prepared = _prepare(flat, cosine=cosine)
+    step = _chunk_points(flat.shape[0], clusters)
+    out = torch.empty(points.shape[:-1], dtype=torch.int64, device=points.device)
+    for start in range(0, points.shape[-2], step):
+        chunk = points[..., start : start + step, :].float().reshape(flat.shape[0], -1, dim)
+        part = out[..., start : start + step]
+        part.copy_(_nearest(chunk, *prepared).view(part.shape))
+    return out
+
+
+def kmeans_bytes(sets: int, clusters: int, dim: int) -> int:
+    """Temporaries of `kmeans` and `nearest` beside the points and what `nearest` returns.
+
+    Args:
+        sets: sets of points, all leading dimensions together.
+    """
+    step = _chunk_points(sets, clusters)
+    return 4 * sets * (step * (clusters + 2 * dim + 4) + clusters * (3 * dim + 2))
+
+
+def _chunk_points(sets: int, clusters: int) -> int:
+    return max(FEWEST_POINTS, CHUNK_ELEMENTS // (sets * clusters))
+
+
+def _prepare(centroids: Tensor, *, cosine: bool) -> tuple[Tensor, Tensor]:
+    """What makes nearness one product: transposed centroids, and what to add to each column."""
+    if cosine:
+        centroids = normalize(centroids, dim=-1)
+        return centroids.transpose(1, 2), centroids.new_zeros(1, 1, 1)
+    return centroids.transpose(1, 2), centroids.square().sum(-1).mul(-0.5).unsqueeze(1)
+
+
+def _nearest(chunk: Tensor, columns: Tensor, offset: Tensor) -> Tensor:
+    return torch.baddbmm(offset, chunk, columns).argmax(dim=-1)
+
+
+def _means(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
+    """One iteration. [sets, clusters, dim]"""
+    sets, clusters, dim = centroids.shape
+    prepared = _prepare(centroids, cosine=cosine)
+    sums = torch.zeros_like(centroids)
+    sizes = centroids.new_zeros(sets, clusters, 1)
+    step = _chunk_points(sets, clusters)
+    for start in range(0, points.shape[-2], step):
+        chunk = points[..., start : start + step, :].float().reshape(sets, -1, dim)
+        ids = _nearest(chunk, *prepared).unsqueeze(-1)
+        if chunk.is_cuda:
+            # Adding by index is not reproducible there.
+            members = chunk.new_zeros(sets, chunk.shape[1], clusters).scatter_(2, ids, 1.0)
+            sums.baddbmm_(members.transpose(1, 2), chunk)
+            sizes.add_(members.sum(dim=1).unsqueeze(-1))
+        else:
+            sums.scatter_add_(1, ids.expand_as(chunk), chunk)
+            sizes.scatter_add_(1, ids, torch.ones_like(ids, dtype=sizes.dtype))
+    return torch.where(sizes > 0, sums / sizes.clamp_min(1), centroids)
