@@ -82,9 +82,7 @@ class SharedPrefill:
         runtime = cache._runtime
         for layer in range(runtime.config.shape.num_layers):
             keys, values = tokens_of(self._cache, layer)
-            if not runtime.layers:
-                runtime._allocate(keys.shape[0])
-            runtime.layers[layer].append(keys, values, self._visible)
+            runtime.append(layer, keys, values, self._visible)
 
 
 def ask(loaded: LoadedModel, samples: Sequence[Sample]) -> Question:

@@ -48,6 +48,15 @@ class SlotPlan:
         """Everything, in bytes."""
         return self.index_bytes + self.fixed_bytes + self.pool_bytes + self.predictor_bytes
 
+    @property
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """The parts of `total_bytes`, as reports name them."""
+        return (
+            ("index", self.index_bytes), ("slots and window", self.pool_bytes),
+            ("tables and scratch", self.fixed_bytes),
+            ("predicting weights", self.predictor_bytes),
+        )  # fmt: skip
+
     def with_predictor(self, size_bytes: int, limit_bytes: int | None) -> "SlotPlan":
         """This plan with copies of the predicting weights, if the budget has room left for them."""
         if self.is_resident or not self.selected_groups:
@@ -81,6 +90,8 @@ class SizingRequest:
     device_is_cpu: bool
     has_adapter: bool
     """A fitted low-rank basis is at hand."""
+    rows_per_sequence: int = 1
+    """KV heads of a sequence, when each is a row of its own; `batch` then counts rows."""
     must_tier: bool = False
     """Tokens are on disk already: the plan may not keep everything in memory."""
 

@@ -69,7 +69,8 @@ class KeyIndex(ABC):
     """Whether all keys of the prompt pass through `look` before they are appended."""
 
     def see_queries(self, queries: Tensor) -> None:  # noqa: B027 - optional
-        """Take the newest queries of the prompt, before `fit`; not called when there were none.
+        """Take the prompt's newest queries, before `fit`; the first decode query where none were
+        seen (KV that was put in without a forward pass).
 
         Args:
             queries: post-RoPE. [batch, num_heads, at most num_prompt_queries, head_dim]

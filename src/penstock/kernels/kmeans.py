@@ -4,13 +4,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-CHUNK_ELEMENTS = 1 << 19
-"""Similarities held at a time, over all sets."""
-FEWEST_POINTS = 16
-"""Points of a set looked at together, even where that takes more than CHUNK_ELEMENTS."""
+FEWEST_ELEMENTS, MOST_ELEMENTS = 1 << 14, 1 << 19
+FEWEST_POINTS = 4
+"""Points of a set looked at together, even where that takes more elements than wanted."""
 
 
-def kmeans(points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed: int) -> Tensor:
+def chunk_elements(max_tokens: int) -> int:
+    """Elements of a chunk's temporaries that befit caches of so many tokens, all rows together."""
+    return min(MOST_ELEMENTS, max(FEWEST_ELEMENTS, 2 * max_tokens))
+
+
+def kmeans(
+    points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed: int, elements: int
+) -> Tensor:
     """Centroids of each set: the means of the points that are nearest to them.
 
     The first centroids are points drawn by `seed`, the same places in every set, so that a set's
@@ -20,6 +26,7 @@ def kmeans(points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed
         points: any float dtype. [..., points, dim]
         clusters: centroids of a set; where there are fewer points, some are alike.
         cosine: nearness is the cosine instead of the distance; means are of the points as they are.
+        elements: of a chunk's temporaries, float32 (`chunk_elements`).
 
     Returns:
         float32 [..., clusters, dim]
@@ -29,16 +36,17 @@ def kmeans(points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed
     drawn = drawn.repeat(-(-clusters // count))[:clusters].to(points.device)
     centroids = points[..., drawn, :].float().reshape(-1, clusters, dim)
     for _ in range(iterations):
-        centroids = _means(points, centroids, cosine=cosine)
+        centroids = _means(points, centroids, cosine=cosine, elements=elements)
     return centroids.view(*points.shape[:-2], clusters, dim)
 
 
-def nearest(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
+def nearest(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
     """The centroid of each point.
 
     Args:
         points: [..., points, dim]
         centroids: [..., clusters, dim]
+        elements: of a chunk's temporaries, float32 (`chunk_elements`).
 
     Returns:
         int64 [..., points]
@@ -46,7 +54,7 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
     clusters, dim = centroids.shape[-2:]
     flat = centroids.float().reshape(-1, clusters, dim)
     prepared = _prepare(flat, cosine=cosine)
-    step = _chunk_points(flat.shape[0], clusters)
+    step = _chunk_points(flat.shape[0], clusters, dim, elements)
     out = torch.empty(points.shape[:-1], dtype=torch.int64, device=points.device)
     for start in range(0, points.shape[-2], step):
         chunk = points[..., start : start + step, :].float().reshape(flat.shape[0], -1, dim)
@@ -55,18 +63,23 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
     return out
 
 
-def kmeans_bytes(sets: int, clusters: int, dim: int) -> int:
+def kmeans_bytes(sets: int, clusters: int, dim: int, elements: int) -> int:
     """Temporaries of `kmeans` and `nearest` beside the points and what `nearest` returns.
 
     Args:
         sets: sets of points, all leading dimensions together.
     """
-    step = _chunk_points(sets, clusters)
-    return 4 * sets * (step * (clusters + 2 * dim + 4) + clusters * (3 * dim + 2))
+    step = _chunk_points(sets, clusters, dim, elements)
+    return 4 * sets * (step * _point_elements(clusters, dim) + clusters * (4 * dim + 2))
 
 
-def _chunk_points(sets: int, clusters: int) -> int:
-    return max(FEWEST_POINTS, CHUNK_ELEMENTS // (sets * clusters))
+def _point_elements(clusters: int, dim: int) -> int:
+    """Similarities, memberships, the point twice, and where it belongs."""
+    return 2 * clusters + 2 * dim + 4
+
+
+def _chunk_points(sets: int, clusters: int, dim: int, elements: int) -> int:
+    return max(FEWEST_POINTS, elements // (sets * _point_elements(clusters, dim)))
 
 
 def _prepare(centroids: Tensor, *, cosine: bool) -> tuple[Tensor, Tensor]:
@@ -81,13 +94,13 @@ def _nearest(chunk: Tensor, columns: Tensor, offset: Tensor) -> Tensor:
     return torch.baddbmm(offset, chunk, columns).argmax(dim=-1)
 
 
-def _means(points: Tensor, centroids: Tensor, *, cosine: bool) -> Tensor:
+def _means(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
     """One iteration. [sets, clusters, dim]"""
     sets, clusters, dim = centroids.shape
     prepared = _prepare(centroids, cosine=cosine)
     sums = torch.zeros_like(centroids)
     sizes = centroids.new_zeros(sets, clusters, 1)
-    step = _chunk_points(sets, clusters)
+    step = _chunk_points(sets, clusters, dim, elements)
     for start in range(0, points.shape[-2], step):
         chunk = points[..., start : start + step, :].float().reshape(sets, -1, dim)
         ids = _nearest(chunk, *prepared).unsqueeze(-1)

@@ -51,13 +51,19 @@ class HeadRows:
         if sinks is not None:
             sinks = sinks.view(1, -1).expand(call.query.shape[0], -1)
             sinks = self.fold(sinks)
-        visible = call.visible
+        keys, values, visible = self.fold_tokens(call.keys, call.values, call.visible)
+        return replace(
+            call, query=self.fold(call.query), keys=keys, values=values, sink_logits=sinks,
+            visible=visible,
+        )  # fmt: skip
+
+    def fold_tokens(
+        self, keys: Tensor, values: Tensor, visible: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and visibility of new tokens by row."""
         if visible is not None:
             visible = visible.repeat_interleave(self.per_sequence, dim=0)
-        return replace(
-            call, query=self.fold(call.query), keys=self.fold(call.keys),
-            values=self.fold(call.values), sink_logits=sinks, visible=visible,
-        )  # fmt: skip
+        return self.fold(keys), self.fold(values), visible
 
     def unfold(self, out: Tensor) -> Tensor:
         """An attention output by sequence.

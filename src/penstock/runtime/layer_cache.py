@@ -39,6 +39,7 @@ class LayerSetup:
     device: torch.device
     stats: RunStats
     tracer: Tracer | None
+    rows_per_sequence: int = 1
     phase: PhaseStats = field(default_factory=PhaseStats)
     """Counters of the forward pass under way."""
 

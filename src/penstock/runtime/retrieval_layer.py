@@ -72,7 +72,7 @@ class RetrievalLayer(LayerCache):
             query: true or predicted, post-RoPE. [batch, num_heads, head_dim]
         """
         start = time.perf_counter()
-        self._ensure_index()
+        self._ensure_index(query)
         end_unit = self.window.first_ring_group(self.length + 1)
         if end_unit <= self._lowest_unit or self._all_resident(end_unit):
             return
@@ -196,7 +196,7 @@ class RetrievalLayer(LayerCache):
         if self.index.ready:
             self.index.append(keys, first_group * self.setup.plan.group_tokens)
 
-    def _ensure_index(self) -> None:
+    def _ensure_index(self, query: Tensor) -> None:
         """Make the basis from the prompt's own keys when there is none, then index what closed."""
         if self.index.ready:
             return
@@ -204,14 +204,16 @@ class RetrievalLayer(LayerCache):
         if closed == 0:
             return
         self.drain()
-        per_row = max(1, FIT_SAMPLE_TOKENS // self.setup.plan.batch)
+        sequences = self.setup.plan.batch // self.setup.rows_per_sequence
+        per_row = max(1, FIT_SAMPLE_TOKENS // sequences)
         count = min(closed, max(1, per_row // self.setup.plan.group_tokens))
         groups = np.unique(np.linspace(0, closed - 1, count).astype(np.int64))
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
-        if self._prompt_queries is not None:
-            self.index.see_queries(self._prompt_queries)
+        if self.index.num_prompt_queries:
+            seen = self._prompt_queries
+            self.index.see_queries(query[:, :, None] if seen is None else seen)
             self._prompt_queries = None
         group_tokens = self.setup.plan.group_tokens
         positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
@@ -224,7 +226,7 @@ class RetrievalLayer(LayerCache):
     def _keep_queries(self, query: Tensor) -> None:
         """Remember the newest queries of the prompt for an index that wants them."""
         count = self.index.num_prompt_queries
-        if count and not self.index.ready:
+        if count:
             held = [] if self._prompt_queries is None else [self._prompt_queries]
             self._prompt_queries = torch.cat([*held, query], dim=2)[:, :, -count:].clone()
 
@@ -269,6 +271,8 @@ class RetrievalLayer(LayerCache):
         rows_np: NDArray[np.int64] = rows.cpu().numpy()
         self._set_first_units(other._first_unit[rows_np])
         self._visible = None if other._visible is None else other._visible[rows]
+        queries = other._prompt_queries
+        self._prompt_queries = None if queries is None else queries[rows]
         if other is self and not self.setup.plan.shared_pools:
             end = self.pool.slot_places
             copy_rows(self.pool.tokens[:, :end], self.pool.tokens[:, :end], rows)
@@ -280,7 +284,7 @@ class RetrievalLayer(LayerCache):
         """See `LayerCache.reset`."""
         self.drop_fetch()
         super().reset()
-        self._visible = None
+        self._visible = self._prompt_queries = None
         self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
 
     def close(self) -> None:

@@ -46,8 +46,7 @@ class TieredRuntime:
         """
         self.config = config
         self.stats = RunStats()
-        per_head = config.policy.per_head and not config.exact
-        self._rows = HeadRows(config.shape, per_head=per_head)
+        self._rows = HeadRows(config.shape, per_head=config.policy.per_head and not config.exact)
         self._store: KVStore | None = None
         self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))
         self.layers: list[AnyLayer] = []
@@ -66,10 +65,9 @@ class TieredRuntime:
         self._torn = self._lost_writes = False
 
     def _open_store(self) -> KVStore:
-        shape = self._rows.shape
         return KVStore.create(
-            self.config.store, num_layers=shape.num_layers,
-            unit_bytes=self._unit_tokens * shape.token_bytes,
+            self.config.store, num_layers=self.config.shape.num_layers,
+            unit_bytes=self._unit_tokens * self._rows.shape.token_bytes,
         )  # fmt: skip
 
     def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
@@ -80,7 +78,7 @@ class TieredRuntime:
         """
         config = self.config
         must_tier = bool(self.layers) and not self.plan.is_resident
-        if self._store is None and not (config.policy.stays_resident and not config.exact):
+        if self._store is None and (config.exact or not config.policy.stays_resident):
             self._store = self._open_store()
         request = SizingRequest(
             shape=self._rows.shape, batch=batch * self._rows.per_sequence,
@@ -88,6 +86,7 @@ class TieredRuntime:
             limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
             has_adapter=config.adapter is not None, must_tier=must_tier,
+            rows_per_sequence=self._rows.per_sequence,
         )  # fmt: skip
         policy: SelectionPolicy = config.policy
         if self.layers and self.plan.is_resident:
@@ -115,10 +114,7 @@ class TieredRuntime:
             self.policy, self.plan = self._plan(batch)
             self._ledger.limit_bytes = self._limit()
         config, plan = self.config, self.plan
-        items = (("index", plan.index_bytes), ("slots and window", plan.pool_bytes),
-                 ("tables and scratch", plan.fixed_bytes),
-                 ("predicting weights", plan.predictor_bytes))  # fmt: skip
-        self._reservations = [self._ledger.take(what, size) for what, size in items if size]
+        self._reservations = [self._ledger.take(*item) for item in plan.items if item[1]]
         if plan.is_resident:
             self.layers = [
                 ResidentLayer(i, self._rows.shape, plan.batch, config.max_tokens, config.device)
@@ -134,6 +130,7 @@ class TieredRuntime:
             shape=self._rows.shape, plan=plan, store=self._store,
             units=UnitMap(plan.batch, plan.max_groups), writer=self._writer, staging=staging,
             device=config.device, stats=self.stats, tracer=config.tracer,
+            rows_per_sequence=self._rows.per_sequence,
         )  # fmt: skip
         self.layers = list(self._make_layers(self._setup))
 
@@ -218,19 +215,21 @@ class TieredRuntime:
                 self.config.progress(self.layers[layer].length)
         return out
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, visible: Tensor | None = None
+    ) -> None:
         """Take tokens in without attending (a document whose KV is already there).
 
         Args:
-            keys: post-RoPE. [batch, kv_heads, new_tokens, head_dim]
-            values: [batch, kv_heads, new_tokens, head_dim]
+            keys, values: keys are post-RoPE. [batch, kv_heads, new_tokens, head_dim]
+            visible: as in `AttentionCall`.
         """
         batch, _, count, _ = keys.shape
         self._check(layer, batch, count)
         if not self.layers:
             self._allocate(batch)
         with self._failures_noted():
-            self.layers[layer].append(self._rows.fold(keys), self._rows.fold(values), None)
+            self.layers[layer].append(*self._rows.fold_tokens(keys, values, visible))
 
     @contextmanager
     def _failures_noted(self) -> Iterator[None]:

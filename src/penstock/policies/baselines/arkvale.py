@@ -1,0 +1,50 @@
+"""ArkVale: pages ranked by a bounding volume of their keys. Source: ArkVale (NeurIPS 2024)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.slot_plan import SizingRequest
+from penstock.indexes.base import KeyIndex
+from penstock.indexes.page_digest import PageDigestIndex
+from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
+from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArkVale(BaselinePolicy):
+    """Page eviction that can be undone, per KV head.
+
+    Source: ArkVale (Chen et al., NeurIPS 2024): a full page is backed up and summarised by a
+    digest, a bounding volume of its keys; the pages whose volumes promise the largest products
+    with the query are recalled and attended to. Of its volumes the one that did best, the
+    "cuboid-mean". The page of 16 tokens is that of LouisKV's comparison (section 5.1, "Baselines",
+    of that paper); the original's is 32.
+
+    Differences: pages are backed up in the store, not in host memory; the page that leaves a slot
+    is the oldest (FIFO) among those not selected, not the one with the lowest importance; only a
+    step's selection is recalled, so memory for pages beyond it (`reuse_tokens`) holds what earlier
+    steps recalled; every KV head has its own pages, and query heads that share one add their
+    estimates; its first layers are not exempt.
+    """
+
+    name: ClassVar[str] = "arkvale"
+    per_head: ClassVar[bool] = True
+
+    group_tokens: int = 16
+    """Tokens of a page."""
+
+    def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
+        """See `BaselinePolicy.index_sizes`: the digests have one size."""
+        sizes = {
+            "batch": request.batch,
+            "max_groups": ceil_div(request.max_tokens, self.group_tokens),
+        }
+        held = PageDigestIndex.num_bytes(request.shape, **sizes)
+        return [(self, IndexSize(held, PageDigestIndex.scratch_bytes(request.shape, **sizes)))]
+
+    def make_index(self, request: IndexRequest) -> KeyIndex:
+        """See `SelectionPolicy.make_index`."""
+        return PageDigestIndex(
+            request.shape, batch=request.batch, max_groups=request.max_groups,
+            group_tokens=request.group_tokens, device=request.device,
+        )  # fmt: skip
