@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.bench import throughput
+from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.overlapping_kvswap import OverlappingKVSwap
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes
 from penstock.bench.result import Result, public_arguments
@@ -48,6 +49,7 @@ def test_a_run_measures_every_row_and_saves_it(
         "--config=tiny", "--context=2200", "--batch=1", "--memory=1/2", "--steps=2", "--rounds=2",
         "--devices=real,emmc", "--prefill-tokens=128", "--prefill-chunks=64", "--json",
         "--prefill-rounds=1", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
+        "--methods=quest,loki:key_ratio=0.25",
     ]  # fmt: skip
     throughput.run(arguments)
     printed = capsys.readouterr().out
@@ -55,7 +57,9 @@ def test_a_run_measures_every_row_and_saves_it(
     assert json.loads(printed.splitlines()[-1]) == saved
     assert str(tmp_path) not in out.read_text()
     rows = {row["name"]: row for row in saved["figures"]["rows"]}
-    assert list(rows) == [row.name for row in all_rows(["real", "emmc"])]
+    methods = parse_settings(["quest,loki:key_ratio=0.25"])
+    assert list(rows) == [row.name for row in all_rows(["real", "emmc"], methods)]
+    assert "loki:key_ratio=0.25 (emmc, simulated)" in rows
     for row in rows.values():
         assert row["skipped"] is None
         assert [len(steps) for steps in row["rounds_ms"]] == [2, 2]
@@ -73,6 +77,8 @@ def test_a_run_measures_every_row_and_saves_it(
 
 
 def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no budget of their own"):
+        throughput.run(["--config=tiny", "--methods=quest@1/2", "--disk-file-mib=64"])
     with pytest.raises(ConfigError, match="no row"):
         chosen_rows(all_rows(["real"]), ["kvsnap"])
     names = [row.name for row in chosen_rows(all_rows(["real"]), ["flexgen"])]

@@ -62,3 +62,11 @@ def test_ufs_is_linear_below_24_kb_and_flat_above() -> None:
 def test_break_even_gap() -> None:
     assert EMMC.break_even_bytes == pytest.approx(27e3, rel=0.03)
     assert UFS.break_even_bytes == 0
+
+
+def test_steady_reads_cost_what_their_batches_cost() -> None:
+    for profile in PRESETS.values():
+        offsets = np.arange(100, dtype=np.int64) * 65536
+        lengths = np.full(100, 4 * profile.flash_page_bytes, dtype=np.int64)
+        batch_s = profile.read_time_s(offsets, lengths)
+        assert profile.steady_read_time_s(100, float(lengths.sum())) == pytest.approx(batch_s)

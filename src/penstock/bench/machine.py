@@ -1,5 +1,6 @@
 """What a measurement was made on: CPU, memory, kernel, disk, GPU and library versions."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,7 @@ def describe_machine(store: str = "auto") -> Facts:
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        "allowed_cores": _allowed_cores(),
         "threads": torch.get_num_threads(),
         "ram_bytes": int(psutil.virtual_memory().total),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -60,6 +62,13 @@ def _git(folder: Path, *args: str) -> str:
         ["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True
     )
     return done.stdout.strip()
+
+
+def _allowed_cores() -> int | None:
+    """Cores that this process may run on (taskset), where the system says."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return len(os.sched_getaffinity(0))
 
 
 def _cpu_name() -> str:

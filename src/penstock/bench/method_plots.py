@@ -28,8 +28,11 @@ def draw_methods(result: Result) -> Figure:
     budgets = list(dict.fromkeys(budget for _, budget, _ in points))
     if not points:
         raise ConfigError("no method of this result has a loss at a budget")
-    first = {name: s["loss"] for name, budget, s in reversed(points) if budget == budgets[0]}
-    names = sorted({name for name, _, _ in points}, key=lambda name: first.get(name, 200.0))
+    losses_of = {(name, budget): summary["loss"] for name, budget, summary in points}
+    names = sorted(
+        {name for name, _, _ in points},
+        key=lambda name: [losses_of.get((name, budget), 200.0) for budget in budgets],
+    )
     figure = Figure(figsize=(8.6, 0.38 * len(names) + 1.7), layout="constrained")
     axes = figure.subplots()
     for number, budget in enumerate(budgets):
@@ -48,14 +51,15 @@ def draw_methods(result: Result) -> Figure:
     axes.grid(axis="both", color="#e4e6ea", linewidth=0.7)
     axes.set_xlabel("points lost to full attention, mean over tasks (less is better)")
     settings = result.settings
-    tasks = len({cell["task"] for cell in result.figures["cells"]})
-    fewest = min(len(c["scores"]) for c in result.figures["cells"] if c["scores"])
+    answered = [cell for cell in result.figures["cells"] if cell["scores"]]
+    tasks = len({cell["task"] for cell in answered})
+    fewest = min(len(cell["scores"]) for cell in answered)
     axes.set_title(
-        f"Every method at the same memory: {settings['tokens']:,} tokens, {tasks} tasks, at least "
-        f"{fewest} samples each\nbars: 95 % intervals",
+        f"Every method at the same memory, {settings['tokens']:,} tokens\n{tasks} tasks of "
+        f"{fewest} samples or more; 95 % intervals; no dot: does not fit",
         fontsize=11,
     )
-    axes.legend(frameon=False, loc="lower right", fontsize=10)
+    axes.legend(frameon=False, loc="upper right", fontsize=10)
     return figure
 
 

@@ -197,7 +197,10 @@ def _machine(result: Result) -> str:
     rows = result.figures["rows"]
     real = [row["figures"].get("is_direct") for row in rows if not row["simulated"]]
     direct = " with direct I/O" if True in real and False not in real else ""
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['disk']}{direct}"
+    cores = f"{machine['cores']} cores"
+    if machine["threads"] < machine["cores"]:
+        cores = f"{machine['threads']} threads on {machine['cores']} cores"
+    where = f"{machine['cpu']}, {cores}, {machine['disk']}{direct}"
     notes = []
     if any(row["simulated"] for row in rows):
         notes.append("hatched: simulated device")

@@ -122,7 +122,9 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
         if number % 2:
             replay()
         device.extend(
-            _device_bandwidth(store.region(layer).file, end * store.row_bytes, cell)
+            _device_bandwidth(
+                store.region(layer).file, end * store.row_bytes, cell, seed=int(draw.integers(1e9))
+            )
             for layer in layers
         )
     return Burst(
@@ -131,12 +133,12 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
     )  # fmt: skip
 
 
-def _device_bandwidth(file: KVFile, file_bytes: int, cell: tuple[int, int]) -> float:
+def _device_bandwidth(file: KVFile, file_bytes: int, cell: tuple[int, int], *, seed: int) -> float:
     buffer = AlignedBuffer(1, cell[0] * cell[1])
 
     def read_batch(offsets: Int64Array, lengths: Int64Array) -> None:
         addresses = buffer.address + np.cumsum(lengths) - lengths
         file.submit_reads(offsets, lengths, addresses, buffer.array).wait()
 
-    (measured,) = measure_reads(read_batch, file_bytes, [cell], seconds_per_cell=0.05)
+    (measured,) = measure_reads(read_batch, file_bytes, [cell], seconds_per_cell=0.05, seed=seed)
     return measured.bandwidth

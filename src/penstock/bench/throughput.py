@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.decode_loop import Bench
 from penstock.bench.limited_decode import run_limited
 from penstock.bench.prefill_run import (
@@ -71,6 +72,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, help="rounds; all rows take turns in each")
     add("--round-seconds", type=float, default=20.0, help="a slow row's round ends early")
     add("--rows", help="names (or beginnings) of rows, separated by semicolons or commas")
+    add("--methods", help="more rows: policies with options, as in penstock bench accuracy")
     add("--prefill-tokens", type=int, help="length of the prefill rows' prompt; 0 for none")
     add("--prefill-chunks", default="1024,2048")
     add("--prefill-rounds", type=int, default=2)
@@ -105,7 +107,12 @@ def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> lis
         if device != REAL and device not in PRESETS:
             raise ConfigError(f"no device {device!r}; choose from {REAL}, {', '.join(PRESETS)}")
     names = None if not args.rows else _row_names(args.rows)
-    rows = chosen_rows(all_rows(devices), names)
+    methods = parse_settings([args.methods]) if args.methods else []
+    if any(method.memory for method in methods):
+        raise ConfigError("--methods take no budget of their own; --memory is for all rows")
+    known = all_rows(devices, methods)
+    names = None if names is None else [*names, *(method.text for method in methods)]
+    rows = chosen_rows(known, names)
     shape = inspect_model(model).kv
     adapter = random_adapter(model, args.seed)
     pace = Pace(rounds=args.rounds, steps=args.steps, round_s=args.round_seconds)

@@ -1,9 +1,10 @@
 """The rows of the throughput table: what runs, on which device, with which budget."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.bench.accuracy_settings import Setting
 from penstock.bench.overlapping_kvswap import PAPER_OVERLAP, OverlappingKVSwap
 from penstock.core.errors import ConfigError
 from penstock.models.plain_model import PlainKind
@@ -56,8 +57,12 @@ def on_device(name: str, device: str) -> str:
     return name if device == REAL else f"{name} ({device}, simulated)"
 
 
-def all_rows(devices: Iterable[str]) -> list[Row]:
-    """Every row, floors first; those of the first device come before those of the next."""
+def all_rows(devices: Iterable[str], methods: Sequence[Setting] = ()) -> list[Row]:
+    """Every row, floors first; those of the first device come before those of the next.
+
+    Args:
+        methods: further policies, each a row on every device. Their budget is the run's.
+    """
     floors = [
         Row(name=FLOORS[0], plain="dynamic", is_floor=True),
         Row(name=FLOORS[1], plain="static", is_floor=True),
@@ -83,6 +88,10 @@ def all_rows(devices: Iterable[str]) -> list[Row]:
             ),
             Row(name=on_device(FLEXGEN, device), policy=FlexGen(), device=device),
         ]  # fmt: skip
+        rows += [
+            Row(name=on_device(method.text, device), policy=method.policy, device=device)
+            for method in methods
+        ]
     return rows
 
 

@@ -212,9 +212,8 @@ def _predict(results: list[RowResult], disk: DeviceProfile) -> None:
             continue
         profile = PRESETS[result.device] if result.simulated else disk
         reads = figures["reads_per_token"] * result.batch
-        each = figures["read_bytes_per_token"] / figures["reads_per_token"]
-        offsets, lengths = np.zeros(1, dtype=np.int64), np.array([int(each)], dtype=np.int64)
-        read_ms = reads * profile.read_time_s(offsets, lengths) * 1e3
+        read_bytes = figures["read_bytes_per_token"] * result.batch
+        read_ms = profile.steady_read_time_s(reads, read_bytes) * 1e3
         figures["device_read_ms"] = read_ms
         figures["predicted_ms"] = floor_ms + max(0.0, read_ms - floor_ms)
 

@@ -46,6 +46,7 @@ def measure_reads(
     *,
     seconds_per_cell: float = 0.25,
     clock: Callable[[], float] = time.perf_counter,
+    seed: int = 0,
 ) -> Iterator[Cell]:
     """Yield one measured cell after another.
 
@@ -55,8 +56,9 @@ def measure_reads(
     Args:
         file_bytes: of a file that was really written: unwritten blocks read as zeros at once.
         seconds_per_cell: at least five batches are read, however long they take.
+        seed: of the places; repeated measurements of one file want others each time.
     """
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     for request_bytes, depth in cells:
         places = file_bytes // request_bytes
         lengths = np.full(depth, request_bytes, dtype=np.int64)

@@ -57,6 +57,13 @@ class DeviceProfile:
             return float(np.maximum(transfer_s, self.request_s).sum())
         return float(transfer_s.sum()) + len(lengths) * self.request_s
 
+    def steady_read_time_s(self, reads: float, read_bytes: float) -> float:
+        """Seconds for so many reads of whole pages, given as averages (of a decode step, say)."""
+        transfer_s = read_bytes / self.bandwidth
+        if self.is_pipelined:
+            return max(transfer_s, reads * self.request_s)
+        return transfer_s + reads * self.request_s
+
     def write_time_s(self, offset: int, num_bytes: int) -> float:
         """Seconds that one write keeps the device busy."""
         return self.request_s + num_bytes / self.write_bandwidth
