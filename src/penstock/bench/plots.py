@@ -198,7 +198,7 @@ def _machine(result: Result) -> str:
     real = [row["figures"].get("is_direct") for row in rows if not row["simulated"]]
     direct = " with direct I/O" if True in real and False not in real else ""
     cores = f"{machine['cores']} cores"
-    if machine["threads"] < machine["cores"]:
+    if int(machine["threads"] or 0) < int(machine["cores"] or 0):
         cores = f"{machine['threads']} threads on {machine['cores']} cores"
     where = f"{machine['cpu']}, {cores}, {machine['disk']}{direct}"
     notes = []

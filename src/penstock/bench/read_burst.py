@@ -123,7 +123,10 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
             replay()
         device.extend(
             _device_bandwidth(
-                store.region(layer).file, end * store.row_bytes, cell, seed=int(draw.integers(1e9))
+                store.region(layer).file,
+                end * store.row_bytes,
+                cell,
+                seed=int(draw.integers(10**9)),
             )
             for layer in layers
         )
