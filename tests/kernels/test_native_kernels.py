@@ -24,6 +24,7 @@ from penstock.tiers.slot_table import SlotTable
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs = pytest.mark.skipif(library.kernel("top_units") is None, reason="kernels were not compiled")
+bytewise = pytest.mark.skipif(library.kernel("group_scores") is None, reason="no VNNI here")
 vectors = pytest.mark.skipif(library.kernel("rms_norm") is None, reason="no AVX-512 here")
 
 
@@ -34,7 +35,7 @@ def random_codes(batch: int, blocks: int, group: int, groups: int, rank: int, bi
     return torch.randint(0, 256, size, dtype=torch.uint8)
 
 
-@needs
+@bytewise
 @pytest.mark.parametrize("num_groups", [1, 5, 63, 64, 3000])
 @pytest.mark.parametrize("heads", [1, 8, 16, 40])
 @pytest.mark.parametrize(("bits", "rank"), [(8, 4), (8, 48), (4, 8), (4, 40)])
@@ -50,7 +51,7 @@ def test_group_scores(bits: int, rank: int, heads: int, num_groups: int) -> None
     torch.testing.assert_close(fast.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
 
 
-@needs
+@bytewise
 def test_group_scores_survive_extremes() -> None:
     codes = random_codes(1, 2, 2, 64, 8, 8)
     queries = torch.tensor([[[1e4] * 8, [0.0] * 8]])

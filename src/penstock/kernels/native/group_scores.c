@@ -6,6 +6,8 @@
 
 #include "avx512.h"
 
+#ifdef PENSTOCK_X86
+
 #define LANES 16
 #define MAX_PARTS 16 /* threads */
 #define AT_ONCE 4 /* groups: as many independent sums hide the latency of a multiply-add */
@@ -16,39 +18,6 @@ typedef struct {
     int64_t quads; /* four components each; for 4 bits of either half */
     int bits;
 } block_t;
-
-/* Largest product of every group with 16 heads, AT_ONCE groups from `first` on.
- * queries: [quads][LANES][4] (4 bits: twice that, the low nibbles' components first). */
-static void products_generic(const block_t *block, int64_t first, const int8_t *queries,
-                             int32_t *best) {
-    for (int64_t g = 0; g < AT_ONCE; g++) {
-        int32_t *out = best + g * LANES;
-        for (int lane = 0; lane < LANES; lane++) out[lane] = INT32_MIN;
-        for (int64_t t = 0; t < block->group_tokens; t++) {
-            const uint8_t *code =
-                block->codes + (t * block->block_groups + first + g) * block->width;
-            int32_t sum[LANES] = {0};
-            for (int64_t quad = 0; quad < block->quads; quad++) {
-                const int8_t *q = queries + quad * LANES * 4;
-                const int8_t *high = q + block->quads * LANES * 4;
-                for (int i = 0; i < 4; i++) {
-                    const uint8_t byte = code[quad * 4 + i];
-                    if (block->bits == 8) {
-                        const int32_t value = (uint8_t)(byte ^ 0x80);
-                        for (int lane = 0; lane < LANES; lane++)
-                            sum[lane] += value * q[lane * 4 + i];
-                    } else {
-                        for (int lane = 0; lane < LANES; lane++)
-                            sum[lane] += (byte & 15) * q[lane * 4 + i] +
-                                         (byte >> 4) * high[lane * 4 + i];
-                    }
-                }
-            }
-            for (int lane = 0; lane < LANES; lane++)
-                if (sum[lane] > out[lane]) out[lane] = sum[lane];
-        }
-    }
-}
 
 /* exp(x) for x <= 0, within 2 units in the last place; 0 below -87. */
 static inline float exp_negative(float x) {
@@ -66,38 +35,11 @@ static inline float exp_negative(float x) {
     return p * power.f;
 }
 
-/* Softmax of one part of the groups, unfinished: best, int32 [groups][LANES], becomes exp of the
- * distance to the part's largest logit, float, in place. */
-static void exponentials_generic(int32_t *best, int64_t groups, const float *scale,
-                                 int32_t *largest, float *sum) {
-    for (int lane = 0; lane < LANES; lane++) largest[lane] = INT32_MIN, sum[lane] = 0.0f;
-    for (int64_t g = 0; g < groups; g++)
-        for (int lane = 0; lane < LANES; lane++)
-            if (best[g * LANES + lane] > largest[lane]) largest[lane] = best[g * LANES + lane];
-    for (int64_t g = 0; g < groups; g++)
-        for (int lane = 0; lane < LANES; lane++) {
-            const float gap = (float)(best[g * LANES + lane] - largest[lane]) * scale[lane];
-            const float weight = exp_negative(gap);
-            memcpy(best + g * LANES + lane, &weight, 4);
-            sum[lane] += weight;
-        }
-}
-
-/* scores[g] += sum over lanes of weight * factor */
-static void add_weighted_generic(const float *weights, int64_t groups, const float *factor,
-                                 float *scores) {
-    for (int64_t g = 0; g < groups; g++) {
-        float sum = 0.0f;
-        for (int lane = 0; lane < LANES; lane++) sum += weights[g * LANES + lane] * factor[lane];
-        scores[g] += sum;
-    }
-}
-
-#ifdef PENSTOCK_X86
-
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
-VNNI static void products_vnni(const block_t *block, int64_t first, const int8_t *queries,
+/* Largest product of every group with 16 heads, AT_ONCE groups from `first` on.
+ * queries: [quads][LANES][4] (4 bits: twice that, the low nibbles' components first). */
+VNNI static void products(const block_t *block, int64_t first, const int8_t *queries,
                                int32_t *best) {
     const int64_t width = block->width, plane = block->block_groups * width;
     const uint8_t *token = block->codes + first * width;
@@ -134,8 +76,10 @@ VNNI static void products_vnni(const block_t *block, int64_t first, const int8_t
     for (int g = 0; g < AT_ONCE; g++) _mm512_storeu_si512(best + g * LANES, out[g]);
 }
 
-VNNI static void exponentials_vnni(int32_t *best, int64_t groups, const float *scale,
-                                   int32_t *largest_out, float *sum_out) {
+/* Softmax of one part of the groups, unfinished: best, int32 [groups][LANES], becomes exp of the
+ * distance to the part's largest logit, float, in place. */
+VNNI static void exponentials(int32_t *best, int64_t groups, const float *scale,
+                              int32_t *largest_out, float *sum_out) {
     const __m512 factor = _mm512_loadu_ps(scale);
     __m512i largest = _mm512_set1_epi32(INT32_MIN);
     for (int64_t g = 0; g < groups; g++)
@@ -151,45 +95,12 @@ VNNI static void exponentials_vnni(int32_t *best, int64_t groups, const float *s
     _mm512_storeu_ps(sum_out, sum);
 }
 
-VNNI static void add_weighted_vnni(const float *weights, int64_t groups, const float *factor,
-                                   float *scores) {
+/* scores[g] += sum over lanes of weight * factor */
+VNNI static void add_weighted(const float *weights, int64_t groups, const float *factor,
+                              float *scores) {
     const __m512 f = _mm512_loadu_ps(factor);
     for (int64_t g = 0; g < groups; g++)
         scores[g] += _mm512_reduce_add_ps(_mm512_mul_ps(_mm512_loadu_ps(weights + g * LANES), f));
-}
-
-#endif
-
-static void products(const block_t *block, int64_t first, const int8_t *queries, int32_t *best) {
-#ifdef PENSTOCK_X86
-    if (penstock_has_vnni()) {
-        products_vnni(block, first, queries, best);
-        return;
-    }
-#endif
-    products_generic(block, first, queries, best);
-}
-
-static void exponentials(int32_t *best, int64_t groups, const float *scale, int32_t *largest,
-                         float *sum) {
-#ifdef PENSTOCK_X86
-    if (penstock_has_vnni()) {
-        exponentials_vnni(best, groups, scale, largest, sum);
-        return;
-    }
-#endif
-    exponentials_generic(best, groups, scale, largest, sum);
-}
-
-static void add_weighted(const float *weights, int64_t groups, const float *factor,
-                         float *scores) {
-#ifdef PENSTOCK_X86
-    if (penstock_has_vnni()) {
-        add_weighted_vnni(weights, groups, factor, scores);
-        return;
-    }
-#endif
-    add_weighted_generic(weights, groups, factor, scores);
 }
 
 /* Quantise 16 heads' low-rank queries to int8, one scale per head, and lay them out for the lanes.
@@ -270,4 +181,15 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
                          scores + begin);
         }
     }
+}
+
+#endif
+
+/* Whether this machine runs the kernel; plain C would be slower than torch's integer products. */
+PENSTOCK_EXPORT int64_t penstock_has_byte_products(void) {
+#ifdef PENSTOCK_X86
+    return penstock_has_vnni();
+#else
+    return 0;
+#endif
 }

@@ -59,15 +59,17 @@ def source_digest(folder: Path = _FOLDER) -> str:
 def kernel(name: str) -> Kernel | None:
     """One compiled kernel, taking addresses and numbers; None where there is no library."""
     library = _load(_FOLDER / library_name())
-    if library is None or (name in _VECTORS and not _has_vectors(library)):
+    if library is None or (name in _VECTORS and not _has(library, "vectors")):
+        return None
+    if name == "group_scores" and not _has(library, "byte_products"):
         return None
     found = library[f"penstock_{name}"]
     found.argtypes, found.restype = list(_SIGNATURES[name]), None
     return found
 
 
-def _has_vectors(library: "ctypes.CDLL") -> bool:
-    asked = library["penstock_has_vectors"]
+def _has(library: "ctypes.CDLL", what: str) -> bool:
+    asked = library[f"penstock_has_{what}"]
     asked.restype = ctypes.c_int64
     return bool(asked())
 
