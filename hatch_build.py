@@ -35,18 +35,18 @@ def find_compiler() -> list[str] | None:
 
 def compile_kernels(folder: Path = FOLDER) -> Path | None:
     """Compile the library beside its sources; None, and a line on stderr, when that fails."""
-    spec = importlib.util.spec_from_file_location("_library", folder / "library.py")
+    spec = importlib.util.spec_from_file_location("_compiled", folder / "compiled.py")
     assert spec is not None
     assert spec.loader is not None
-    library = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library)
-    target = folder / library.library_name()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target = folder / module.file_name()
     compiler = find_compiler()
     if compiler is None:
         print("penstock: no C compiler; plain torch kernels will be used", file=sys.stderr)
         return None
     made = target.with_name(f"{target.name}.{os.getpid()}")
-    define = f'-DPENSTOCK_SOURCE_DIGEST="{library.source_digest(folder)}"'
+    define = f'-DPENSTOCK_SOURCE_DIGEST="{module.source_digest(folder)}"'
     sources = [str(path) for path in sorted(folder.glob("*.c"))]
     for parallel in ([PARALLEL], []):
         command = [*compiler, *FLAGS, *parallel, define, "-o", str(made), *sources, "-lm"]

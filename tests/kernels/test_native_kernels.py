@@ -15,7 +15,7 @@ from penstock.kernels import group_scores as scores
 from penstock.kernels import low_rank, query_steps
 from penstock.kernels import top_units as top
 from penstock.kernels.int8_linear import Int8Linear
-from penstock.kernels.native import library
+from penstock.kernels.native import compiled
 from penstock.runtime import fetch_plan
 from penstock.storage import coalesce as coalescing
 from penstock.storage import native_aio
@@ -23,9 +23,9 @@ from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import SlotTable
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs = pytest.mark.skipif(library.kernel("top_units") is None, reason="kernels were not compiled")
-bytewise = pytest.mark.skipif(library.kernel("group_scores") is None, reason="no VNNI here")
-vectors = pytest.mark.skipif(library.kernel("rms_norm") is None, reason="no AVX-512 here")
+needs = pytest.mark.skipif(compiled.kernel("top_units") is None, reason="kernels were not compiled")
+bytewise = pytest.mark.skipif(compiled.kernel("group_scores") is None, reason="no VNNI here")
+vectors = pytest.mark.skipif(compiled.kernel("rms_norm") is None, reason="no AVX-512 here")
 
 
 def random_codes(batch: int, blocks: int, group: int, groups: int, rank: int, bits: int) -> Any:
@@ -92,7 +92,7 @@ def test_decode_attention(
     mask = torch.zeros(batch, places, dtype=dtype)
     mask[:, 1::3] = float("-inf")
     tokens[:, 1::3] = float("nan")  # hidden places may hold anything
-    assert library.kernel("decode_attention") is not None
+    assert compiled.kernel("decode_attention") is not None
     fast = attention.decode_attention(query, tokens, mask, dim**-0.5)
     wide = tokens.float().nan_to_num(0.0)
     slow = attention.decode_attention_reference(query.float(), wide, mask.float(), dim**-0.5)
@@ -252,27 +252,27 @@ def test_events_are_told_apart() -> None:
     )
     iocbs = np.zeros((2, 8), dtype=np.int64)
     iocbs[:, native_aio._LENGTH] = 512
-    check = library.kernel("check_events")
+    check = compiled.kernel("check_events")
     assert check is not None
     for number, expected in ((7, (2, 2)), (8, (1, 1)), (9, (0, -1))):
         ticket: Any = type("T", (), {"number": number, "iocbs": iocbs})()
         assert native_aio.AioQueue._check_plainly(queue_like, ticket, 3) == expected
         found = np.empty(2, dtype=np.int64)
         check(
-            library.address(queue_like._events), 3, number, library.address(iocbs),
-            library.address(found),
+            compiled.address(queue_like._events), 3, number, compiled.address(iocbs),
+            compiled.address(found),
         )  # fmt: skip
         assert found.tolist() == list(expected)
 
 
 def test_stale_libraries_are_not_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = library._FOLDER / library.library_name()
+    found = compiled._FOLDER / compiled.file_name()
     if not found.exists():
         pytest.skip("kernels were not compiled")
-    monkeypatch.setattr(library, "source_digest", lambda: "another")
+    monkeypatch.setattr(compiled, "source_digest", lambda: "another")
     with pytest.warns(UserWarning, match="older than their sources"):
-        assert library._load.__wrapped__(found) is None
+        assert compiled._load.__wrapped__(found) is None
     broken = tmp_path / found.name
     broken.write_bytes(b"no library")
     with pytest.warns(UserWarning, match="cannot be used"):
-        assert library._load.__wrapped__(broken) is None
+        assert compiled._load.__wrapped__(broken) is None

@@ -30,7 +30,7 @@ def draw_methods(result: Result) -> Figure:
         raise ConfigError("no method of this result has a loss at a budget")
     losses_of = {(name, budget): summary["loss"] for name, budget, summary in points}
     names = sorted(
-        {name for name, _, _ in points},
+        sorted({name for name, _, _ in points}),
         key=lambda name: [losses_of.get((name, budget), 200.0) for budget in budgets],
     )
     figure = Figure(figsize=(8.6, 0.38 * len(names) + 1.7), layout="constrained")

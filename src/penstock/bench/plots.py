@@ -41,7 +41,7 @@ def draw_throughput(result: Result) -> Figure:
     panels = figure.subplots(len(batches), 1, squeeze=False)[:, 0]
     for panel, batch in zip(panels, batches, strict=True):
         _throughput_panel(panel, [row for row in rows if row["batch"] == batch])
-        panel.set_title(f"batch {batch}")
+        panel.set_title(f"batch {batch}", pad=18)
     panels[-1].set_xlabel(
         "time of one decode step, ms (log scale); whiskers: 10th, 90th percentile"
     )
@@ -87,12 +87,13 @@ def _throughput_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             "floor: 400 tokens of context", (min(floors), 1.0), xytext=(4, 1),
             xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=9,
         )  # fmt: skip
-    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    most = max(row["figures"]["p90_ms"] for row in rows)
+    wide = most > 100 * start
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_yticks(places, [_row_label(row) for row in rows])
     panel.set_ylim(-0.6, len(rows) - 0.4)
-    most = max(row["figures"]["p90_ms"] for row in rows)
     panel.set_xlim(start, start * (most / start) ** 1.5)
 
 

@@ -46,7 +46,7 @@ class SlotPlan:
     @property
     def total_bytes(self) -> int:
         """Everything, in bytes."""
-        return self.index_bytes + self.fixed_bytes + self.pool_bytes + self.predictor_bytes
+        return sum(size for _, size in self.items)
 
     @property
     def items(self) -> tuple[tuple[str, int], ...]:

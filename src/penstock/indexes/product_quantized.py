@@ -8,15 +8,9 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.prompt_sample import PromptSample
-from penstock.kernels.kmeans import chunk_elements, kmeans, kmeans_bytes, nearest
+from penstock.kernels.kmeans import chunk_elements, chunk_tokens, kmeans, kmeans_bytes, nearest
 
 ITERATIONS = 10
-MOST_CHUNK_TOKENS = 4096
-"""Tokens encoded at a time, of long caches; four times as many are scored at a time."""
-
-
-def _chunk_tokens(max_tokens: int) -> int:
-    return min(max_tokens, MOST_CHUNK_TOKENS, max(256, max_tokens // 16))
 
 
 class ProductQuantizedIndex(KeyIndex):
@@ -52,7 +46,7 @@ class ProductQuantizedIndex(KeyIndex):
         self._group_tokens = group_tokens
         self._max_tokens = max_groups * group_tokens
         self._seed = seed
-        self._chunk = _chunk_tokens(max_groups * group_tokens)
+        self._chunk = chunk_tokens(max_groups * group_tokens)
         self._elements = chunk_elements(batch * max_groups * group_tokens)
         self._codes = torch.zeros(
             batch, subvectors, self._max_tokens, dtype=torch.uint8, device=device
@@ -80,7 +74,7 @@ class ProductQuantizedIndex(KeyIndex):
     ) -> int:  # fmt: skip
         """Temporaries, for the ledger: the sample and k-means, or those of one `score`."""
         tokens = max_groups * group_tokens
-        chunk = _chunk_tokens(tokens)
+        chunk = chunk_tokens(tokens)
         means = kmeans_bytes(
             batch * subvectors, 1 << bits, shape.head_dim // subvectors,
             chunk_elements(batch * tokens),

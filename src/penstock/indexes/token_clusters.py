@@ -8,15 +8,9 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.prompt_sample import PromptSample
-from penstock.kernels.kmeans import chunk_elements, kmeans, kmeans_bytes, nearest
+from penstock.kernels.kmeans import chunk_elements, chunk_tokens, kmeans, kmeans_bytes, nearest
 
 ITERATIONS = 10
-MOST_CHUNK_TOKENS = 4096
-"""Tokens assigned at a time, of long caches; four times as many are scored at a time."""
-
-
-def _chunk_tokens(max_tokens: int) -> int:
-    return min(max_tokens, MOST_CHUNK_TOKENS, max(256, max_tokens // 16))
 
 
 class TokenClustersIndex(KeyIndex):
@@ -56,7 +50,7 @@ class TokenClustersIndex(KeyIndex):
         self._tokens_per_cluster = tokens_per_cluster
         self._recluster_tokens = recluster_tokens
         self._seed = seed
-        self._chunk = _chunk_tokens(max_groups * group_tokens)
+        self._chunk = chunk_tokens(max_groups * group_tokens)
         self._elements = chunk_elements(batch * max_groups * group_tokens)
         tokens = max_groups * group_tokens
         clusters, dtype = self._sizes(tokens, tokens_per_cluster)
@@ -98,7 +92,7 @@ class TokenClustersIndex(KeyIndex):
     ) -> int:  # fmt: skip
         """Temporaries, for the ledger: the sample and k-means, or those of one `score`."""
         tokens = max_groups * group_tokens
-        chunk = max(_chunk_tokens(tokens), recluster_tokens)
+        chunk = max(chunk_tokens(tokens), recluster_tokens)
         clusters, _ = cls._sizes(tokens, tokens_per_cluster)
         sample = PromptSample.num_bytes(batch, tokens, shape.head_dim, shape.dtype)
         means = kmeans_bytes(batch, clusters, shape.head_dim, chunk_elements(batch * tokens))

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attention_block
+from penstock.kernels.native.compiled import kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.native.library import kernel
 
 _MOST_OUTPUTS = 1 << 16
 """Floats of one row's output; the compiled kernel sums them on the stack."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.group_products import group_products
-from penstock.kernels.native.library import kernel
+from penstock.kernels.native.compiled import kernel
 
 _COMPILED_LANES = 16
 """Heads that the compiled kernel takes at a time, and bytes of its alignment."""

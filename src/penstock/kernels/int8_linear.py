@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.native.library import kernel
+from penstock.kernels.native.compiled import kernel
 
 
 class Int8Linear:

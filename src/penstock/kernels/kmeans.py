@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 1 << 14, 1 << 19
+MOST_CHUNK_TOKENS = 4096
 FEWEST_POINTS = 4
 """Points of a set looked at together, even where that takes more elements than wanted."""
 
@@ -12,6 +13,11 @@ FEWEST_POINTS = 4
 def chunk_elements(max_tokens: int) -> int:
     """Elements of a chunk's temporaries that befit caches of so many tokens, all rows together."""
     return min(MOST_ELEMENTS, max(FEWEST_ELEMENTS, 2 * max_tokens))
+
+
+def chunk_tokens(max_tokens: int) -> int:
+    """Tokens assigned to centroids at a time; four times as many are scored at a time."""
+    return min(max_tokens, MOST_CHUNK_TOKENS, max(256, max_tokens // 16))
 
 
 def kmeans(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.compiled import Kernel, kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.native.library import Kernel, kernel
 
 _FEW_TOKENS = 64
 """More rows than this are a matrix product that torch does better."""

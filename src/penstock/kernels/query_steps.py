@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.compiled import kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.native.library import kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.native.library import kernel
+from penstock.kernels.native.compiled import kernel
 
 
 def top_units(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:

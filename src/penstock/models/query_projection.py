@@ -86,16 +86,20 @@ class QueryProjection:
             probed = self.probe(layer, hidden, kwargs)[:, :, -1]
             direct = _project_directly(module, hidden, kwargs)
             self._direct[layer] = direct is not None and _agree(direct, probed)
-            if self._direct[layer] and self.may_copy:
-                linear: Any = module.self_attn.q_proj  # type: ignore[union-attr]
-                if Int8Linear.is_fast(linear.weight):
-                    self._copies[layer] = Int8Linear(linear.weight, linear.bias)
             return probed
         if self._direct[layer]:
-            query = _project_directly(module, hidden, kwargs, self._copies.get(layer))
+            query = _project_directly(module, hidden, kwargs, self._copy_of(layer))
             assert query is not None
             return query
         return self.probe(layer, hidden, kwargs)[:, :, -1]
+
+    def _copy_of(self, layer: int) -> Int8Linear | None:
+        """The layer's copy, made when it is first used; copies go when their room goes."""
+        if not self.may_copy:
+            self._copies.clear()
+        elif layer not in self._copies and (linear := _copied(self._layers[layer])) is not None:
+            self._copies[layer] = Int8Linear(linear.weight, linear.bias)
+        return self._copies.get(layer)
 
     def probe(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
@@ -109,12 +113,17 @@ class QueryProjection:
 
 def copied_bytes(layers: list[nn.Module]) -> int:
     """What 8-bit copies of these layers' q_proj take; 0 where they would not be faster."""
-    total = 0
-    for layer in layers:
-        linear: Any = getattr(getattr(layer, "self_attn", None), "q_proj", None)
-        if type(linear) is nn.Linear and Int8Linear.is_fast(linear.weight):
-            total += Int8Linear.num_bytes(linear.weight, linear.bias)
-    return total
+    linears = filter(None, map(_copied, layers))
+    return sum(Int8Linear.num_bytes(linear.weight, linear.bias) for linear in linears)
+
+
+def _copied(layer: nn.Module) -> nn.Linear | None:
+    """The layer's q_proj, if a copy of it would be faster."""
+    linear = getattr(getattr(layer, "self_attn", None), "q_proj", None)
+    # A subclass may do more than its weights say.
+    if type(linear) is nn.Linear and Int8Linear.is_fast(linear.weight):
+        return linear
+    return None
 
 
 def _project_directly(

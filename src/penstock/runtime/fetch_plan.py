@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.selection import Selection
-from penstock.kernels.native.library import Kernel, address, kernel
+from penstock.kernels.native.compiled import Kernel, address, kernel
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import SlotTable

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.kernels.native.library import address, kernel
+from penstock.kernels.native.compiled import address, kernel
 from penstock.storage.file import Int64Array
 
 

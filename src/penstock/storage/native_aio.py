@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.errors import FetchError, StorageError
-from penstock.kernels.native.library import address, kernel
+from penstock.kernels.native.compiled import address, kernel
 from penstock.storage.file import Int64Array, Ticket, read_error
 
 _CALL_NUMBERS = {  # io_setup, io_destroy, io_submit, io_getevents

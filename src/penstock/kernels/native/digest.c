@@ -1,4 +1,4 @@
-/* What the library was made from; see library.py. */
+/* What the library was made from; see compiled.py. */
 
 #include "kernels.h"
 

@@ -102,7 +102,7 @@ class ShadowKV(BaselinePolicy):
         assert self.landmark_units is not None
         sizes = {
             "batch": request.batch, "max_groups": ceil_div(request.max_tokens, self.group_tokens),
-            "group_tokens": self.group_tokens, "rows_per_sequence": _rows_per_sequence(request),
+            "group_tokens": self.group_tokens, "rows_per_sequence": request.rows_per_sequence,
             "rank": self.rank,
         }  # fmt: skip
         held = ShadowKeyIndex.num_bytes(
@@ -122,8 +122,3 @@ class ShadowKV(BaselinePolicy):
             rank=self.rank, landmark_units=self.landmark_units, num_outliers=self.outlier_chunks,
             scaling=request.scaling, rotary=request.rotary, device=request.device,
         )  # fmt: skip
-
-
-def _rows_per_sequence(request: SizingRequest) -> int:
-    """KV heads of a sequence, whose keys share a basis."""
-    return int(request.rows_per_sequence)

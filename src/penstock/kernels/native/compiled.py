@@ -42,8 +42,8 @@ def address(array: "NDArray[Any]") -> int:
     return found
 
 
-def library_name() -> str:
-    """File name of the library on this system."""
+def file_name() -> str:
+    """Name of the library's file on this system."""
     return {"win32": "kernels.dll", "darwin": "kernels.dylib"}.get(sys.platform, "kernels.so")
 
 
@@ -58,7 +58,7 @@ def source_digest(folder: Path = _FOLDER) -> str:
 @functools.cache
 def kernel(name: str) -> Kernel | None:
     """One compiled kernel, taking addresses and numbers; None where there is no library."""
-    library = _load(_FOLDER / library_name())
+    library = _load(_FOLDER / file_name())
     if library is None or (name in _VECTORS and not _has(library, "vectors")):
         return None
     if name == "group_scores" and not _has(library, "byte_products"):
