@@ -1,17 +1,22 @@
 """The accuracy program at toy size: settings, shared prefill, time limit, result."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from penstock.bench import accuracy
+from penstock.bench import accuracy, accuracy_jobs, accuracy_workers
 from penstock.bench.accuracy_cells import Cell, accuracy_table, not_run, summarise
+from penstock.bench.accuracy_jobs import Examination, Job
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
-from penstock.bench.answers import SharedPrefill, answer, ask
+from penstock.bench.accuracy_workers import run_jobs
+from penstock.bench.answers import SharedPrefill, WrongAlready, answer, ask
 from penstock.bench.tasks import GeneratedTasks, Sample
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.models.loader import LoadedModel, load
 from penstock.policies import FlexGen, Full, KVSwap
 
@@ -110,7 +115,7 @@ def test_an_interrupted_run_is_taken_up(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(accuracy, "answer", interrupted)
+    monkeypatch.setattr(accuracy_jobs, "answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         accuracy.run(arguments)
     half = json.loads(out.read_text())["figures"]["cells"]
@@ -120,9 +125,62 @@ def test_an_interrupted_run_is_taken_up(
     assert calls == 13, "what was answered is not asked again"
     whole = json.loads(out.read_text())["figures"]["cells"]
     assert [len(cell["scores"]) for cell in whole] == [3, 3]
-    assert "100%" not in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1].startswith("100%")
     with pytest.raises(ConfigError, match="cannot resume"):
         accuracy.run([*arguments, "--resume", "--seed=1"])
+
+
+def test_workers_answer_as_one_process_does(tmp_path: Path) -> None:
+    out = tmp_path / "spread.json"
+    arguments = [
+        "--tokens=280,300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
+        "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory", f"--out={out}",
+    ]  # fmt: skip
+    alone = accuracy.run([*arguments, "--workers=1"]).figures["cells"]
+    out.unlink()
+    spread = accuracy.run([*arguments, "--workers=2"]).figures["cells"]
+    timeless = [
+        [{**c, "seconds": 0, "ledger_bytes": 0} for c in cells] for cells in (alone, spread)
+    ]
+    assert timeless[0] == timeless[1]
+    assert {cell["length"] for cell in spread} == {280, 300}
+    assert [len(cell["scores"]) for cell in spread] == [3, 3, 3, 3, 0, 0] * 2
+    summary = json.loads(out.read_text())["figures"]["summary"]
+    assert [(s["length"], s["setting"]) for s in summary[:4]] == [
+        (280, "full"), (280, "kvswap@1/2"), (280, "kvswap@1/999"), (300, "full"),
+    ]  # fmt: skip
+
+
+def test_a_worker_that_dies_is_an_error_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = Examination(
+        model="recall", device="cpu", dtype=None, data=None, chat=False, chunk=100,
+        own_prefill=False, store="memory", seed=0,
+    )  # fmt: skip
+    job = Job(length=300, task="single_essay", first=0, count=1, settings=("full",))
+    with pytest.raises(PenstockError, match="no policy 'magic'"):
+        run_jobs([[replace(job, settings=("magic",))]], how, 1, lambda *_: None, lambda _: None)
+    monkeypatch.setattr(accuracy_workers, "_work", _die)
+    monkeypatch.setattr(accuracy_workers, "_LOOK_S", 0.1)
+    with pytest.raises(PenstockError, match=r"code 7.*--resume"):
+        run_jobs([[job]], how, 1, lambda *_: None, lambda _: None)
+
+
+def _die(*_: Any) -> None:
+    os._exit(7)
+
+
+def test_long_answers_end_where_they_cannot_be_right_any_more(loaded: LoadedModel) -> None:
+    sample = draw_samples(loaded, "copy", 0, 1, tokens=600, seed=2)[0]
+    assert sample.is_all_or_nothing
+    assert not draw_samples(loaded, "multi_value", 0, 1, tokens=600, seed=2)[0].is_all_or_nothing
+    question = ask(loaded, [sample, replace(sample, answer="amber acorn " * 30)])
+    stop = WrongAlready(question, loaded.tokenizer)
+    assert loaded.tokenizer is not None
+    right = loaded.tokenizer(sample.answer, add_special_tokens=False).input_ids
+    prompt = question.batch.input_ids
+    for count in (7, 8, len(right) // 8 * 8):
+        ids = torch.cat([prompt, torch.tensor([right[:count]] * 2)], dim=1)
+        assert stop(ids, None).tolist() == [False, count >= 8]
 
 
 def test_files_are_tasks_too(tmp_path: Path) -> None:
@@ -142,7 +200,7 @@ def test_the_time_limit_says_what_was_not_run(capsys: pytest.CaptureFixture[str]
     ]  # fmt: skip
     result = accuracy.run(arguments)
     assert result.figures["not_run"][0]["why"] == "time was up"
-    assert "0 of 1 samples (time was up)" in capsys.readouterr().out
+    assert "0 of 1 samples of 300 tokens (time was up)" in capsys.readouterr().out
 
 
 def test_samples_do_not_depend_on_the_batches(loaded: LoadedModel) -> None:

@@ -15,13 +15,15 @@ from penstock.bench.accuracy_cells import (
     not_run,
     summarise,
 )
-from penstock.bench.accuracy_settings import PAPER_SUITE, Setting, parse_settings
-from penstock.bench.answers import SharedPrefill, answer, ask
+from penstock.bench.accuracy_jobs import Examination, Examiner, Job
+from penstock.bench.accuracy_settings import PAPER_SUITE, parse_settings
+from penstock.bench.accuracy_workers import default_workers, run_here, run_jobs
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.bench.tasks import FileTasks, GeneratedTasks, TaskSource
-from penstock.core.errors import BudgetError, ConfigError, PenstockError
-from penstock.models.loader import LoadedModel, load
+from penstock.core.errors import ConfigError, PenstockError
+
+KEEP_S = 15.0
+"""A long job is saved this often."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -33,15 +35,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--data", help="JSONL file or folder (context, question, answers) instead of own tasks")
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
     add("--tasks", default="all", help="names separated by commas")
-    add("--tokens", type=int, default=16384, help="length of the prompts")
-    add("--samples", type=int, default=50, help="of each task")
+    add("--tokens", type=_lengths, help="lengths of the prompts (default 16384; suite 8192,16384)")
+    add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")
     add(
         "--settings", action="append",
         help="POLICY@BUDGET:option=value,... separated by commas; or: ablations",
     )  # fmt: skip
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", help="of weights and cache (default: as stored)")
-    add("--batch", type=int, default=10, help="samples answered at a time")
+    add("--batch", type=int, help="samples answered at a time (default 10; suite: all)")
+    add("--workers", type=int, help="processes, each with the model (default 1; suite: by cores)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--own-prefill", action="store_true", help="prefill through each setting's own cache")
     add("--store", default="auto", help="directory of the caches, or memory")
@@ -51,13 +54,25 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
-    if min(args.samples, args.batch, args.chunk) < 1:
-        raise ConfigError("--samples, --batch and --chunk must be at least 1")
+    suite = args.suite == "paper"
+    samples = (2 if args.device == "cpu" else 16) if suite else 50
+    args.samples = samples if args.samples is None else args.samples
+    if args.batch is None:
+        args.batch = min(args.samples, 16) if suite else 10
+    if args.workers is None:
+        args.workers = default_workers(args.device) if suite else 1
+    args.tokens = args.tokens or ([8192, 16384] if suite else [16384])
+    if min(args.samples, args.batch, args.chunk, args.workers, *args.tokens) < 1:
+        raise ConfigError("--tokens, --samples, --batch, --chunk and --workers must be at least 1")
     return args
 
 
+def _lengths(text: str) -> list[int]:
+    return list(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
+
+
 class Benchmark:
-    """All cells of one run; a batch of every task in turn, so that a time limit is fair."""
+    """All cells of one run, and the jobs that fill them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Load the model and read the settings.
@@ -71,21 +86,27 @@ class Benchmark:
         if args.suite == "paper":
             texts.extend(PAPER_SUITE)
         self.settings = parse_settings(texts or ["full,kvswap@1/13,kvswap@1/34"])
-        self._loaded: LoadedModel = load(args.model, dtype=args.dtype, device=args.device)
-        tokenizer = self._loaded.tokenizer
-        if tokenizer is None:
-            raise ConfigError(f"{args.model} has no tokenizer")
-        self._source: TaskSource
-        if args.data:
-            self._source = FileTasks(args.data, tokenizer, chat=args.chat)
-        else:
-            self._source = GeneratedTasks(tokenizer, chat=args.chat)
-        names = list(self._source.names)
-        self._tasks = names if args.tasks == "all" else args.tasks.split(",")
-        for task in self._tasks:
+        self._how = Examination(
+            model=args.model, device=args.device, dtype=args.dtype, data=args.data,
+            chat=args.chat, chunk=args.chunk, own_prefill=args.own_prefill, store=args.store,
+            seed=args.seed,
+        )  # fmt: skip
+        alone = args.workers == 1
+        here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
+        names = list(here.tasks)
+        self._examiner = here if alone else None  # the workers have models of their own
+        tasks = names if args.tasks == "all" else args.tasks.split(",")
+        for task in tasks:
             if task not in names:
                 raise ConfigError(f"no task is called {task!r}; there are {', '.join(names)}")
-        self.cells = [Cell(task=t, setting=s.text) for s in self.settings for t in self._tasks]
+        self.cells = [
+            Cell(length=length, task=task, setting=setting.text)
+            for length in args.tokens
+            for setting in self.settings
+            for task in tasks
+        ]
+        self._at = {cell.key: cell for cell in self.cells}
+        self._groups = [(length, task) for length in args.tokens for task in tasks]
 
     def take_up(self, result: Result) -> None:
         """Go on with what an interrupted run has answered.
@@ -93,76 +114,87 @@ class Benchmark:
         Raises:
             ConfigError: that run asked for something else.
         """
-        for name in ("tokens", "batch", "chunk", "dtype", "own_prefill", "chat"):
+        for name in ("batch", "chunk", "dtype", "own_prefill", "chat"):
             if result.settings.get(name) != getattr(self._args, name):
                 raise ConfigError(
                     f"cannot resume: the result was made with {name}={result.settings.get(name)}"
                 )
         if result.seed != self._args.seed:
             raise ConfigError(f"cannot resume: the result was made with seed={result.seed}")
-        done = {(cell["task"], cell["setting"]): cell for cell in result.figures["cells"]}
-        self.cells = [
-            Cell(**done[cell.task, cell.setting]) if (cell.task, cell.setting) in done else cell
-            for cell in self.cells
-        ]
+        for plain in result.figures["cells"]:
+            former = Cell(**plain)
+            if former.key in self._at:
+                self._at[former.key].__dict__.update(former.__dict__)
 
     def run(self, keep: Callable[[], None] = lambda: None) -> None:
         """Answer everything, or as much as the time allows.
 
         Args:
-            keep: called after every batch of a task, to save what there is.
+            keep: called after every job and every `KEEP_S`, to save what there is.
         """
         args, began = self._args, time.perf_counter()
-        batches = [
-            (first, min(args.batch, args.samples - first), task)
-            for first in range(0, args.samples, args.batch)
-            for task in self._tasks
-        ]
-        progress = Progress(sum(count for _, count, _ in batches) * len(self.settings))
-        for first, count, task in batches:
-            spent = (time.perf_counter() - began) / 60
-            if args.minutes is not None and spent > args.minutes:
-                _say(f"time is up after {spent:.1f} minutes")
-                return
-            self._answer(task, first, count, progress)
+        pieces = len(self.settings) * args.samples
+        progress = Progress(sum(length * pieces for length, _ in self._groups))
+        for cell in self.cells:
+            progress.skip(cell.length * (args.samples if cell.refused else len(cell.scores)))
+        chains = [self._jobs(length, task) for length, task in self._groups]
+        kept = time.perf_counter()
+
+        def take(job: Job, part: Cell) -> None:
+            nonlocal kept
+            cell = self._at[part.key]
+            if cell.refused:
+                return  # whatever a later, smaller batch may do: samples are paired
+            if part.refused:
+                progress.skip(cell.length * (args.samples - len(cell.scores)))
+                progress.say(f"{job.title}: {part.setting} is refused")
+            else:
+                progress.step(cell.length * len(part.scores))
+                progress.say(f"{job.title}: {part.setting} took {part.seconds:.1f} s")
+            cell.merge(part)
+            if time.perf_counter() - kept > KEEP_S:
+                keep()
+                kept = time.perf_counter()
+
+        def done(job: Job) -> None:
             keep()
 
-    def _answer(self, task: str, first: int, count: int, progress: Progress) -> None:
-        args = self._args
-        left = []
-        for setting in self.settings:
-            cell = self._cell(task, setting)
-            if cell.refused is not None or len(cell.scores) >= first + count:
-                progress.skip(count)
-            else:
-                left.append(setting)
-        samples = []
-        if left:
-            samples = self._source.draw(task, first, count, tokens=args.tokens, seed=args.seed)
-        if not samples:
-            progress.skip(count * len(left))
-            return
-        question = ask(self._loaded, samples)
-        shared = None
-        if not args.own_prefill:
-            progress.say(f"{task} {first + 1} to {first + len(samples)}: reading the prompts")
-            shared = SharedPrefill(self._loaded.model, question, args.chunk)
-        for setting in left:
-            cell = self._cell(task, setting)
-            progress.say(f"{task} {first + 1} to {first + len(samples)}: {setting.text}")
-            try:
-                answers = answer(
-                    self._loaded, question, setting, chunk=args.chunk, shared=shared,
-                    store=args.store,
-                )  # fmt: skip
-            except BudgetError as error:
-                cell.refused = str(error)
-            else:
-                cell.add(question, answers)
-            progress.step(count)
+        def going_on() -> bool:
+            spent = (time.perf_counter() - began) / 60
+            if args.minutes is None or spent <= args.minutes:
+                return True
+            _say(f"time is up after {spent:.1f} minutes")
+            return False
 
-    def _cell(self, task: str, setting: Setting) -> Cell:
-        return next(c for c in self.cells if c.task == task and c.setting == setting.text)
+        if self._examiner is not None:
+            run_here(chains, self._examiner, take, done, going_on)
+        else:
+            # The last tasks have the longest answers: they must not be begun last.
+            run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on)
+
+    def _jobs(self, length: int, task: str) -> list[Job]:
+        args = self._args
+        jobs = []
+        for first in range(0, args.samples, args.batch):
+            count = min(args.batch, args.samples - first)
+            left = tuple(
+                setting.text
+                for setting in self.settings
+                if self._wants(self._at[length, task, setting.text], first + count)
+            )
+            if left:
+                jobs.append(Job(length=length, task=task, first=first, count=count, settings=left))
+        return jobs
+
+    @staticmethod
+    def _wants(cell: Cell, end: int) -> bool:
+        return cell.refused is None and len(cell.scores) < end
+
+
+def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
+    """Chains by falling length; of one length the later tasks first, whose answers are longer."""
+    numbered = [(chain[0].length, number, chain) for number, chain in enumerate(chains) if chain]
+    return [chain for _, _, chain in sorted(numbered, key=lambda item: item[:2], reverse=True)]
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -176,6 +208,8 @@ def run(arguments: Sequence[str]) -> Result:
     settings = {k: v for k, v in vars(args).items() if k not in private}
     result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
     benchmark = Benchmark(args)
+    if len(args.tokens) == 1:
+        result.settings["tokens"] = args.tokens[0]
     result.settings["settings"] = [setting.text for setting in benchmark.settings]
     began, minutes = time.perf_counter(), 0.0
     if args.resume and args.out and Path(args.out).exists():
@@ -195,7 +229,8 @@ def run(arguments: Sequence[str]) -> Result:
         benchmark.run(keep)
     except KeyboardInterrupt:
         interrupted = True
-    keep()
+    finally:
+        keep()
     print(accuracy_table(benchmark.cells))
     print(
         "\nloss: points lost to full attention, the mean over tasks, with its 95 % interval (the "
@@ -220,14 +255,14 @@ def figures_of(cells: Sequence[Cell], samples: int) -> dict[str, Any]:
 
 
 def not_run_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """What is missing, one line for each setting and number of samples."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """What is missing, one line for each length, setting and number of samples."""
+    groups: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
     for cell in cells:
-        groups.setdefault((cell["setting"], cell["samples"]), []).append(cell)
+        groups.setdefault((cell["length"], cell["setting"], cell["samples"]), []).append(cell)
     return [
         f"not run: {setting}, {', '.join(cell['task'] for cell in group)}: {samples} of "
-        f"{group[0]['wanted']} samples ({group[0]['why']})"
-        for (setting, samples), group in groups.items()
+        f"{group[0]['wanted']} samples of {length:,} tokens ({group[0]['why']})"
+        for (length, setting, samples), group in groups.items()
     ]
 
 

@@ -19,6 +19,8 @@ REFERENCE = "full"
 class Cell:
     """All samples of a task that a setting has answered."""
 
+    length: int = 0
+    """Most tokens of a prompt; 0 in results that have one length (settings.tokens)."""
     task: str
     setting: str
     scores: list[float] = field(default_factory=list)
@@ -37,6 +39,21 @@ class Cell:
     refused: str | None = None
     """Why it could not run."""
 
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Length, task and setting."""
+        return self.length, self.task, self.setting
+
+    def merge(self, later: "Cell") -> None:
+        """Count what another cell of the same key has answered after this one."""
+        self.scores += later.scores
+        self.any_order += later.any_order
+        for name in ("seconds", "tokens", "read_bytes", "units_wanted", "units_hit"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        if later.ledger_bytes > self.ledger_bytes:
+            self.ledger_bytes, self.full_cache_bytes = later.ledger_bytes, later.full_cache_bytes
+        self.refused = self.refused or later.refused
+
     def add(self, question: Question, answers: Answers) -> None:
         """Count a batch."""
         for sample, text in zip(question.samples, answers.texts, strict=True):
@@ -54,8 +71,9 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A setting over all tasks that it and the reference have answered."""
+    """A setting at one length, over all tasks that it and the reference have answered."""
 
+    length: int
     setting: str
     mean: float | None
     """Exact match, the mean over tasks."""
@@ -76,7 +94,14 @@ class Summary:
 
 
 def summarise(cells: Sequence[Cell]) -> list[Summary]:
-    """Sum up, setting by setting, in their order."""
+    """Sum up, length by length and setting by setting, in their order."""
+    out = []
+    for length in dict.fromkeys(cell.length for cell in cells):
+        out += _summarise([cell for cell in cells if cell.length == length])
+    return out
+
+
+def _summarise(cells: Sequence[Cell]) -> list[Summary]:
     reference = {cell.task: cell for cell in cells if cell.setting == REFERENCE and cell.scores}
     out = []
     for setting in dict.fromkeys(cell.setting for cell in cells):
@@ -95,7 +120,7 @@ def summarise(cells: Sequence[Cell]) -> list[Summary]:
         interval = paired_bootstrap(*pairs, resamples=2000) if pairs else None
         error = float(np.sqrt(sum(variances))) / len(losses) if losses else None
         summary = Summary(
-            setting=setting, tasks=len(done),
+            length=cells[0].length, setting=setting, tasks=len(done),
             mean=float(np.mean([np.mean(c.scores) for c in done])) if done else None,
             loss=100 * float(np.mean(losses)) if losses else None,
             loss_error=100 * error if error is not None else None,
@@ -113,7 +138,14 @@ def summarise(cells: Sequence[Cell]) -> list[Summary]:
 
 
 def accuracy_table(cells: Sequence[Cell]) -> str:
-    """Scores in per cent: settings down, tasks across."""
+    """Scores in per cent: a table for each length, settings down, tasks across."""
+    lengths = list(dict.fromkeys(cell.length for cell in cells))
+    if len(lengths) > 1:
+        tables = [
+            f"{length:,} tokens\n{accuracy_table([c for c in cells if c.length == length])}"
+            for length in lengths
+        ]
+        return "\n\n".join(tables)
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     at = {(cell.setting, cell.task): cell for cell in cells}
     rows: list[list[str]] = []
@@ -148,8 +180,8 @@ def not_run(cells: Sequence[Cell], samples: int) -> list[dict[str, Any]]:
     """Cells with fewer samples than were asked for."""
     return [
         {
-            "task": cell.task, "setting": cell.setting, "samples": len(cell.scores),
-            "wanted": samples, "why": cell.refused or "time was up",
+            "length": cell.length, "task": cell.task, "setting": cell.setting,
+            "samples": len(cell.scores), "wanted": samples, "why": cell.refused or "time was up",
         }
         for cell in cells
         if len(cell.scores) < samples

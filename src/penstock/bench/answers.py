@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from penstock.bench.accuracy_settings import Setting
 from penstock.bench.tasks import Sample
@@ -40,6 +41,7 @@ class Answers:
     """What one setting said to one question, and its cost."""
 
     texts: list[str]
+    """Cut where they went wrong, if only the exact answer counts."""
     seconds: float
     tokens: int
     """Tokens that were decoded, all rows counted until the last one ended."""
@@ -48,6 +50,34 @@ class Answers:
     units_hit: int
     ledger_bytes: int
     full_cache_bytes: int
+
+
+class WrongAlready(StoppingCriteria):
+    """Ends an answer that can no longer be right, where nothing but the exact answer counts.
+
+    Answers of hundreds of tokens that go wrong at the start would otherwise be decoded to their
+    end; the score is 0 either way. Texts are looked at every `_LOOK_TOKENS` tokens.
+    """
+
+    _LOOK_TOKENS = 8
+
+    def __init__(self, question: Question, tokenizer: Any) -> None:
+        self._expected = [" ".join(sample.answer.split()) for sample in question.samples]
+        self._prompt_tokens = question.batch.padded_tokens
+        self._tokenizer = tokenizer
+        self._wrong = [False] * len(self._expected)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Which rows are over; bool [batch]. `input_ids` is int64 [batch, tokens]."""
+        new = input_ids[:, self._prompt_tokens :]
+        if new.shape[1] % self._LOOK_TOKENS == 0:
+            for row, (expected, ids) in enumerate(zip(self._expected, new.tolist(), strict=True)):
+                if not self._wrong[row]:
+                    text = self._tokenizer.decode(ids, skip_special_tokens=True)
+                    # A character may be cut in two by the end of the text so far.
+                    so_far = " ".join(text.rstrip("\ufffd").split())
+                    self._wrong[row] = not expected.startswith(so_far)
+        return torch.tensor(self._wrong, device=input_ids.device)
 
 
 class SharedPrefill:
@@ -129,6 +159,9 @@ def answer(
         if shared is not None:
             shared.put_into(cache)
             extra = {}
+        if all(sample.is_all_or_nothing for sample in question.samples):
+            stop = WrongAlready(question, loaded.tokenizer)
+            extra["stopping_criteria"] = StoppingCriteriaList([stop])
         with torch.no_grad():
             out = model.generate(
                 input_ids=batch.input_ids.to(device),

@@ -39,6 +39,12 @@ class Sample:
         """What `metric` compares a text with: the parts, or the whole answers."""
         return self.values if self.metric in OF_PARTS else (self.answer, *self.also_right)
 
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """Whether every measure gives 0 to any text but the whole answer."""
+        alone = self.values == (self.answer,) and not self.also_right
+        return self.metric == "exact_match" and alone
+
 
 def judge(sample: Sample, text: str) -> float:
     """The score of a text by the sample's own measure, 0 to 1.
