@@ -101,9 +101,19 @@ class PeerRow:
         right = [is_right(a, sample) for a, sample in zip(answers, samples, strict=False)]
         self.recall = {**reply, "right": sum(right), "answered": len(right), "asked": len(samples)}
 
+    def has(self, job: str) -> bool:
+        """Whether a job was done, or failed for what it is; not for a failed installation."""
+        failed = self.failures.get(job)
+        return bool(getattr(self, job)) or (failed is not None and failed["kind"] != "install")
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def of_dict(cls, plain: dict[str, Any]) -> "PeerRow":
+        """The row that `as_dict` was of."""
+        return cls(**{name: value for name, value in plain.items() if name != "name"})
 
 
 def parse_reply(output: str) -> dict[str, Any] | None:

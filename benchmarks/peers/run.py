@@ -21,10 +21,11 @@ from prepared import HERE, Models, prepare_gguf, prepare_models, prepare_samples
 from penstock.bench.result import Result
 from penstock.bench.tasks import TASKS
 from penstock.core.byte_size import parse_bytes
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
 
 JOBS = ("speed", "recall")
-HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose")
+HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose",
+          "resume")  # fmt: skip
 """Options that name places or change no figure: left out of the result."""
 
 
@@ -54,8 +55,31 @@ class Run:
             for peer, (python, models, problem) in ready.items():
                 for setting in PEERS[peer].settings:
                     if self._is_wanted(peer, setting):
-                        self._add_row(PeerRow(peer=peer, setting=setting, context=length),
-                                      python, models, problem)  # fmt: skip
+                        row = self._row(peer, setting, length)
+                        self._fill_row(row, python, models, problem)
+
+    def take_up(self, former: Result) -> None:
+        """Keep the rows of an interrupted run, or of one with another job.
+
+        Raises:
+            ConfigError: that run asked for something else.
+        """
+        for name in ("limit", "keep", "config", "prefill", "tasks", "samples", "seed", "threads"):
+            mine, its = getattr(self.args, name), former.settings.get(name)
+            if mine != its:
+                raise ConfigError(f"cannot resume: the result was made with --{name} {its}")
+        self.rows = [PeerRow.of_dict(plain) for plain in former.figures["rows"]]
+        jobs = dict.fromkeys([*former.settings["jobs"], *self.args.jobs])
+        self.result.settings["jobs"] = list(jobs)
+        if former.command != self.result.command:
+            self.result.command = f"{former.command}; then {self.result.command} --resume"
+
+    def _row(self, peer: str, setting: str, length: int) -> PeerRow:
+        for row in self.rows:
+            if (row.peer, row.setting, row.context) == (peer, setting, length):
+                return row
+        self.rows.append(PeerRow(peer=peer, setting=setting, context=length))
+        return self.rows[-1]
 
     def _is_wanted(self, peer: str, setting: str) -> bool:
         wanted = self.args.settings
@@ -79,14 +103,16 @@ class Run:
             return Path(), models, str(error)
         return python, models, ""
 
-    def _add_row(self, row: PeerRow, python: Path, models: Models, problem: str) -> None:
+    def _fill_row(self, row: PeerRow, python: Path, models: Models, problem: str) -> None:
         for job in self.args.jobs:
+            if row.has(job):
+                continue
             if problem:
                 row.fail(job, "install", "install", problem)
             else:
                 say(f"{row.context} {row.name}: {job}")
+                row.failures.pop(job, None)
                 self._do_job(row, job, python, models.of(job))
-        self.rows.append(row)
         self.result.figures = {"rows": [row.as_dict() for row in self.rows]}
         self.result.save(self.args.out)
 
@@ -209,6 +235,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--envs", type=Path, default=HERE / ".envs")
     add("--store", type=Path, default=HERE / ".work", help="models and scratch files")
     add("--out", type=Path, default=HERE.parent / "results" / "peers.json")
+    add("--resume", action="store_true", help="keep what --out has; do the jobs that it lacks")
     add("--torch", default=TORCH)
     add("--pip-arguments", default="", help="such as --pip-arguments='--index-url ADDRESS'")
     add("--prepare-only", action="store_true", help="environments, models and samples")
@@ -229,6 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result.machine["threads"] = args.threads
     run = Run(args, result)
     try:
+        if args.resume and args.out.exists():
+            run.take_up(Result.load(args.out))
         run.run()
     except PenstockError as error:
         say(str(error))

@@ -214,14 +214,26 @@ def test_a_whole_row_with_a_pretended_peer(
     monkeypatch.setattr(run, "PEERS", {"ollm": pretender})
     monkeypatch.setattr(run, "HERE", tmp_path)
     monkeypatch.setattr(run, "build", lambda *_, **__: Path(sys.executable))
-    code = run.main([
+    out = tmp_path / "peers.json"
+    arguments = [
         "--lengths=512", "--peers=ollm", "--samples=2", "--config=tiny", "--steps=4",
-        f"--out={tmp_path / 'peers.json'}", f"--store={tmp_path}",
-    ])  # fmt: skip
-    assert code == 0
+        f"--out={out}", f"--store={tmp_path}",
+    ]  # fmt: skip
+    assert run.main([*arguments, "--jobs=speed"]) == 0
+    first = json.loads(out.read_text())
+    assert first["figures"]["rows"][0]["recall"] == {}
+    assert run.main([*arguments, "--jobs=recall", "--resume"]) == 0
     shown = capsys.readouterr().out
     assert "ollm one" in shown
     assert "2/2" in shown
+    both = json.loads(out.read_text())
+    [row] = both["figures"]["rows"]
+    assert row["speed"] == first["figures"]["rows"][0]["speed"], "not measured again"
+    assert both["settings"]["jobs"] == ["speed", "recall"]
+    assert "; then python" in both["command"]
+    assert both["command"].endswith("--samples 2 --resume")
+    assert run.main([*arguments, "--resume", "--samples=3"]) == 2, "other samples"
+    assert "--samples 2" in capsys.readouterr().err
 
 
 def state_file(path: Path, cells: int, *, transposed: int = 0, version: int = 3) -> None:

@@ -1,25 +1,31 @@
 """The throughput program end to end at toy size, and the parts that could lie."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+import penstock.models
 from penstock.bench import throughput
 from penstock.bench.accuracy_settings import parse_settings
-from penstock.bench.overlapping_kvswap import OverlappingKVSwap
+from penstock.bench.prefill_run import as_figures, run_prefill
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes
+from penstock.bench.recorded_stream import Recording
 from penstock.bench.result import Result, public_arguments
+from penstock.bench.selection_streams import OverlapStream
 from penstock.bench.sessions import Room, pack
 from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.targets import Target, judge, step_ratio
-from penstock.bench.throughput_rows import all_rows, chosen_rows
-from penstock.bench.throughput_run import RowResult
+from penstock.bench.throughput import read_stream, without_folders
+from penstock.bench.throughput_rows import FLOORS, all_rows, chosen_rows
+from penstock.bench.throughput_run import RowResult, _predict
+from penstock.bench.throughput_table import prefill_table
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
+from penstock.devices.presets import PRESETS
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import (
@@ -34,11 +40,21 @@ from penstock.policies import FlexGen
 SHAPE = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
 )  # fmt: skip
+RECALL = Path(penstock.models.__file__).parent / "recall"
 
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
     return random_model("tiny", max_positions=4096)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(model: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder of Hugging Face."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(RECALL).save_pretrained(folder)
+    return folder
 
 
 def test_a_run_measures_every_row_and_saves_it(
@@ -72,6 +88,14 @@ def test_a_run_measures_every_row_and_saves_it(
     assert rows["kvswap"]["figures"]["burst"]["bandwidth"] > 0
     assert rows["kvswap (emmc, simulated)"]["simulated"]
     assert len(saved["figures"]["prefill"]) == 3
+    for row in saved["figures"]["prefill"]:
+        assert row["ttft_s"] == min(row["ttfts_s"]) > min(row["seconds"]), "a step comes on top"
+    floor_ms = min(rows[name]["figures"]["median_ms"] for name in FLOORS)
+    on_a_device = [row["figures"] for row in rows.values() if "store" in row["figures"]]
+    assert len(on_a_device) == 2 * (6 + len(methods))
+    assert all(figures["predicted_ms"] >= floor_ms for figures in on_a_device)
+    assert {row["stream"] for row in rows.values()} == {"own", "synthetic, 77 % overlap"}
+    assert overlap["policy"]["stream"] == "synthetic, 77 % overlap"
     assert "[pass]" in printed or "[FAIL]" in printed
     assert Result.load(out).figures == saved["figures"]
 
@@ -83,6 +107,100 @@ def test_bad_arguments_are_refused() -> None:
         chosen_rows(all_rows(["real"]), ["kvsnap"])
     names = [row.name for row in chosen_rows(all_rows(["real"]), ["flexgen"])]
     assert names == ["floor, DynamicCache", "floor, StaticCache", "flexgen"]
+
+
+def test_a_folder_and_a_recording_can_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+) -> None:
+    """Selections recorded on one model and context, played on another; no path is published."""
+    out, played = tmp_path / "toy.json", tmp_path / "played.npz"
+    first = np.arange(10, 110)[None] + np.arange(4)[:, None]  # 99 of 100 units repeat
+    Recording(
+        shares=(first * 4 / 1000)[:, None, None].astype(np.float32), context=1000, group_tokens=4,
+        source={"model": "toy", "task": "drift"},
+    ).save(played)  # fmt: skip
+    throughput.run([
+        f"--config={tiny_folder}", "--context=2200", "--batch=2", "--memory=1/2", "--steps=3",
+        "--rounds=2", "--devices=real", "--rows=kvswap;flexgen", "--methods=infinigen-star-reuse",
+        "--prefill-tokens=0", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
+        "--stream", str(played),
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    text = out.read_text()
+    assert str(tmp_path) not in text
+    assert str(tiny_folder.parent) not in text
+    saved = json.loads(text)
+    assert saved["settings"]["config"] == tiny_folder.name
+    assert saved["settings"]["weights"] == "stored"
+    stream = "recorded (toy, drift, 1000 tokens, 99 % overlap)"
+    assert saved["settings"]["stream"] == stream
+    assert f"selections {stream}: kvswap; " in printed
+    rows = {row["name"]: row for row in saved["figures"]["rows"]}
+    assert rows["kvswap"]["stream"] == rows["infinigen-star-reuse"]["stream"] == stream
+    assert rows["flexgen"]["stream"] == "own"
+    assert rows["kvswap, 77 % overlap"]["stream"] == "synthetic, 77 % overlap"
+    assert not rows["kvswap"]["synthetic_stream"]
+    assert rows["kvswap"]["figures"]["hit_rate"] == pytest.approx(0.99, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("overlap=much", "overlap=0.77"), ("overlap=1.5", "between 0 and 1"), ("x.npz", "penstock")],
+)
+def test_a_stream_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_stream(text)
+
+
+def test_streams_are_read() -> None:
+    assert read_stream("own") is None
+    assert read_stream("overlap=0.5", 3) == OverlapStream(overlap=0.5, seed=3)
+    assert read_stream("overlap") == OverlapStream()
+    streams = {
+        row.name: row.stream
+        for row in all_rows(["real"], parse_settings(["quest,h2o"]), OverlapStream(overlap=0.5))
+    }
+    half, paper = "synthetic, 50 % overlap", "synthetic, 77 % overlap"
+    assert streams["kvswap"] == streams["kvswap, no reuse"] == streams["quest"] == half
+    assert streams["kvswap, 77 % overlap"] == streams["kvswap, 77 % overlap, G=8"] == paper
+    for name in ("flexgen", "h2o", "full", "kvswap, all resident", *FLOORS):
+        assert streams[name] == "own"
+
+
+def test_a_row_that_reads_nothing_is_predicted_too() -> None:
+    rows = rows_of({"floor, StaticCache": 10.0, "kvswap": 12.0, "h2o": 13.0, "full": 30.0})
+    rows[1].figures |= {"store": "disk", "reads_per_token": 100.0, "read_bytes_per_token": 4e6}
+    rows[2].figures |= {"store": "disk", "reads_per_token": 0.0, "read_bytes_per_token": 0.0}
+    disk = PRESETS["nvme"]
+    _predict(rows, disk)
+    read_ms = disk.steady_read_time_s(100, 4e6) * 1e3
+    assert rows[1].figures["predicted_ms"] == pytest.approx(max(10.0, read_ms))
+    assert rows[2].figures["predicted_ms"] == 10.0
+    assert "predicted_ms" not in rows[3].figures | rows[0].figures
+
+
+def test_the_first_token_comes_after_the_prefill(model: CausalLM, tmp_path: Path) -> None:
+    rows = run_prefill(
+        model, random_adapter(model), tokens=192, context=1024, memory="1/2", store=str(tmp_path),
+        chunks=[64], rounds=2, say=lambda text: None,
+    )  # fmt: skip
+    assert [row.label for row in rows] == [
+        "DynamicCache, one piece", "DynamicCache, chunks of 64", "kvswap, chunks of 64",
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row.seconds) == len(row.ttfts_s) == 2
+        assert all(0 < s < ttft for s, ttft in zip(row.seconds, row.ttfts_s, strict=True))
+    assert [row["ttft_s"] for row in as_figures(rows)] == [min(row.ttfts_s) for row in rows]
+    assert "first token s" in prefill_table(rows)
+    line = next(x for x in prefill_table(rows).splitlines() if x.startswith("kvswap"))
+    assert f"{rows[2].ttft_s:.2f}" in line
+
+
+def test_paths_of_options_become_names() -> None:
+    shown = without_folders(
+        ["--config=/models/x-1b", "--stream", "a/b.npz", "--out", "c/d"], ("--config", "--stream")
+    )
+    assert shown == ["--config=x-1b", "--stream", "b.npz", "--out", "c/d"]
 
 
 def test_synthetic_documents_are_the_same_in_every_cache(model: CausalLM) -> None:
@@ -116,25 +234,6 @@ def test_a_simulated_device_takes_the_document_for_nothing(model: CausalLM) -> N
         assert store.throttle is not None
         assert store.throttle.profile.name == "emmc"
         assert store.throttle.profile.bandwidth == 250e6
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_the_stream_overlaps_as_much_as_it_says(model: CausalLM, overlap: float) -> None:
-    policy = OverlappingKVSwap(overlap=overlap, selected_tokens=160, reuse_tokens=160)
-    adapter = random_adapter(model)
-    with TieredCache(
-        model, policy, store="memory", max_tokens=2400, memory="1/1", adapter=adapter
-    ) as cache:  # fmt: skip
-        SyntheticKV(SHAPE, 1, torch.device("cpu")).fill(cache, 2200)
-        held = []
-        layer = cache._runtime.layers[1]
-        for step in range(3):
-            ids, position = torch.ones((1, 1), dtype=torch.int64), torch.tensor([[2200 + step]])
-            model(ids, past_key_values=cache, position_ids=position)
-            held.append(set(np.asarray(layer.index.last)[0].tolist()))  # type: ignore[union-attr]
-    for before, after in pairwise(held):
-        assert len(after) == 40
-        assert len(before & after) / 40 == pytest.approx(overlap, abs=0.02)
 
 
 def test_models_that_share_weights_share_nothing_else(model: CausalLM) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.accuracy_cells import (
+    TIME_WAS_UP,
     Cell,
     accuracy_table,
     not_run,
@@ -255,7 +256,10 @@ def figures_of(cells: Sequence[Cell], samples: int) -> dict[str, Any]:
 
 
 def not_run_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """What is missing, one line for each length, setting and number of samples."""
+    """What is missing, one line for each length, setting and number of samples.
+
+    Settings that no task could run stand in the table with the reason.
+    """
     groups: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault((cell["length"], cell["setting"], cell["samples"]), []).append(cell)
@@ -263,6 +267,7 @@ def not_run_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
         f"not run: {setting}, {', '.join(cell['task'] for cell in group)}: {samples} of "
         f"{group[0]['wanted']} samples of {length:,} tokens ({group[0]['why']})"
         for (length, setting, samples), group in groups.items()
+        if samples or group[0]["why"] == TIME_WAS_UP
     ]
 
 

@@ -13,6 +13,7 @@ from penstock.bench.text_table import format_table
 from penstock.core.byte_size import format_bytes
 
 REFERENCE = "full"
+TIME_WAS_UP = "time was up"
 
 
 @dataclass(kw_only=True)
@@ -167,7 +168,7 @@ def _summary_cells(summary: Summary) -> list[str]:
         return "" if value is None else format(value * factor, pattern)
 
     loss = show(summary.loss, ".1f")
-    if summary.loss_error:
+    if summary.loss_low is not None and summary.setting != REFERENCE:
         loss += f" [{show(summary.loss_low, '.1f')}, {show(summary.loss_high, '.1f')}]"
     return [
         show(summary.mean, ".1f", 100), loss, format_bytes(summary.ledger_bytes),
@@ -181,7 +182,7 @@ def not_run(cells: Sequence[Cell], samples: int) -> list[dict[str, Any]]:
     return [
         {
             "length": cell.length, "task": cell.task, "setting": cell.setting,
-            "samples": len(cell.scores), "wanted": samples, "why": cell.refused or "time was up",
+            "samples": len(cell.scores), "wanted": samples, "why": cell.refused or TIME_WAS_UP,
         }
         for cell in cells
         if len(cell.scores) < samples

@@ -1,5 +1,6 @@
 """Answer a batch of samples through a TieredCache with `model.generate`, and count what it took."""
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from penstock.bench.accuracy_settings import Setting
 from penstock.bench.tasks import Sample
 from penstock.generation.prompts import PromptBatch, make_batch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM, LoadedModel
+from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
 
 EXACT_TAIL = 33
@@ -52,8 +53,9 @@ class Answers:
     full_cache_bytes: int
 
 
-class WrongAlready(StoppingCriteria):
-    """Ends an answer that can no longer be right, where nothing but the exact answer counts.
+class WrongAlready:
+    """A stopping criterion of `generate`: ends an answer that can no longer be right, where nothing
+    but the exact answer counts.
 
     Answers of hundreds of tokens that go wrong at the start would otherwise be decoded to their
     end; the score is 0 either way. Texts are looked at every `_LOOK_TOKENS` tokens.
@@ -95,6 +97,7 @@ class SharedPrefill:
         ids = batch.input_ids[:, : self._end].to(device)
         mask = batch.attention_mask[:, : self._end].to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        self._tiered = inspect_model(model).tiered_layers
         self._cache = plain_cache(model, "dynamic", self._end)
         decoder: Any = model
         with torch.no_grad():
@@ -109,10 +112,12 @@ class SharedPrefill:
 
     def put_into(self, cache: TieredCache) -> None:
         """Give an empty cache the prompt's keys and values."""
-        runtime = cache._runtime
-        for layer in range(runtime.config.shape.num_layers):
+        for tier, layer in enumerate(self._tiered):
             keys, values = tokens_of(self._cache, layer)
-            runtime.append(layer, keys, values, self._visible)
+            cache._runtime.append(tier, keys, values, self._visible)
+        for layer, held in enumerate(self._cache.layers):
+            if layer not in self._tiered:  # a sliding window, which ours keeps as transformers does
+                cache.layers[layer] = copy.deepcopy(held)
 
 
 def ask(loaded: LoadedModel, samples: Sequence[Sample]) -> Question:
@@ -160,8 +165,7 @@ def answer(
             shared.put_into(cache)
             extra = {}
         if all(sample.is_all_or_nothing for sample in question.samples):
-            stop = WrongAlready(question, loaded.tokenizer)
-            extra["stopping_criteria"] = StoppingCriteriaList([stop])
+            extra["stopping_criteria"] = [WrongAlready(question, loaded.tokenizer)]
         with torch.no_grad():
             out = model.generate(
                 input_ids=batch.input_ids.to(device),

@@ -1,8 +1,8 @@
-"""Prefill: our cache against the plain model with the same chunks and in one piece."""
+"""Prefill and the first token: our cache against the plain model, in chunks and in one piece."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,19 @@ class PrefillRow:
     chunk: int
     """Tokens per forward pass; all of them for one piece."""
     tokens: int
-    seconds: list[float]
+    seconds: list[float] = field(default_factory=list)
+    """From the first chunk to the last one's logits, round by round."""
+    ttfts_s: list[float] = field(default_factory=list)
+    """From the first chunk to the end of the first decode step, round by round: what a method does
+    when it first selects (making an index) is in it."""
     peak_bytes: int | None = None
     """Most memory beyond what was held before the cache was made, activations included."""
     ledger_bytes: int | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, of the best round."""
+        return min(self.ttfts_s)
 
     @property
     def label(self) -> str:
@@ -46,17 +55,17 @@ def run_prefill(
     """Time every way in turn, `rounds` times, each second round backwards.
 
     Args:
-        tokens: length of the prompt.
+        tokens: length of the prompt; one more is decoded.
         context: what the cache is made for (its budget is a share of that).
     """
     draw = torch.Generator().manual_seed(seed)
     device = model.get_input_embeddings().weight.device
     ids = torch.randint(0, vocabulary_size(model), (1, tokens), generator=draw).to(device)
-    rows = [PrefillRow(name=PLAIN, chunk=tokens, tokens=tokens, seconds=[])]
+    rows = [PrefillRow(name=PLAIN, chunk=tokens, tokens=tokens)]
     for chunk in chunks:
         if chunk < tokens:
-            rows.append(PrefillRow(name=PLAIN, chunk=chunk, tokens=tokens, seconds=[]))
-            rows.append(PrefillRow(name=TIERED, chunk=chunk, tokens=tokens, seconds=[]))
+            rows.append(PrefillRow(name=PLAIN, chunk=chunk, tokens=tokens))
+            rows.append(PrefillRow(name=TIERED, chunk=chunk, tokens=tokens))
     plain, tiered = share_weights(model), share_weights(model)
     _pass(plain, ids[:, :64], plain_cache(plain, "dynamic", 64), 64)  # warm
     peak = PeakMemory(device)
@@ -65,34 +74,49 @@ def run_prefill(
             say(f"prefill of {tokens} tokens: {row.label}")
             peak.start()
             if row.name == PLAIN:
-                seconds = _pass(plain, ids, plain_cache(plain, "dynamic", tokens), row.chunk)
+                cache = plain_cache(plain, "dynamic", tokens + 1)
+                seconds, ttft_s = _pass(plain, ids, cache, row.chunk)
+                del cache
             else:
                 with TieredCache(
                     tiered, memory=memory, store=store, adapter=adapter,
                     max_tokens=max(context, tokens + 1),
-                ) as cache:  # fmt: skip
-                    seconds = _pass(tiered, ids, cache, row.chunk)
-                    row.ledger_bytes = cache.report().used_bytes
+                ) as ours:  # fmt: skip
+                    seconds, ttft_s = _pass(tiered, ids, ours, row.chunk)
+                    row.ledger_bytes = ours.report().used_bytes
             row.seconds.append(seconds)
+            row.ttfts_s.append(ttft_s)
             growth = peak.growth_bytes()
             if growth is not None:
                 row.peak_bytes = max(growth, row.peak_bytes or 0)
     return rows
 
 
-def _pass(model: Any, ids: torch.Tensor, cache: Any, chunk: int) -> float:
+def _pass(model: Any, ids: torch.Tensor, cache: Any, chunk: int) -> tuple[float, float]:
+    """Prefill, then decode one token; seconds until the prompt's logits and until the token's."""
     start = time.perf_counter()
+    tokens = ids.shape[1]
     with torch.no_grad():
-        for first in range(0, ids.shape[1], chunk):
+        for first in range(0, tokens, chunk):
             piece = ids[:, first : first + chunk]
-            position = torch.arange(first, first + piece.shape[1], device=ids.device)
-            model(
-                piece, past_key_values=cache, position_ids=position[None], use_cache=True,
-                logits_to_keep=1,
-            )  # fmt: skip
+            logits = _forward(model, piece, first, cache)
+        seconds = time.perf_counter() - start
+        chosen = logits[:, -1:].argmax(-1) % vocabulary_size(model)
+        _forward(model, chosen, tokens, cache)
+    return seconds, time.perf_counter() - start
+
+
+def _forward(model: Any, ids: torch.Tensor, first: int, cache: Any) -> torch.Tensor:
+    """Logits of the last of some tokens that begin at position `first`; they are there when this
+    returns. [batch, 1, vocabulary]"""
+    position = torch.arange(first, first + ids.shape[1], device=ids.device)
+    out = model(
+        ids, past_key_values=cache, position_ids=position[None], use_cache=True, logits_to_keep=1
+    )
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    logits: torch.Tensor = out.logits
+    return logits
 
 
 def judge_prefill(rows: Sequence[PrefillRow]) -> list[Target]:
@@ -110,4 +134,4 @@ def judge_prefill(rows: Sequence[PrefillRow]) -> list[Target]:
 
 def as_figures(rows: Sequence[PrefillRow]) -> list[dict[str, Any]]:
     """Plain data for the result file."""
-    return [{**asdict(row), "label": row.label} for row in rows]
+    return [{**asdict(row), "label": row.label, "ttft_s": row.ttft_s} for row in rows]

@@ -24,7 +24,7 @@ class Result:
     """Settings, circumstances and figures of one run of a benchmark."""
 
     kind: str
-    """"throughput", "accuracy" or "peers"."""
+    """"accuracy", "needles", "audit", "statistics", "throughput", "setting" or "peers"."""
     command: str
     settings: dict[str, Any]
     seed: int

@@ -6,11 +6,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.bench.accuracy_settings import parse_settings
+from penstock.bench.bench_model import BenchModel, open_model
 from penstock.bench.decode_loop import Bench
 from penstock.bench.limited_decode import run_limited
 from penstock.bench.prefill_run import (
@@ -20,7 +22,9 @@ from penstock.bench.prefill_run import (
     run_prefill,
 )
 from penstock.bench.process_memory import HOW
+from penstock.bench.recorded_stream import RecordedStream, Recording
 from penstock.bench.result import Result
+from penstock.bench.selection_streams import PAPER_OVERLAP, OverlapStream, SelectionStream
 from penstock.bench.sessions import Room, pack
 from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.targets import Target, judge
@@ -38,13 +42,14 @@ from penstock.bench.throughput_table import (
     caveat_lines,
     decode_table,
     prefill_table,
+    stream_lines,
 )
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.devices.measure import fit_profile
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.models.model_shape import inspect_model
-from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
+from penstock.models.plain_model import ARCHITECTURES
 from penstock.storage.measured_directory import measure_directory
 
 QUICK = {
@@ -62,7 +67,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="one batch, 8K tokens, the real disk only")
-    add("--config", default="qwen3-0.6b", choices=list(ARCHITECTURES))
+    add(
+        "--config", default="qwen3-0.6b",
+        help=f"random weights of {', '.join(ARCHITECTURES)}; or a model's folder, or recall",
+    )  # fmt: skip
     add("--context", type=int, help="tokens whose KV is there (default 32768)")
     add("--batch", help="batch sizes, for example 1,4,8")
     add("--memory", default="1/13", help="budget of each cache, as a share or a size")
@@ -73,6 +81,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--round-seconds", type=float, default=20.0, help="a slow row's round ends early")
     add("--rows", help="names (or beginnings) of rows, separated by semicolons or commas")
     add("--methods", help="more rows: policies with options, as in penstock bench accuracy")
+    add(
+        "--stream", default="own",
+        help="selections of the rows with a policy: own (by its scores), overlap=SHARE of the step "
+        "before (the rest by its scores), or a file of penstock bench record",
+    )  # fmt: skip
     add("--prefill-tokens", type=int, help="length of the prefill rows' prompt; 0 for none")
     add("--prefill-chunks", default="1024,2048")
     add("--prefill-rounds", type=int, default=2)
@@ -87,10 +100,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", help="file for the result (benchmarks/results/NAME.json)")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
+    if args.memory_cgroup is not None and args.config not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"--memory-cgroup builds its own model; --config must be one of {known}")
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Most tokens that a decode row will decode, warm-up counted."""
+    return int(args.rounds * (args.steps + 1) + 8)
 
 
 def measure_disk(store: str, file_bytes: int) -> DeviceProfile:
@@ -100,8 +121,31 @@ def measure_disk(store: str, file_bytes: int) -> DeviceProfile:
     return fit_profile(measured.cells, name=REAL, sector_bytes=measured.sector_bytes)
 
 
-def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> list[RowResult]:
+def read_stream(text: str, seed: int = 0) -> SelectionStream | None:
+    """Read `--stream`; None for the policies' own selections.
+
+    Raises:
+        ConfigError: no share from 0 to 1, or no recording.
+    """
+    if text == "own":
+        return None
+    name, equals, share = text.partition("=")
+    if name != "overlap":
+        return RecordedStream(recording=Recording.load(text))
+    try:
+        return OverlapStream(overlap=float(share) if equals else PAPER_OVERLAP, seed=seed)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--stream {text}: write for example overlap=0.77") from error
+
+
+def run_decode(
+    args: argparse.Namespace, opened: BenchModel, stream: SelectionStream | None,
+    disk: DeviceProfile,
+) -> list[RowResult]:  # fmt: skip
     """All rows at all batch sizes."""
+    model, adapter = opened.model, opened.adapter
     devices = args.devices.split(",")
     for device in devices:
         if device != REAL and device not in PRESETS:
@@ -110,13 +154,11 @@ def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> lis
     methods = parse_settings([args.methods]) if args.methods else []
     if any(method.memory for method in methods):
         raise ConfigError("--methods take no budget of their own; --memory is for all rows")
-    known = all_rows(devices, methods)
+    known = all_rows(devices, methods, stream)
     names = None if names is None else [*names, *(method.text for method in methods)]
     rows = chosen_rows(known, names)
     shape = inspect_model(model).kv
-    adapter = random_adapter(model, args.seed)
     pace = Pace(rounds=args.rounds, steps=args.steps, round_s=args.round_seconds)
-    new_tokens = args.rounds * (args.steps + 1) + 8
     unit = 4 * shape.token_bytes
     too_fast = frozenset(
         name for name in devices
@@ -126,13 +168,13 @@ def run_decode(args: argparse.Namespace, model: Any, disk: DeviceProfile) -> lis
     number = 0
     for batch in (int(text) for text in args.batch.split(",")):
         sessions, refused = pack(
-            rows, shape, Room.now(args.store), batch=batch, max_tokens=args.context + new_tokens,
-            memory=args.memory, too_fast=too_fast,
+            rows, shape, Room.now(args.store), batch=batch, memory=args.memory,
+            max_tokens=args.context + new_tokens(args), too_fast=too_fast,
         )  # fmt: skip
         document = SyntheticKV(shape, batch, torch.device(args.on), args.seed)
         bench = Bench(
             model=model, adapter=adapter, document=document, context=args.context, batch=batch,
-            memory=args.memory, new_tokens=new_tokens,
+            memory=args.memory, new_tokens=new_tokens(args),
         )  # fmt: skip
         found = []
         for session in sessions:
@@ -154,6 +196,19 @@ def _row_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(separator) if name.strip()]
 
 
+def without_folders(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line whose values of some options are names instead of paths."""
+    shown: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name in options:
+            argument = f"{name}={Path(value).name}"
+        elif shown and shown[-1] in options:
+            argument = Path(argument).name
+        shown.append(argument)
+    return shown
+
+
 def show(
     results: Sequence[RowResult], prefill: Sequence[PrefillRow], targets: Sequence[Target],
     limited: dict[str, Any] | None,
@@ -161,7 +216,7 @@ def show(
     """Print the tables and verdicts."""
     print(decode_table(results))
     print(f"\n{NOTES}\n")
-    for line in [*burst_lines(results), *caveat_lines(results)]:
+    for line in [*stream_lines(results), *burst_lines(results), *caveat_lines(results)]:
         print(line)
     if prefill:
         print(f"\n{prefill_table(prefill)}")
@@ -181,24 +236,27 @@ def run(arguments: Sequence[str]) -> Result:
     """
     args = parse_arguments(arguments)
     began = time.perf_counter()
-    result = Result.begin("throughput", arguments, vars(args), seed=args.seed, store=args.store)
+    stream = read_stream(args.stream, args.seed)
+    shown = without_folders(arguments, ("--config", "--stream"))
+    result = Result.begin("throughput", shown, vars(args), seed=args.seed, store=args.store)
     private = ("out", "store", "json", "memory_cgroup")
     result.settings = {k: v for k, v in vars(args).items() if k not in private}
+    result.settings["stream"] = "own" if stream is None else stream.describe()
+    say_on_stderr(f"opening {args.config}")
+    positions = max(args.context + new_tokens(args), args.prefill_tokens + 1)
+    opened = open_model(args.config, max_positions=positions, seed=args.seed, device=args.on)
+    result.settings["config"], result.settings["weights"] = opened.name, opened.weights
     disk = measure_disk(args.store, args.disk_file_mib << 20)
-    say_on_stderr(f"building {args.config} with random weights")
-    positions = args.context + max(args.prefill_tokens, args.rounds * (args.steps + 1)) + 64
-    model = random_model(args.config, max_positions=positions, seed=args.seed, device=args.on)
-    results = run_decode(args, model, disk)
+    results = run_decode(args, opened, stream, disk)
     prefill: list[PrefillRow] = []
     if args.prefill_tokens:
-        adapter = random_adapter(model, args.seed)
         prefill = run_prefill(
-            model, adapter, tokens=args.prefill_tokens, context=args.context, memory=args.memory,
-            store=args.store, chunks=[int(c) for c in args.prefill_chunks.split(",")],
-            rounds=args.prefill_rounds, say=say_on_stderr, seed=args.seed,
+            opened.model, opened.adapter, tokens=args.prefill_tokens, context=args.context,
+            memory=args.memory, store=args.store, rounds=args.prefill_rounds, seed=args.seed,
+            chunks=[int(c) for c in args.prefill_chunks.split(",")], say=say_on_stderr,
         )  # fmt: skip
     targets = [*judge(results), *judge_prefill(prefill)]
-    del model
+    del opened
     limited = None
     if args.memory_cgroup is not None:
         say_on_stderr("decoding under a memory limit")

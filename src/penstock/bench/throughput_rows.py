@@ -1,11 +1,16 @@
 """The rows of the throughput table: what runs, on which device, with which budget."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.bench.accuracy_settings import Setting
-from penstock.bench.overlapping_kvswap import PAPER_OVERLAP, OverlappingKVSwap
+from penstock.bench.selection_streams import (
+    PAPER_OVERLAP,
+    OverlapStream,
+    SelectionStream,
+    streamed,
+)
 from penstock.core.errors import ConfigError
 from penstock.models.plain_model import PlainKind
 from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
@@ -33,6 +38,8 @@ class Row:
     budget: Budget = "given"
     device: str = REAL
     """"real", or the preset that is simulated."""
+    stream: str = "own"
+    """Where its selections come from, see `SelectionStream.describe`."""
     synthetic_stream: bool = False
     """Selections are drawn with a stated overlap instead of by score alone."""
 
@@ -57,12 +64,32 @@ def on_device(name: str, device: str) -> str:
     return name if device == REAL else f"{name} ({device}, simulated)"
 
 
-def all_rows(devices: Iterable[str], methods: Sequence[Setting] = ()) -> list[Row]:
+def with_stream(row: Row, stream: SelectionStream | None) -> Row:
+    """The same row with its selections from a stream, if its policy selects under a budget and has
+    no stream yet; otherwise the row as it is."""
+    if stream is None or row.policy is None or row.is_resident or row.stream != "own":
+        return row
+    policy = streamed(row.policy, stream)
+    if policy is row.policy:
+        return row
+    return replace(
+        row, policy=policy, stream=stream.describe(),
+        synthetic_stream=isinstance(stream, OverlapStream),
+    )  # fmt: skip
+
+
+def all_rows(
+    devices: Iterable[str], methods: Sequence[Setting] = (),
+    stream: SelectionStream | None = None,
+) -> list[Row]:  # fmt: skip
     """Every row, floors first; those of the first device come before those of the next.
 
     Args:
         methods: further policies, each a row on every device. Their budget is the run's.
+        stream: where all selections come from, but for rows that are of a stream anyway; None: from
+            each policy's own scores.
     """
+    overlap = OverlapStream()
     floors = [
         Row(name=FLOORS[0], plain="dynamic", is_floor=True),
         Row(name=FLOORS[1], plain="static", is_floor=True),
@@ -77,14 +104,16 @@ def all_rows(devices: Iterable[str], methods: Sequence[Setting] = ()) -> list[Ro
         rows += [
             Row(name=on_device(KVSWAP, device), policy=KVSwap(), device=device),
             Row(name=on_device(NO_REUSE, device), policy=KVSwap(reuse_tokens=0), device=device),
-            Row(
-                name=on_device(OVERLAP, device), policy=OverlappingKVSwap(), device=device,
-                synthetic_stream=True,
+            with_stream(
+                Row(name=on_device(OVERLAP, device), policy=KVSwap(), device=device), overlap
             ),
             Row(name=on_device(GROUPS_OF_8, device), policy=KVSwap(group_tokens=8), device=device),
-            Row(
-                name=on_device(OVERLAP_OF_8, device), device=device, synthetic_stream=True,
-                policy=OverlappingKVSwap(group_tokens=8),
+            with_stream(
+                Row(
+                    name=on_device(OVERLAP_OF_8, device), policy=KVSwap(group_tokens=8),
+                    device=device,
+                ),
+                overlap,
             ),
             Row(name=on_device(FLEXGEN, device), policy=FlexGen(), device=device),
         ]  # fmt: skip
@@ -92,7 +121,7 @@ def all_rows(devices: Iterable[str], methods: Sequence[Setting] = ()) -> list[Ro
             Row(name=on_device(method.text, device), policy=method.policy, device=device)
             for method in methods
         ]
-    return rows
+    return [with_stream(row, stream) for row in rows]
 
 
 def chosen_rows(rows: list[Row], names: list[str] | None) -> list[Row]:

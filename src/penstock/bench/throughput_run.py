@@ -11,6 +11,7 @@ import numpy as np
 from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.read_burst import FetchRecorder, measure_burst
+from penstock.bench.selection_streams import SelectionStream
 from penstock.bench.sessions import Session
 from penstock.bench.throughput_rows import (
     FLOORS,
@@ -26,6 +27,7 @@ from penstock.core.errors import PenstockError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.models.cache_adapter import TieredCache
+from penstock.policies import SelectionPolicy
 
 BURST_ROWS = (KVSWAP, NO_REUSE, OVERLAP, GROUPS_OF_8, OVERLAP_OF_8)
 Say = Callable[[str], None]
@@ -51,6 +53,8 @@ class RowResult:
     device: str
     simulated: bool
     synthetic_stream: bool
+    stream: str = "own"
+    """Where the selections came from."""
     is_floor: bool = False
     skipped: str | None = None
     session: int = 0
@@ -72,7 +76,7 @@ def new_result(row: Row, batch: int) -> RowResult:
     """A row without figures."""
     return RowResult(
         name=row.name, batch=batch, device=row.device, simulated=row.is_simulated,
-        synthetic_stream=row.synthetic_stream, is_floor=row.is_floor,
+        synthetic_stream=row.synthetic_stream, stream=row.stream, is_floor=row.is_floor,
     )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
         select_ms=counted["predict_s"] / len(steps) * 1e3,
         ledger_bytes=report.used_bytes, limit_bytes=report.limit_bytes,
         full_cache_bytes=report.full_cache_bytes, ledger_items=report.items,
-        policy={k: v for k, v in dataclasses.asdict(cache.policy).items() if v is not None},
+        policy=_settings_of(cache.policy),
         num_slots=plan.num_slots, selected_groups=plan.selected_groups,
         shared_pools=plan.shared_pools, unit_bytes=plan.unit_bytes,
     )  # fmt: skip
@@ -197,6 +201,13 @@ def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
         figures["is_direct"] = store.is_direct
 
 
+def _settings_of(policy: SelectionPolicy) -> dict[str, Any]:
+    """A policy's fields with every choice made; a stream by its description."""
+    out = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+    out |= {k: v.describe() for k, v in out.items() if isinstance(v, SelectionStream)}
+    return {name: value for name, value in out.items() if value is not None}
+
+
 def _public_place(cache: TieredCache) -> str:
     """The store's description without its directory."""
     words = [word for word in cache.store_description.split(" ") if not word.startswith("/")]
@@ -204,11 +215,14 @@ def _public_place(cache: TieredCache) -> str:
 
 
 def _predict(results: list[RowResult], disk: DeviceProfile) -> None:
-    """Step time if reads ran wholly under compute: floor + max(0, device read time - floor)."""
+    """Step time if reads ran wholly under compute: floor + max(0, device read time - floor).
+
+    For every row that has a store, those that read nothing (all was still in slots) too.
+    """
     floor_ms = best_floor_ms(results)
     for result in results:
         figures = result.figures
-        if floor_ms is None or not figures.get("read_bytes_per_token"):
+        if floor_ms is None or "store" not in figures:
             continue
         profile = PRESETS[result.device] if result.simulated else disk
         reads = figures["reads_per_token"] * result.batch

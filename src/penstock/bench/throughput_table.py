@@ -17,6 +17,8 @@ attention waited for reads. hits: selected groups that were already in memory. l
 that the cache booked. growth: what the process really grew by. predicted: floor + max(0, device
 read time - floor). "77 % overlap": a synthetic stream of selections, because those of random
 weights hardly overlap. "simulated": a device by its published figures, not one that was there."""
+PREFILL_NOTES = """\
+first token: from the first chunk of the prompt to the end of the first decode step."""
 
 
 def decode_table(results: Sequence[RowResult]) -> str:
@@ -55,10 +57,21 @@ def prefill_table(rows: Sequence[PrefillRow]) -> str:
         seconds = min(row.seconds)
         peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
         ledger = "" if row.ledger_bytes is None else format_bytes(row.ledger_bytes)
-        out.append([row.label, f"{seconds:.2f}", f"{row.tokens / seconds:.0f}", peak, ledger])
+        speed, ttft = f"{row.tokens / seconds:.0f}", f"{row.ttft_s:.2f}"
+        out.append([row.label, f"{seconds:.2f}", speed, ttft, peak, ledger])
     title = f"prefill of {rows[0].tokens} tokens"
-    header = (title, "s (best)", "tokens/s", "peak growth", "ledger")
-    return format_table(header, out)
+    header = (title, "s (best)", "tokens/s", "first token s", "peak growth", "ledger")
+    return f"{format_table(header, out)}\n\n{PREFILL_NOTES}"
+
+
+def stream_lines(results: Sequence[RowResult]) -> list[str]:
+    """Where selections came from, but for those that the policies made themselves."""
+    streams: dict[str, list[str]] = {}
+    for result in results:
+        if result.stream != "own":
+            names = streams.setdefault(result.stream, [])
+            names += [] if result.name in names else [result.name]
+    return [f"selections {stream}: {'; '.join(names)}" for stream, names in streams.items()]
 
 
 def burst_lines(results: Sequence[RowResult]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import typer
 
-from penstock.bench import accuracy, throughput
+from penstock.bench import accuracy, needles, record_selections, setting_run, throughput
 from penstock.core.errors import ConfigError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -17,6 +17,24 @@ bench_app = typer.Typer(
 def accuracy_command(context: typer.Context) -> None:
     """What a memory budget costs in right answers (--help lists the options)."""
     accuracy.run(context.args)
+
+
+@bench_app.command("needles", context_settings=PASS_ON)
+def needles_command(context: typer.Context) -> None:
+    """A needle at every depth of documents of every length (--help lists the options)."""
+    needles.run(context.args)
+
+
+@bench_app.command("record", context_settings=PASS_ON)
+def record_command(context: typer.Context) -> None:
+    """Take down what a policy selects on a real model (--help lists the options)."""
+    record_selections.run(context.args)
+
+
+@bench_app.command("settings", context_settings=PASS_ON)
+def settings_command(context: typer.Context) -> None:
+    """Throughput in settings A and B of the KVSwap paper (--help lists the options)."""
+    setting_run.run(context.args)
 
 
 @bench_app.command("throughput", context_settings=PASS_ON)

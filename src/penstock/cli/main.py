@@ -11,6 +11,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from penstock import __version__
+from penstock.cli.audit import PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.demo import demo_command
@@ -59,6 +60,7 @@ app.command("demo")(demo_command)
 app.command("generate")(generate_command)
 app.command("calibrate")(calibrate_command)
 app.command("devices")(devices_command)
+app.command("audit", context_settings=PASS_ON)(audit_command)
 app.add_typer(bench_app)
 
 

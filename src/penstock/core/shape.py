@@ -1,6 +1,6 @@
 """KVShape: layers, heads, head_dim, dtype, and the byte sizes that follow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,10 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
         return 2 * self.joint_dim * self.dtype.itemsize
+
+    def of_layers(self, num_layers: int) -> "KVShape":
+        """The same shape with so many layers."""
+        return replace(self, num_layers=num_layers)
 
     def full_cache_bytes(self, batch: int, tokens: int) -> int:
         """Bytes of the whole cache, all layers, for `batch` sequences of `tokens` tokens."""

@@ -65,19 +65,26 @@ def random_model(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    layers: int | None = None,
 ) -> PreTrainedModel:
     """A model of a known architecture with random weights, in evaluation mode.
+
+    Args:
+        layers: only so many of its first layers; None: all.
 
     Raises:
         ConfigError: no such architecture.
     """
     if name not in ARCHITECTURES:
         raise ConfigError(f"there is no configuration {name!r}; choose from {list(ARCHITECTURES)}")
+    config = ARCHITECTURES[name](max_positions)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:layers]
     torch.manual_seed(seed)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            ARCHITECTURES[name](max_positions), dtype=dtype
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
 

@@ -12,6 +12,7 @@ from penstock.indexes.base import KeyIndex
 from penstock.kernels.decode_attention import decode_attention
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.policies.base import SelectionPolicy
+from penstock.runtime.attended import Observer, attended_tokens
 from penstock.runtime.attention_call import AttentionCall, AttentionSum
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
@@ -52,6 +53,8 @@ class RetrievalLayer(LayerCache):
         self._slots_full = False
         self._visible: Tensor | None = None
         self._prompt_queries: Tensor | None = None
+        self.observer: Observer | None = None
+        """Told what each decode step attends to (audits)."""
 
     def _set_first_units(self, first_unit: NDArray[np.int64]) -> None:
         """Say which unit of each row is the first that may be selected."""
@@ -154,6 +157,8 @@ class RetrievalLayer(LayerCache):
         if self.setup.plan.shared_pools:
             self.pool.tail_tokens().copy_(self.window.tokens)
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+        if self.observer is not None:
+            self.observer(self.layer_idx, self._attended(fetched))
         if fetched is not None and self.index.observes:
             selection, plan = fetched
             self.index.observe(selection, self._weights(call, plan.selected_slots))
@@ -166,6 +171,15 @@ class RetrievalLayer(LayerCache):
         total = AttentionSum(call)
         total.add(keys, values, mask)
         return total.result()
+
+    def _attended(self, fetched: tuple[Selection, FetchPlan] | None) -> Tensor:
+        """True for each token that this step sees. bool [rows, length]"""
+        gathered = None
+        if self._compact is not None and fetched is not None:
+            gathered = fetched[1].selected_slots
+        plan = self.setup.plan
+        first_groups = self._first_unit - plan.sink_slots
+        return attended_tokens(self.pool, self.table, plan, first_groups, self.length, gathered)
 
     def _weights(self, call: AttentionCall, slots: NDArray[np.int64]) -> Tensor:
         """Share of the softmax that each selected slot gets, over all heads. [batch, wanted]"""

@@ -373,7 +373,7 @@ class TieredRuntime:
 
     def report(self) -> MemoryReport:
         """What is held in fast memory now, item by item."""
-        full = self.config.shape.full_cache_bytes(self.plan.batch, self.config.max_tokens)
+        full = self._rows.shape.full_cache_bytes(self.plan.batch, self.config.max_tokens)
         return self._ledger.report(full)
 
     def describe_store(self) -> str:

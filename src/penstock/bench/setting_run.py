@@ -1,0 +1,249 @@
+"""`penstock bench settings`: throughput in settings A and B of the KVSwap paper.
+
+Source: KVSwap (arXiv 2511.11907), sections 4.3, 5.2 (Table 4), 5.4 (Fig. 11) and 6 (Fig. 13a).
+
+The plans (which rank, how many slots, which batch) are made for the whole model. Where that is too
+slow, the first few of its layers are decoded, and the time of a step is put together from the
+first layer, the inner ones, the last one and the rest (embedding and head), as the paper's own
+profiler measures one layer.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.bench.accuracy_settings import parse_settings
+from penstock.bench.progress import Progress
+from penstock.bench.result import Result
+from penstock.bench.selection_streams import PAPER_OVERLAP
+from penstock.bench.setting_cases import Floor, Measurement, measure_case
+from penstock.bench.setting_methods import (
+    BATCHES,
+    METHODS,
+    Case,
+    Machine,
+    cases_of_a,
+    cases_of_b,
+)
+from penstock.bench.setting_table import ratios_of, ratios_text, settings_table
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.devices.presets import PRESETS
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
+from penstock.models.prefetch_hooks import predictor_bytes
+from penstock.policies import KVSwap
+
+TOTALS, SHARES = "2000MiB,800MiB", "1/13,1/34"
+LEAST_LAYERS = 4
+"""First, two inner ones, last."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="penstock bench settings", description=__doc__)
+    add = parser.add_argument
+    add("--setting", required=True, choices=["A", "B"], help="equal share each, or equal total")
+    add("--config", default="llama-3.1-8b", choices=list(ARCHITECTURES))
+    add("--layers", type=int, help="layers to measure (default: 4 on cpu, all on cuda)")
+    add("--contexts", default="16384,32768")
+    add("--batches", default=",".join(map(str, BATCHES)), help="of setting A")
+    add("--memory", default="1/13", help="setting A: share of the full cache")
+    add("--totals", default=TOTALS, help="setting B: KV memory of all sequences together")
+    add("--shares", default=SHARES, help="setting B: KVSwap's share per sequence at each total")
+    add("--devices", default="nvme,emmc", help=f"simulated: {', '.join(PRESETS)}")
+    add("--methods", default=",".join(METHODS))
+    add("--overlap", type=float, default=PAPER_OVERLAP, help="of selections from step to step")
+    add("--steps", type=int, default=6, help="measured steps on each device")
+    add("--step-seconds", type=float, default=12.0, help="steps that would be longer are not run")
+    add("--on", default="cpu", choices=["cpu", "cuda"])
+    add("--minutes", type=float, help="stop cleanly when this much time has passed")
+    add("--seed", type=int, default=0)
+    add("--out", help="file for the result (benchmarks/results/NAME.json), saved as it grows")
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    for device in args.devices.split(","):
+        if device not in PRESETS:
+            raise ConfigError(f"no device {device!r}; choose from {', '.join(PRESETS)}")
+    if min(args.steps, *_numbers(args.contexts), *_numbers(args.batches)) < 1:
+        raise ConfigError("--steps, --contexts and --batches must be at least 1")
+    return args
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+class SettingBenchmark:
+    """All cases of one run, their rows, and the floors of their batches."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Build the model and plan every case.
+
+        Raises:
+            ConfigError: a method does not exist, or too few layers were asked for.
+        """
+        self._args = args
+        contexts, devices = _numbers(args.contexts), args.devices.split(",")
+        new_tokens = (args.steps + 2) * len(devices) + 4
+        whole = ARCHITECTURES[args.config](max(contexts) + new_tokens)
+        self.of_layers = int(whole.num_hidden_layers)
+        default = self.of_layers if args.on == "cuda" else min(LEAST_LAYERS, self.of_layers)
+        self.layers = args.layers or default
+        if not min(LEAST_LAYERS, self.of_layers) <= self.layers <= self.of_layers:
+            raise ConfigError(
+                f"--layers must be {min(LEAST_LAYERS, self.of_layers)} to {self.of_layers}"
+            )
+        _say(f"building {self.layers} of {self.of_layers} layers of {args.config}")
+        model = random_model(
+            args.config, max_positions=max(contexts) + new_tokens, seed=args.seed, device=args.on,
+            layers=self.layers,
+        )  # fmt: skip
+        shape = inspect_model(model)
+        copies = predictor_bytes(model, shape, KVSwap(), frozenset())
+        self.machine = Machine(
+            shape=shape.kv.of_layers(self.of_layers), device_is_cpu=args.on == "cpu",
+            predictor_bytes=copies * (self.of_layers - 1) // (self.layers - 1),
+            new_tokens=new_tokens,
+        )  # fmt: skip
+        self.bench = Measurement(
+            model=model, adapter=random_adapter(model, args.seed), of_layers=self.of_layers,
+            machine=self.machine, overlap=args.overlap, steps=args.steps,
+            most_s=args.step_seconds, seed=args.seed,
+        )  # fmt: skip
+        methods = [setting.text for setting in parse_settings([args.methods])]
+        if args.setting == "A":
+            self.cases = cases_of_a(
+                methods, devices, contexts, _numbers(args.batches), args.memory, self.machine
+            )
+        else:
+            self.cases = cases_of_b(
+                methods, devices, contexts, args.totals.split(","), args.shares.split(","),
+                self.machine,
+            )  # fmt: skip
+        # One document of a batch serves all of its cases.
+        self.cases.sort(key=lambda case: (case.context, case.batch))
+        self.rows: list[dict[str, Any]] = []
+
+    def take_up(self, result: Result) -> None:
+        """Keep what an interrupted run has measured.
+
+        Raises:
+            ConfigError: that run asked for something else.
+        """
+        for name in ("setting", "config", "on", "overlap", "memory"):
+            if result.settings.get(name) != getattr(self._args, name):
+                raise ConfigError(
+                    f"cannot resume: the result was made with {name}={result.settings.get(name)}"
+                )
+        self.rows = list(result.figures["rows"])
+
+    def run(self, keep: Any) -> None:
+        """Measure what is left."""
+        began = time.perf_counter()
+        left = [case for case in self.cases if not self._is_done(case)]
+        progress = Progress(sum(_weight(case) for case in self.cases))
+        progress.skip(progress_of(self.cases) - progress_of(left))
+        floor: Floor | None = None
+        for case in left:
+            minutes = (time.perf_counter() - began) / 60
+            if self._args.minutes is not None and minutes > self._args.minutes:
+                _say(f"time is up after {minutes:.1f} minutes")
+                break
+            progress.say(f"{case.method}, {case.context} tokens, batch {case.batch}")
+            if floor is None or floor.batch != case.batch:
+                if floor is not None:
+                    floor.close()
+                floor = Floor(self.bench, case.batch)
+            self.rows += measure_case(self.bench, case, floor)
+            progress.step(_weight(case))
+            keep()
+        if floor is not None:
+            floor.close()
+
+    def _is_done(self, case: Case) -> bool:
+        wanted = {(case.method, case.context, case.budget, d) for d in case.devices}
+        if self._args.setting == "A":
+            rows = [row for row in self.rows if row["batch"] == case.batch]
+        else:
+            rows = self.rows
+        return wanted <= {
+            (row["method"], row["context"], row["budget"], row["device"]) for row in rows
+        }
+
+
+def _weight(case: Case) -> int:
+    return case.context * case.batch // 1024 + 4
+
+
+def progress_of(cases: Sequence[Case]) -> int:
+    """Work in these cases, in the units of the progress lines."""
+    return sum(_weight(case) for case in cases)
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    began, minutes = time.perf_counter(), 0.0
+    benchmark = SettingBenchmark(args)
+    private = ("out", "json", "resume", "minutes")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings.update(layers=benchmark.layers, of_layers=benchmark.of_layers)
+    result = Result.begin("setting", arguments, settings, seed=args.seed)
+    result.command = result.command.replace("bench.setting ", "bench.setting_run ")
+    if args.on == "cuda":
+        result.machine["gpu"] = torch.cuda.get_device_name()
+    if args.resume and args.out:
+        try:
+            former = Result.load(args.out)
+        except ConfigError:
+            former = None
+        if former is not None:
+            benchmark.take_up(former)
+            minutes = former.figures["minutes"]
+
+    def keep() -> None:
+        result.figures = {
+            "rows": benchmark.rows,
+            "ratios": ratios_of(benchmark.rows, same_batch=args.setting == "A"),
+            "minutes": minutes + (time.perf_counter() - began) / 60,
+        }  # fmt: skip
+        if args.out:
+            result.save(args.out)
+
+    try:
+        benchmark.run(keep)
+    finally:
+        keep()
+    print(settings_table(benchmark.rows))
+    print(ratios_text(result.figures["ratios"]))
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run; bad input is one line and a non-zero exit."""
+    try:
+        run(sys.argv[1:])
+    except PenstockError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""`penstock audit`: how close policies stay to full attention on a model and a text."""
+
+import typer
+
+from penstock.bench import audit
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def audit_command(context: typer.Context) -> None:
+    """How close policies stay to full attention on a text (--help lists the options)."""
+    audit.run(context.args)
