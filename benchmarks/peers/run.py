@@ -69,8 +69,9 @@ class Run:
             if mine != its:
                 raise ConfigError(f"cannot resume: the result was made with --{name} {its}")
         self.rows = [PeerRow.of_dict(plain) for plain in former.figures["rows"]]
-        jobs = dict.fromkeys([*former.settings["jobs"], *self.args.jobs])
-        self.result.settings["jobs"] = list(jobs)
+        for name in ("lengths", "peers", "jobs"):
+            both = dict.fromkeys([*former.settings[name], *getattr(self.args, name)])
+            self.result.settings[name] = list(both)
         if former.command != self.result.command:
             self.result.command = f"{former.command}; then {self.result.command} --resume"
 

@@ -131,8 +131,8 @@ def put_together(steps_s: list[float], layers_s: list[list[float]], of_layers: i
     """
     steps = np.array(steps_s)
     layers: NDArray[np.float64] = np.array(layers_s)
-    # The second layer's reads are queued while the first, which nothing predicts, waits for its own:
-    # it is as much too fast as that one is too slow.
+    # The second layer's reads are queued while the first, which nothing predicts, waits for its
+    # own: it is as much too fast as that one is too slow.
     inner = (layers[:, 2:-1] if layers.shape[1] > 3 else layers).mean(axis=1)
     whole = steps + inner * (of_layers - layers.shape[1])
     return StepCost(

@@ -39,7 +39,7 @@ def ratios_of(rows: Sequence[dict[str, Any]], *, same_batch: bool) -> list[dict[
 
     Setting A compares rows of one context and batch (`same_batch`), setting B of one context and
     total budget.
-    A baseline that was too slow to be run counts with what its reads alone would allow.
+    A baseline that was too slow to be run counts with what is predicted from its reads.
 
     Returns:
         One entry for each case of KVSwap. `ratio` is of the rates as measured; `by_floors` is the
@@ -83,7 +83,7 @@ def _is_beside(row: dict[str, Any], ours: dict[str, Any], same_batch: bool) -> b
 
 
 def rate_of(row: dict[str, Any]) -> float:
-    """Tokens per second as measured, or the most that the device allows; 0 when neither."""
+    """Tokens per second as measured, or predicted from the row's reads; 0 when neither."""
     return float(row.get(RATE) or row.get("predicted_tokens_per_s") or 0.0)
 
 

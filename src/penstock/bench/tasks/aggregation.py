@@ -1,0 +1,171 @@
+"""Tasks whose answer is spread over the whole document: counting, frequent words, sums, lengths.
+
+What a model of the bundled size can learn of them, and what its decoding must attend to:
+
+* `frequent_words` reads off the average of all tokens, so that no small selection of keys is
+  enough. The recall-7m recipe's own variant stayed at 0 to 2 % exact: its counts fell off by
+  Zipf's law over the whole vocabulary, and in a sum of more than a thousand value vectors
+  the third word drowns. Here each of the three comes half as often again as the next and every
+  other word at most half as often as the third.
+* `count_words` needs every occurrence of the word just said, and none else. Softmax attention
+  counts by how much of its mass `<bos>` loses, 1 / (1 + n), whose steps shrink with n: up to
+  nine they are at least a tenth apart, hence one digit. Counting to hundreds would not be learnt.
+* `flagged_sum` says its running total, so that each step is a retrieval (the next flagged key, as
+  in multi_value) and one addition of a digit to a number of two digits, a table of 900 entries.
+  The sum in one step would be a product of a count and an average, which is not learnt exactly.
+* `longest_list` compares lengths that the tokens closing the lists can know from reading;
+  the answer picks the largest. The gap of a third makes it learnable; decoding attends to little.
+"""
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+
+from penstock.bench.tasks.documents import Document, count_tokens, essay, hide
+from penstock.bench.tasks.sample import Sample
+from penstock.bench.tasks.words import Words
+from penstock.core.errors import ConfigError
+
+_WORDS_PREFACE = (
+    "Memorize the words in the following text . "
+    "There is a quiz about the most frequent words later ."
+)
+_COUNT_PREFACE = (
+    "Memorize the words in the following text . There is a quiz about their numbers later ."
+)
+_LISTS_PREFACE = (
+    "Memorize each list hidden in the following text . There is a quiz about it later ."
+)
+_VALUES_PREFACE = "Memorize the values below . The special values have a ! ."
+
+_TOP = 3
+_TOP_RATIO = 1.5
+_OTHER_WORDS = (12, 40)
+_OTHERS_SHARE = (0.2, 0.5)
+_SENTENCE_WORDS = 11
+_FEWEST_OF_THIRD = 4
+
+_ASKED_COUNTS = 4
+_OTHER_COUNTS = 4
+_LARGEST_COUNT = 9
+
+_LISTS = (3, 8)
+_SHORTEST_LIST = 3
+_LONGEST_LIST = 120
+_LENGTH_RATIO = 1.34
+
+_FLAGGED = (3, 10)
+_ITEM_TOKENS = 5
+
+
+def frequent_words(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """A document of a few dozen words; the three most frequent are asked for, in order."""
+    question = (
+        "Question : What are the three most frequent words in the text ? "
+        "Answer : The three most frequent words in the text are"
+    )
+    document = Document(tokens, _WORDS_PREFACE, question, 0)
+    room = document.room - -(-document.room // (_SENTENCE_WORDS + 1))
+    others = min(rng.randint(*_OTHER_WORDS), max(1, room // 12))
+    pool = rng.sample(words.filler, _TOP + others)
+    counts = _counts(room, others, rng)
+    drawn = [word for word, count in zip(pool, counts, strict=True) for _ in range(count)]
+    rng.shuffle(drawn)
+    starts = range(0, len(drawn), _SENTENCE_WORDS)
+    body = [" ".join([*drawn[at : at + _SENTENCE_WORDS], "."]) for at in starts]
+    answer = " ".join(pool[:_TOP])
+    return _sample("frequent_words", document.finish(body), f"{answer} .", tuple(pool[:_TOP]))
+
+
+def count_words(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """Words that come one to nine times in random sentences; how often each of four comes."""
+    counted = rng.sample(words.nouns, _ASKED_COUNTS + _OTHER_COUNTS)
+    most = max(1, min(_LARGEST_COUNT, tokens // 100))
+    counts = [rng.randint(1, most) for _ in counted]
+    mentions = [
+        f"Here is the {word} ."
+        for word, count in zip(counted, counts, strict=True)
+        for _ in range(count)
+    ]
+    rng.shuffle(mentions)
+    asked = list(zip(counted, counts, strict=True))[:_ASKED_COUNTS]
+    question = (
+        f"Question : What are the numbers of {' , '.join(word for word, _ in asked)} "
+        "in the text ? Answer :"
+    )
+    document = Document(tokens, _COUNT_PREFACE, question, sum(map(count_tokens, mentions)))
+    hidden = set(counted)
+    rest = replace(words, filler=tuple(word for word in words.filler if word not in hidden))
+    prompt = document.finish(hide(mentions, essay(document.room, rest, rng), rng))
+    parts = tuple(f"{word} is {count}" for word, count in asked)
+    return _sample("count_words", prompt, " , ".join(parts) + " .", parts)
+
+
+def flagged_sum(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """A document of keys with digits; the flagged ones in order, with the running total."""
+    question = "Question : Find all special values and add them . Answer :"
+    document = Document(tokens, _VALUES_PREFACE, question, 0)
+    items = document.room // _ITEM_TOKENS
+    flagged = min(rng.randint(*_FLAGGED), items // 2)
+    if flagged < 2:
+        raise ConfigError(f"tokens={tokens} is too short for this task: two values must fit in")
+    keys = words.key_pool(rng, items)
+    digits = [rng.randint(1, 9) for _ in keys]
+    special = sorted(rng.sample(range(items), flagged))
+    marks = [":"] * items
+    for at in special:
+        marks[at] = "!"
+    body = [f"{key} {m} {d} ;" for key, m, d in zip(keys, marks, digits, strict=True)]
+    totals = accumulate(digits[at] for at in special)
+    parts = tuple(
+        f"{keys[at]} {digits[at]} = {total // 10} {total % 10}"
+        for at, total in zip(special, totals, strict=True)
+    )
+    return _sample("flagged_sum", document.finish(body), " ; ".join(parts) + " .", parts)
+
+
+def longest_list(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """Named lists hidden in random sentences; the name of the longest is asked for."""
+    question = "Question : Which list has the most words ? Answer : The list for"
+    spare = Document(tokens, _LISTS_PREFACE, question, 0).room
+    frame = count_tokens(_list_sentence("a b", []))
+    count = min(rng.randint(*_LISTS), spare // (2 * (frame + 2 * _SHORTEST_LIST)))
+    if count < 2:
+        raise ConfigError(f"tokens={tokens} is too short for this task: two lists must fit in")
+    longest = rng.randint(2 * _SHORTEST_LIST, min(_LONGEST_LIST, spare // (2 * count) - frame))
+    second = int(longest / _LENGTH_RATIO)
+    lengths = [longest, *(rng.randint(_SHORTEST_LIST, second) for _ in range(count - 1))]
+    keys = words.key_pool(rng, count)
+    lists = [
+        _list_sentence(key, rng.choices(words.filler, k=length))
+        for key, length in zip(keys, lengths, strict=True)
+    ]
+    rng.shuffle(lists)
+    document = Document(tokens, _LISTS_PREFACE, question, sum(map(count_tokens, lists)))
+    prompt = document.finish(hide(lists, essay(document.room, words, rng), rng))
+    return _sample("longest_list", prompt, f"{keys[0]} .", (keys[0],))
+
+
+def _counts(room: int, others: int, rng: random.Random) -> list[int]:
+    """How often each word comes, the three most frequent first; they add up to `room`.
+
+    Raises:
+        ConfigError: the third would come too rarely to stand out.
+    """
+    shares = [_TOP_RATIO**rank for rank in range(_TOP - 1, -1, -1)]
+    shares += [rng.uniform(*_OTHERS_SHARE) for _ in range(others)]
+    third = room / sum(shares)
+    if third < _FEWEST_OF_THIRD:
+        raise ConfigError(f"{room} words are too short for this task: none would stand out")
+    counts = [max(1, int(share * third)) for share in shares]
+    counts[0] += room - sum(counts)  # what rounding left over
+    return counts
+
+
+def _list_sentence(key: str, listed: list[str]) -> str:
+    return " ".join(["The list for", key, "is (", *listed, ") ."])
+
+
+def _sample(task: str, prompt: str, answer: str, values: tuple[str, ...]) -> Sample:
+    """A sample whose answer is followed by `<eos>`."""
+    return Sample(task, prompt, answer, count_tokens(answer) + 1, values)

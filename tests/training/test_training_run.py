@@ -1,0 +1,363 @@
+"""Runs at toy size: learning, going on bit by bit, interrupts, the finished folder and its card."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from penstock.bench.result import Result
+from penstock.bench.tasks import Sample
+from penstock.core.errors import ConfigError
+from penstock.models.loader import load
+from training import adapter, evaluate, model_card, train
+from training.checkpoint import load_checkpoint, read_vocabulary, save_checkpoint, write_sums
+from training.data import Batch, RowMaker
+from training.examine import mark
+from training.model import Pieces, build, difference, working_backend
+from training.optimizer import orthogonal
+from training.settings import Settings, read_settings
+from training.trainer import Trainer, TrainingError
+
+ROOT = Path(training.__file__).parents[1]
+TOY = ROOT / "training" / "configs" / "toy.toml"
+VOCABULARY = read_vocabulary()
+CPU = torch.device("cpu")
+
+
+def small() -> Settings:
+    settings = read_settings(TOY)
+    stages = (replace(settings.stages[0], steps=3), replace(settings.stages[1], steps=3))
+    plan = replace(settings.optimizer, warmup_steps=2, decay_steps=2)
+    return replace(settings, micro_batch_tokens=1024, stages=stages, optimizer=plan)
+
+
+def write(settings_text: dict[str, str], path: Path) -> Path:
+    text = TOY.read_text()
+    for old, new in settings_text.items():
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+SHORT = {
+    "micro_batch_tokens = 2048": "micro_batch_tokens = 512",
+    "steps = 20": "steps = 4",
+    "samples = 2": "samples = 1",
+}
+
+
+def batches_of(settings: Settings) -> list[list[Batch]]:
+    maker, each = RowMaker(settings, VOCABULARY), settings.micro_batches
+    return [
+        [maker.batch(step * each + micro) for micro in range(each)]
+        for step in range(settings.steps)
+    ]
+
+
+def parameters(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_forward_is_that_of_transformers() -> None:
+    settings = read_settings(TOY)
+    model = build(settings.model, len(VOCABULARY), 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 4 * torch.rand_like(parameter))  # norms are not all one
+    tokens = torch.randint(4, 1400, (3, 100))
+    assert difference(model, tokens, Pieces.plain(), torch.float32) < 1e-5
+    fresh = build(settings.model, len(VOCABULARY), 3)
+    assert 1e-5 < difference(fresh, tokens, Pieces.plain(), torch.bfloat16) < 0.02
+
+
+def test_a_wrong_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.model._RMS_EPS", 1.0)
+    settings = replace(small(), model=replace(small().model, init_std=0.5))
+    monkeypatch.setattr("training.trainer.build", lambda *args: other_eps(build(*args)))
+    with pytest.raises(TrainingError, match="differs from transformers"):
+        Trainer(settings, VOCABULARY, CPU)
+
+
+def other_eps(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-6
+    return model
+
+
+def test_a_backend_that_cannot_is_not_taken() -> None:
+    assert working_backend("cudnn", CPU, 32) == "auto"
+    assert working_backend("auto", CPU, 32) == "auto"
+
+
+def test_orthogonal_makes_singular_values_alike() -> None:
+    torch.manual_seed(0)
+    for shape in ((4, 24, 40), (4, 40, 24)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert values.min() > 0.3
+        assert values.max() < 1.3
+
+
+def test_loss_falls_on_what_can_be_memorised() -> None:
+    settings = read_settings(TOY)
+    trainer = Trainer(settings, VOCABULARY, CPU)
+    batch = RowMaker(settings, VOCABULARY).batch(0)
+    losses = []
+    for _ in range(12):
+        trainer.step([batch])
+        losses.append(trainer.figures().loss)
+    assert losses[0] > 6.5  # nothing known: log 1472 is 7.3
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    settings = small()
+    first, second = batches_of(settings)[0]
+    assert first.tokens.shape == second.tokens.shape
+    joined = {
+        field.name: np.concatenate([getattr(first, field.name), getattr(second, field.name)])
+        for field in fields(Batch)
+    }
+    joined["places"][len(first.places) :] += first.tokens.size
+    whole = Batch(**joined)
+    one, two = (Trainer(settings, VOCABULARY, CPU) for _ in range(2))
+    one.step([whole])
+    two.step([first, second])
+    assert one.figures().loss == pytest.approx(two.figures().loss, rel=1e-5)
+    torch.testing.assert_close(parameters(one), parameters(two), rtol=0, atol=2e-4)
+
+
+def test_going_on_gives_the_same_bits(tmp_path: Path) -> None:
+    settings = small()
+    batches = batches_of(settings)
+    through = Trainer(settings, VOCABULARY, CPU)
+    for step in batches:
+        through.step(step)
+    first = Trainer(settings, VOCABULARY, CPU)
+    for step in batches[:2]:
+        first.step(step)
+    save_checkpoint(tmp_path, first.state_dict())
+    later = Trainer(settings, VOCABULARY, CPU)
+    state = load_checkpoint(tmp_path)
+    assert state is not None
+    later.load_state_dict(state)
+    assert later.steps_done == 2
+    assert torch.equal(parameters(first), parameters(later))
+    for step in batches_of(settings)[2:]:
+        later.step(step)
+    assert torch.equal(parameters(through), parameters(later))
+    assert not torch.equal(parameters(first), parameters(later))
+
+
+def test_other_settings_cannot_take_up_a_checkpoint() -> None:
+    settings = small()
+    state = Trainer(settings, VOCABULARY, CPU).state_dict()
+    other = replace(settings, optimizer=replace(settings.optimizer, matrix_rate=0.01))
+    with pytest.raises(ConfigError, match=r"another optimizer\.matrix_rate"):
+        Trainer(other, VOCABULARY, CPU).load_state_dict(state)
+    faster = replace(settings, speed=replace(settings.speed, compile=True))
+    Trainer(faster, VOCABULARY, CPU).load_state_dict(state)  # what is learnt is the same
+
+
+def test_a_loss_that_is_no_number_is_not_kept() -> None:
+    settings = small()
+    trainer = Trainer(settings, VOCABULARY, CPU)
+    with torch.no_grad():
+        next(iter(trainer.model.parameters())).fill_(float("nan"))
+    trainer.step(batches_of(settings)[0])
+    with pytest.raises(TrainingError, match="not a number"):
+        trainer.figures()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from training import checkpoint
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.os.replace = die
+checkpoint.save_checkpoint(Path(sys.argv[1]), {"steps_done": 2, "x": torch.ones(1000)})
+"""
+
+
+def test_a_checkpoint_survives_being_killed_before_the_renaming(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, {"steps_done": 1, "x": torch.zeros(10)})
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False, capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "checkpoint.pt.partial").exists()
+    state = load_checkpoint(tmp_path)
+    assert state is not None
+    assert state["steps_done"] == 1
+    assert not (tmp_path / "checkpoint.pt.partial").exists()
+
+
+def test_an_unreadable_checkpoint_is_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="delete it to begin again"):
+        load_checkpoint(tmp_path)
+
+
+def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
+    endless = write({"steps = 20": "steps = 5000"}, tmp_path / "endless.toml")
+    command = [sys.executable, "-m", "training.train", str(endless), "--workers", "1",
+               "--out", str(tmp_path / "run")]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "processes make data" in line:
+                time.sleep(1)
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 3, rest
+    assert "SIGINT" in rest
+    state = load_checkpoint(tmp_path / "run")
+    assert state is not None
+    assert 0 < state["steps_done"] < 10_000
+    assert f"stopped at step {state['steps_done']:,}" in rest
+
+
+def test_a_resumed_run_leaves_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(SHORT, tmp_path / "short.toml")
+
+    def run(name: str, *more: str) -> int:
+        return train.main([str(path), "--out", str(tmp_path / name), "--workers", "0", *more])
+
+    assert run("through") == 0
+    asked = iter([""] * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Stop, "reason", lambda self: next(asked, "the time is up"))
+        assert run("in two") == 3
+    assert run("in two") == 2, "a checkpoint is not overwritten unasked"
+    state = load_checkpoint(tmp_path / "in two")
+    assert state is not None
+    assert state["steps_done"] == 3
+    assert run("in two", "--resume", "--scale", "2") == 2
+    assert run("in two", "--resume") == 0
+    weights = [
+        (tmp_path / name / "model" / "model.safetensors").read_bytes()
+        for name in ("through", "in two")
+    ]
+    assert weights[0] == weights[1]
+    log = model_card.read_log(tmp_path / "in two" / "log.jsonl")
+    assert [record["step"] for record in log if record["kind"] == "begin"] == [0, 3]
+
+
+def test_time_that_is_up_stops_before_the_first_step(tmp_path: Path) -> None:
+    assert (
+        train.main([str(TOY), "--out", str(tmp_path), "--workers", "0", "--minutes", "0.01"]) == 3
+    )
+    state = load_checkpoint(tmp_path)
+    assert state is not None
+    assert state["steps_done"] == 0
+    assert train.main([str(TOY), "--out", str(tmp_path), "--workers", "0", "--export"]) == 0
+    assert (tmp_path / "model" / "SHA256SUMS").is_file()
+
+
+def test_log_forgets_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (5, 10, 15)]
+    path.write_text("\n".join([*lines, '{"kind": "tr']))
+    train.Log(path, steps_done=10).add("train", 12, loss=1.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10, 12]
+    train.Log(path, steps_done=0)
+    assert path.read_text() == ""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    path = write(SHORT, folder / "short.toml")
+    assert train.main([str(path), "--out", str(folder / "toy"), "--workers", "0"]) == 0
+    return folder / "toy"
+
+
+def sums_hold(folder: Path) -> bool:
+    before = (folder / "SHA256SUMS").read_text()
+    write_sums(folder)
+    return (folder / "SHA256SUMS").read_text() == before
+
+
+def test_the_finished_folder_is_a_model_of_penstock(finished: Path) -> None:
+    loaded = load(finished / "model")
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.get_vocab() == VOCABULARY
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+    state = load_checkpoint(finished)
+    assert state is not None
+    for name, weight in loaded.model.state_dict().items():
+        assert torch.equal(weight, state["model"][name].bfloat16()), name
+    assert sums_hold(finished / "model")
+
+
+def test_adapter_evaluation_and_card(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = finished / "model"
+    assert adapter.main([str(model), "--tokens", "256", "--samples", "1"]) == 0
+    assert (model / "adapter.safetensors").is_file()
+    model_card.write_card(finished, finished / "evaluation.json")
+    assert "Not measured." in (model / "README.md").read_text()
+    out = finished / "evaluation.json"
+    words = [str(model), "--tokens", "60,256", "--samples", "2", "--tasks", "copy,long_walk",
+             "--generate", "1", "--generate-most", "50", "--dtype", "float32",
+             "--out", str(out)]  # fmt: skip
+    assert evaluate.main(words) == 0
+    assert "greedy decoding: 0 of " in capsys.readouterr().out
+    cells = {(c["task"], c["tokens"]): c for c in Result.load(out).figures["cells"]}
+    assert cells["copy", 256]["asked"] == cells["long_walk", 256]["asked"] == 2
+    assert cells["copy", 256]["generated"] == 1
+    assert "too short" in cells["long_walk", 60]["refused"]
+    assert model_card.main([str(finished)]) == 0
+    card = (model / "README.md").read_text()
+    assert "long_walk" in card
+    assert "16 steps" not in card
+    assert "8 of 8 steps" in card
+    assert (model / "curves.svg").is_file()
+    assert "curves.svg" in card
+    assert sums_hold(model)
+
+
+def test_evaluation_finds_the_bundled_model_right() -> None:
+    evaluation = evaluate.Evaluation(
+        evaluate.parse_arguments(["recall", "--tokens", "400", "--samples", "2", "--generate", "1",
+                                  "--tasks", "multi_key_full,variable_tracking",
+                                  "--dtype", "float32"])
+    )  # fmt: skip
+    evaluation.run(Result(kind="x", command="", settings={}, seed=0, machine={}, libraries={},
+                          commit="", date=""))  # fmt: skip
+    for cell in evaluation.cells:
+        assert cell.exact == cell.asked == 2
+        assert cell.generated_exact == cell.generated == 1
+
+
+def test_marks_count_tokens() -> None:
+    sample = Sample("t", "The sky is", "blue sky .", 4, ("blue sky .",))
+    right = [VOCABULARY[word] for word in ("blue", "sky", ".")]
+
+    def seen(last: int) -> tuple[bool, int, int]:
+        found = mark(lambda ids, count: torch.tensor([*right, last]), sample, VOCABULARY, "cpu")
+        return found.exact, found.right_tokens, found.tokens
+
+    assert seen(2) == (True, 4, 4)  # <eos>
+    assert seen(3) == (False, 3, 4)
+
+
+def test_the_package_does_not_know_the_training() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        assert "import training" not in text
+        assert "from training" not in text

@@ -1,0 +1,113 @@
+"""Checkpoints that survive being killed at any moment, and the finished model's folder."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+import penstock.models
+from penstock.core.errors import ConfigError, StorageError
+
+TOKENIZER_FOLDER = Path(penstock.models.__file__).parent / "recall"
+"""Whose tokenizer the new model has."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_NAME = "checkpoint.pt"
+_SUMS = "SHA256SUMS"
+
+
+def save_checkpoint(folder: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint beside the last one and then put it in its place, in one step.
+
+    Args:
+        folder: of the run; holds one checkpoint.
+        content: plain data and tensors.
+
+    Raises:
+        StorageError: it cannot be written; the last checkpoint is as it was.
+    """
+    partial = folder / f"{_NAME}.partial"
+    try:
+        with partial.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / _NAME)
+        _sync_folder(folder)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder / _NAME}: {error.strerror or error}") from error
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The run's last whole checkpoint, on the CPU; None: there is none yet.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    (folder / f"{_NAME}.partial").unlink(missing_ok=True)
+    path = folder / _NAME
+    if not path.exists():
+        return None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"cannot read {path}: {error}; delete it to begin again") from error
+    assert isinstance(content, dict)
+    return content
+
+
+def read_vocabulary() -> dict[str, int]:
+    """The bundled tokenizer's words with their ids."""
+    content = json.loads((TOKENIZER_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    return vocabulary
+
+
+def export(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write the model as a folder that `penstock` and transformers load: bfloat16, tokenizer,
+    and `SHA256SUMS` of every file, which `sha256sum --check` reads.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    state = {name: weight.detach().cpu().bfloat16() for name, weight in model.state_dict().items()}
+    copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(state)
+    copy.generation_config = GenerationConfig(
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=False
+    )
+    disable_progress_bar()
+    try:
+        copy.save_pretrained(partial)
+        for name in _TOKENIZER_FILES:
+            shutil.copyfile(TOKENIZER_FOLDER / name, partial / name)
+        for path in partial.iterdir():
+            path.chmod(0o644)
+        write_sums(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Write `SHA256SUMS` of all other files of a folder."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != _SUMS)
+    lines = [f"{hashlib.sha256((folder / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
+    (folder / _SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,213 @@
+"""Settings of a training run: a TOML file, read strictly, as plain frozen data."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from penstock.core.errors import ConfigError
+
+Attention = Literal["auto", "cudnn", "flash"]
+_Section = TypeVar("_Section")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A Qwen3 decoder (norms on queries and keys, SwiGLU, tied embeddings)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    positions: int
+    rope_theta: float
+    init_std: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A part of the curriculum: `steps` steps, each micro-batch of one of the `lengths`."""
+
+    lengths: tuple[int, ...]
+    """Tokens of a row, question and answer included; drawn evenly."""
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """How a sample of the bench becomes a row of training tokens."""
+
+    further_share: float
+    """Most of a row that further questions about the same document may take, 0 to 1."""
+    further_most: int
+    """Most further questions in a row; a replay asks as many as fit."""
+    answer_cap: float
+    """Answers of more tokens than this weigh as much as one of so many."""
+    answer_floor: float
+    """Answers of fewer tokens than this weigh as much as one of so many; 0: each as it is."""
+    other_weight: float
+    """Weight of a token outside answers, where it counts."""
+    other_share: float
+    """Share of the tokens outside answers that count."""
+    jump_share: float
+    """Share of the rows whose positions jump."""
+    jump_below: int
+    """Only rows of fewer tokens than this."""
+    jumps: int
+    """Most jumps of a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """Muon on matrices, AdamW on the embedding and the norms, one schedule for both."""
+
+    matrix_rate: float
+    matrix_momentum: float
+    matrix_decay: float
+    other_rate: float
+    other_betas: tuple[float, float]
+    warmup_steps: int
+    decay_steps: int
+    """Of linear decay to zero at the end; before that the rate is constant."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """What changes time and memory, and nothing that is learnt."""
+
+    compile: bool
+    """torch.compile of the two pieces of a layer around attention, on a GPU."""
+    attention: Attention
+    """Backend of scaled_dot_product_attention that is tried first, on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """A glance at the accuracy during training; `training.evaluate` measures it."""
+
+    every_steps: int
+    samples: int
+    """Of each task and length."""
+    lengths: tuple[int, ...]
+    """Tokens of a prompt; only those that the stage's rows have reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything that decides what a run learns."""
+
+    name: str
+    seed: int
+    micro_batch_tokens: int
+    """Of one forward and backward pass: `micro_batch_tokens // length` rows."""
+    micro_batches: int
+    """Passes whose gradients are added up for one step."""
+    checkpoint_minutes: float
+    model: Architecture
+    stages: tuple[Stage, ...]
+    mix: dict[str, float]
+    """Share of each task's rows; they add up to 1."""
+    rows: Rows
+    optimizer: Optimizer
+    speed: Speed
+    evaluation: Evaluation
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return sum(stage.steps for stage in self.stages)
+
+    def stage_at(self, step: int) -> Stage:
+        """The stage that a step (from 0) belongs to."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        raise AssertionError("a step after the last")
+
+    def rate_at(self, step: int) -> float:
+        """Factor of the learning rates in a step (from 0): warm-up, constant, linear decay."""
+        plan = self.optimizer
+        rising = (step + 1) / plan.warmup_steps if plan.warmup_steps else 1.0
+        falling = (self.steps - step) / plan.decay_steps if plan.decay_steps else 1.0
+        return min(1.0, rising, falling)
+
+    def scaled(self, factor: float) -> "Settings":
+        """The same curriculum in `factor` times as many steps.
+
+        Raises:
+            ConfigError: `factor` is not positive.
+        """
+        if factor <= 0:
+            raise ConfigError(f"--scale {factor:g} must be above 0")
+        if factor == 1:
+            return self
+        stages = tuple(
+            replace(stage, steps=max(1, round(stage.steps * factor))) for stage in self.stages
+        )
+        decay = round(self.optimizer.decay_steps * factor)
+        return replace(self, stages=stages, optimizer=replace(self.optimizer, decay_steps=decay))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for comparing runs."""
+        return asdict(self)
+
+
+def read_settings(path: str | Path) -> Settings:
+    """Read a TOML file of settings.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is missing, unknown or impossible.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    try:
+        settings = _settings(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return settings
+
+
+def _settings(content: Mapping[str, Any]) -> Settings:
+    plain = dict(content)
+    stages = tuple(_section(Stage, stage, "stages") for stage in plain.pop("stages", []))
+    sections: dict[str, Any] = {
+        "model": Architecture, "rows": Rows, "optimizer": Optimizer, "speed": Speed,
+        "evaluation": Evaluation,
+    }  # fmt: skip
+    for name, kind in sections.items():
+        plain[name] = _section(kind, plain.get(name, {}), name)
+    settings = _section(Settings, {**plain, "stages": stages}, "the file")
+    _check(settings)
+    return settings
+
+
+def _section(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Section:
+    """A dataclass from a table; lists become tuples."""
+    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(content) - wanted):
+        raise ConfigError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(wanted)}")
+    if missing := sorted(wanted - set(content)):
+        raise ConfigError(f"{name} lacks the setting {missing[0]!r}")
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+
+
+def _check(settings: Settings) -> None:
+    if not settings.stages or any(s.steps < 1 or not s.lengths for s in settings.stages):
+        raise ConfigError("every stage needs lengths and at least one step")
+    longest = max(max(stage.lengths) for stage in settings.stages)
+    if longest > settings.micro_batch_tokens or longest > settings.model.positions:
+        raise ConfigError(
+            f"rows of {longest} tokens are longer than micro_batch_tokens or model.positions"
+        )
+    if abs(sum(settings.mix.values()) - 1) > 1e-6:
+        raise ConfigError(f"the shares of [mix] add up to {sum(settings.mix.values()):g}, not 1")
+    if settings.micro_batches < 1 or settings.evaluation.every_steps < 1:
+        raise ConfigError("micro_batches and evaluation.every_steps must be at least 1")
+    if settings.speed.attention not in get_args(Attention):
+        raise ConfigError(f"speed.attention must be one of {', '.join(get_args(Attention))}")
