@@ -85,7 +85,7 @@ def card(
         f"# {settings['name']}",
         (
             f"Trained from random weights on {devices}, on text that the tasks of `penstock.bench` "
-            f"generate: {last['step']:,} of {total:,} steps, {last['tokens'] / 1e6:,.0f} M tokens, "
+            f"generate: {last['step']:,} of {total:,} steps, {last['tokens'] / 1e6:,.1f} M tokens, "
             f"{last['trained_s'] / 60:.1f} minutes of training in {len(begins)} sitting(s), "
             f"{begins[0]['date'][:10]}. {parameters / 1e6:.2f} M parameters, bfloat16. Apache-2.0."
         ),
@@ -98,7 +98,7 @@ def card(
         "## Recipe",
         _recipe(settings, begins[-1]),
         "## Curves",
-        *(["![Loss, speed and accuracy over the run](curves.svg)"] if curves else []),
+        *(["![Loss and accuracy over the run](curves.svg)"] if curves else []),
         _curve_table(steps),
         _glances(records),
     ]

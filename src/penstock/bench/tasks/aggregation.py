@@ -1,12 +1,13 @@
 """Tasks whose answer is spread over the whole document: counting, frequent words, sums, lengths.
 
-What a model of the bundled size can learn of them, and what its decoding must attend to:
+What decoding must attend to, and what a model of the bundled size should be able to learn; these
+are reasons, not results, until such a model has been trained and evaluated:
 
 * `frequent_words` reads off the average of all tokens, so that no small selection of keys is
-  enough. The recall-7m recipe's own variant stayed at 0 to 2 % exact: its counts fell off by
-  Zipf's law over the whole vocabulary, and in a sum of more than a thousand value vectors
-  the third word drowns. Here each of the three comes half as often again as the next and every
-  other word at most half as often as the third.
+  enough. The recall-7m recipe had a task of this kind (its documents are not known) and learnt
+  the first word alone: where counts lie close, the second and third drown in a sum of many
+  value vectors. Here each of the three comes about half as often again as the next, and every
+  other word of a few dozen at most half as often as the third.
 * `count_words` needs every occurrence of the word just said, and none else. Softmax attention
   counts by how much of its mass `<bos>` loses, 1 / (1 + n), whose steps shrink with n: up to
   nine they are at least a tenth apart, hence one digit. Counting to hundreds would not be learnt.
@@ -14,7 +15,7 @@ What a model of the bundled size can learn of them, and what its decoding must a
   in multi_value) and one addition of a digit to a number of two digits, a table of 900 entries.
   The sum in one step would be a product of a count and an average, which is not learnt exactly.
 * `longest_list` compares lengths that the tokens closing the lists can know from reading;
-  the answer picks the largest. The gap of a third makes it learnable; decoding attends to little.
+  the answer picks the largest, by a third at least; decoding attends to little.
 """
 
 import random
