@@ -30,7 +30,7 @@ LOG_S = 5.0
 """A line at least this often, and a record in the log."""
 _FAR_TOKENS = 4500
 """Length of a row at which attention costs as much as all the rest: fitted to the tokens/s of the
-recall-7m run on one H200 (within 6 % of all six stages). Only time left is estimated by it."""
+recall-7m run on one H200 (within 6 % of most stages). Only time left is estimated by it."""
 _WORKERS_MOST = 14
 _LEAVE_S = 10.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
