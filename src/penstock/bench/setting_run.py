@@ -147,7 +147,7 @@ class SettingBenchmark:
         """Measure what is left."""
         began = time.perf_counter()
         left = [case for case in self.cases if not self._is_done(case)]
-        progress = Progress(sum(_weight(case) for case in self.cases))
+        progress = Progress(progress_of(self.cases))
         progress.skip(progress_of(self.cases) - progress_of(left))
         floor: Floor | None = None
         for case in left:
