@@ -68,14 +68,16 @@ def test_make_targets_exist(command: str) -> None:
 def test_penstock_commands_parse(command: str) -> None:
     import typer.main
 
-    from penstock.bench import accuracy, needles, plots, setting_run, throughput
+    from penstock.bench import accuracy, needles, throughput
+    from penstock.bench.figures import report
+    from penstock.bench.settings import program as settings
     from penstock.cli.main import app
 
     group: Any = typer.main.get_command(app)
     name, *arguments = shlex.split(command)[1:]
     if name == "bench":
         programs = {
-            "accuracy": accuracy, "needles": needles, "report": plots, "settings": setting_run,
+            "accuracy": accuracy, "needles": needles, "report": report, "settings": settings,
             "throughput": throughput,
         }  # fmt: skip
         programs[arguments[0]].parse_arguments(arguments[1:])

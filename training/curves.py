@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figure_style import GRID, INK, STYLE
+from penstock.bench.figures.style import GRID, INK, STYLE
 
 _FLOOR = 1e-5
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.bench import audit as program
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
-from penstock.bench.audit import audit
-from penstock.bench.audit_fidelity import (
+from penstock.bench.audit import program
+from penstock.bench.audit.fidelity import (
     attention_shares,
     captured_mass,
     kl_divergence,
     recall_of_top,
 )
-from penstock.bench.audit_plots import draw_audit
-from penstock.bench.audit_reference import Reference, make_reference
-from penstock.bench.audit_run import Fidelity, follow
+from penstock.bench.audit.program import audit
+from penstock.bench.audit.reference import Reference, make_reference
+from penstock.bench.audit.run import Fidelity, follow
+from penstock.bench.figures.audit import draw_audit
 from penstock.bench.result import Result
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.bench.label_places import LEADER, Box, leader_of, place_labels, spread
+from penstock.bench.figures.label_places import LEADER, Box, leader_of, place_labels, spread
 
 
 def test_a_lone_label_is_right_beside_its_dot() -> None:

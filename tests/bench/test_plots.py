@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.plots import draw_all
+from penstock.bench.figures.report import draw_all
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 

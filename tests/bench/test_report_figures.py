@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from penstock.bench.method_plots import draw_methods
-from penstock.bench.needle_plots import draw_needles
-from penstock.bench.pareto_plots import Dot, dots_of, draw_pareto, front_of
-from penstock.bench.plots import draw_all
+from penstock.bench.figures.method import draw_methods
+from penstock.bench.figures.needle import draw_needles
+from penstock.bench.figures.pareto import Dot, dots_of, draw_pareto, front_of
+from penstock.bench.figures.report import draw_all
+from penstock.bench.figures.result_lengths import by_length
 from penstock.bench.result import Result
-from penstock.bench.result_lengths import by_length
 from penstock.core.errors import ConfigError
 
 

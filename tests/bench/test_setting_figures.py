@@ -7,10 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from penstock.bench.breakdown_plots import draw_breakdown, has_breakdown
-from penstock.bench.plots import draw_all
+from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
+from penstock.bench.figures.report import draw_all
+from penstock.bench.figures.setting import draw_setting
 from penstock.bench.result import Result
-from penstock.bench.setting_plots import draw_setting
 from penstock.core.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import setting_run
-from penstock.bench.setting_cases import put_together
-from penstock.bench.setting_methods import (
+from penstock.bench.settings import program as settings
+from penstock.bench.settings.cases import put_together
+from penstock.bench.settings.methods import (
     Machine,
     cases_of_a,
     cases_of_b,
@@ -17,7 +17,7 @@ from penstock.bench.setting_methods import (
     plan_whole,
     planned,
 )
-from penstock.bench.setting_table import rate_of, ratios_of
+from penstock.bench.settings.table import rate_of, ratios_of
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.policies import KVSwap, Quest
@@ -127,8 +127,8 @@ def test_a_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
         "--setting=A", "--config=tiny", "--contexts=4096", "--batches=1", "--memory=1/3",
         "--devices=nvme", "--steps=2", f"--out={out}",
     ]  # fmt: skip
-    setting_run.run([*arguments, "--methods=kvswap,full"])
-    result = setting_run.run([*arguments, "--methods=kvswap,full,infinigen-star", "--resume"])
+    settings.run([*arguments, "--methods=kvswap,full"])
+    result = settings.run([*arguments, "--methods=kvswap,full,infinigen-star", "--resume"])
     rows = {r["method"]: r for r in result.figures["rows"]}
     assert list(rows) == ["kvswap", "full", "infinigen-star"]
     saved = json.loads(out.read_text())
@@ -144,11 +144,11 @@ def test_a_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert "nvme (simulated), kvswap over the best" in printed.out
     with pytest.raises(ConfigError, match="cannot resume"):
-        setting_run.run([*arguments, "--resume", "--overlap=0.5"])
+        settings.run([*arguments, "--resume", "--overlap=0.5"])
 
 
 def test_steps_that_would_take_too_long_are_predicted_instead() -> None:
-    result = setting_run.run([
+    result = settings.run([
         "--setting=A", "--config=tiny", "--contexts=4096", "--batches=1", "--memory=1/3",
         "--steps=2", "--methods=infinigen", "--step-seconds=0.05",
     ])  # fmt: skip
@@ -170,4 +170,4 @@ def test_steps_that_would_take_too_long_are_predicted_instead() -> None:
 )
 def test_bad_arguments(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        setting_run.run(["--setting=A", *arguments])
+        settings.run(["--setting=A", *arguments])

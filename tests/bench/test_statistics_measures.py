@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.bench.statistics_drift import drift, held_out, squared_distances
-from penstock.bench.statistics_low_rank import (
+from penstock.bench.statistics.drift import drift, held_out, squared_distances
+from penstock.bench.statistics.low_rank import (
     joined,
     rank_that_holds,
     ranks_up_to,
@@ -16,8 +16,8 @@ from penstock.bench.statistics_low_rank import (
     same_top,
     spectrum,
 )
-from penstock.bench.statistics_mass import mass_of_best, tokens_that_hold
-from penstock.bench.statistics_overlap import (
+from penstock.bench.statistics.mass import mass_of_best, tokens_that_hold
+from penstock.bench.statistics.overlap import (
     concentration,
     group_worth,
     jaccard,
@@ -25,10 +25,10 @@ from penstock.bench.statistics_overlap import (
     stable_part,
     top_set,
 )
-from penstock.bench.statistics_queries import inside_and_between, mean_cosine, segment_lengths
-from penstock.bench.statistics_reuse import ReuseBuffer
-from penstock.bench.statistics_rotary import Rotation, find_rotation
-from penstock.bench.statistics_series import Series
+from penstock.bench.statistics.queries import inside_and_between, mean_cosine, segment_lengths
+from penstock.bench.statistics.reuse import ReuseBuffer
+from penstock.bench.statistics.rotary import Rotation, find_rotation
+from penstock.bench.statistics.series import Series
 
 
 def seen(tokens: int, padding: int = 0) -> Tensor:

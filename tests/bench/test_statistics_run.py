@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.bench import audit as program
-from penstock.bench.figure_style import STYLE, save
+from penstock.bench.audit import program
+from penstock.bench.figures.statistics import draw_statistics
+from penstock.bench.figures.style import STYLE, save
 from penstock.bench.result import Result
-from penstock.bench.statistics_capture import Step, full_attention_steps
-from penstock.bench.statistics_mass import LEVELS
-from penstock.bench.statistics_plots import draw_statistics
-from penstock.bench.statistics_run import Statistics, measure
+from penstock.bench.statistics.capture import Step, full_attention_steps
+from penstock.bench.statistics.mass import LEVELS
+from penstock.bench.statistics.run import Statistics, measure
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import PromptBatch, make_batch

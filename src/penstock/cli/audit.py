@@ -2,11 +2,11 @@
 
 import typer
 
-from penstock.bench import audit
+from penstock.bench.audit import program
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def audit_command(context: typer.Context) -> None:
     """How close policies stay to full attention on a text (--help lists the options)."""
-    audit.run(context.args)
+    program.run(context.args)

@@ -2,7 +2,8 @@
 
 import typer
 
-from penstock.bench import accuracy, needles, record_selections, setting_run, throughput
+from penstock.bench import accuracy, needles, record_selections, throughput
+from penstock.bench.settings import program as settings
 from penstock.core.errors import ConfigError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -34,7 +35,7 @@ def record_command(context: typer.Context) -> None:
 @bench_app.command("settings", context_settings=PASS_ON)
 def settings_command(context: typer.Context) -> None:
     """Throughput in settings A and B of the KVSwap paper (--help lists the options)."""
-    setting_run.run(context.args)
+    settings.run(context.args)
 
 
 @bench_app.command("throughput", context_settings=PASS_ON)
@@ -47,9 +48,9 @@ def throughput_command(context: typer.Context) -> None:
 def report_command(context: typer.Context) -> None:
     """Draw figures from result files (--help lists the options)."""
     try:
-        from penstock.bench import plots
+        from penstock.bench.figures import report
     except ImportError as error:
         raise ConfigError(
             f"figures need matplotlib: pip install 'penstock[bench]' ({error})"
         ) from error
-    plots.run(context.args)
+    report.run(context.args)

@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from penstock.bench.figure_style import FAINT, GRID, short_tokens
+from penstock.bench.figures.style import FAINT, GRID, short_tokens
 from penstock.bench.result import Result
-from penstock.bench.setting_rows import (
+from penstock.bench.settings.rows import (
     SettingRow,
     budget_words,
     device_title,

@@ -21,8 +21,8 @@ from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
 from penstock.bench.selection_streams import PAPER_OVERLAP
-from penstock.bench.setting_cases import Floor, Measurement, measure_case
-from penstock.bench.setting_methods import (
+from penstock.bench.settings.cases import Floor, Measurement, measure_case
+from penstock.bench.settings.methods import (
     BATCHES,
     METHODS,
     Case,
@@ -30,7 +30,7 @@ from penstock.bench.setting_methods import (
     cases_of_a,
     cases_of_b,
 )
-from penstock.bench.setting_table import ratios_of, ratios_text, settings_table
+from penstock.bench.settings.table import ratios_of, ratios_text, settings_table
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.devices.presets import PRESETS
 from penstock.models.model_shape import inspect_model
@@ -199,7 +199,7 @@ def run(arguments: Sequence[str]) -> Result:
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings.update(layers=benchmark.layers, of_layers=benchmark.of_layers)
     result = Result.begin("setting", arguments, settings, seed=args.seed)
-    result.command = result.command.replace("bench.setting ", "bench.setting_run ")
+    result.command = result.command.replace("bench.setting ", "bench.settings ")
     if args.on == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name()
     if args.resume and args.out:
@@ -243,7 +243,3 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-
-
-if __name__ == "__main__":
-    main()

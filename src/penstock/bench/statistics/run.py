@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.audit_reference import Counter
-from penstock.bench.statistics_capture import Step
-from penstock.bench.statistics_keys import key_figures
-from penstock.bench.statistics_layer import (
+from penstock.bench.audit.reference import Counter
+from penstock.bench.statistics.capture import Step
+from penstock.bench.statistics.keys import key_figures
+from penstock.bench.statistics.layer import (
     BUFFER_SIZES,
     GROUP_TOKENS,
     IMPORTANT_PART,
     LayerMeter,
 )
-from penstock.bench.statistics_mass import LEVELS, PARTS
-from penstock.bench.statistics_overlap import concentration, stable_part
-from penstock.bench.statistics_queries import THRESHOLDS, inside_and_between, segment_lengths
-from penstock.bench.statistics_series import Series, mean
+from penstock.bench.statistics.mass import LEVELS, PARTS
+from penstock.bench.statistics.overlap import concentration, stable_part
+from penstock.bench.statistics.queries import THRESHOLDS, inside_and_between, segment_lengths
+from penstock.bench.statistics.series import Series, mean
 from penstock.core.shape import KVShape
 from penstock.generation.prompts import PromptBatch
 

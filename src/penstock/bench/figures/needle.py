@@ -11,7 +11,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from penstock.bench.figure_style import FAINT, short_tokens
+from penstock.bench.figures.style import FAINT, short_tokens
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 

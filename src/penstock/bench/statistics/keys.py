@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.audit_reference import Counter
-from penstock.bench.statistics_capture import LayerStep, Step
-from penstock.bench.statistics_drift import drift
-from penstock.bench.statistics_low_rank import (
+from penstock.bench.audit.reference import Counter
+from penstock.bench.statistics.capture import LayerStep, Step
+from penstock.bench.statistics.drift import drift
+from penstock.bench.statistics.low_rank import (
     joined,
     rank_that_holds,
     ranks_up_to,
     recall_of_low_rank,
     spectrum,
 )
-from penstock.bench.statistics_rotary import Rotation
-from penstock.bench.statistics_series import plain
+from penstock.bench.statistics.rotary import Rotation
+from penstock.bench.statistics.series import plain
 from penstock.core.shape import KVShape
 
 LEVELS = (0.9, 0.95, 0.99)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.accuracy_settings import Setting, parse_settings
-from penstock.bench.audit_reference import Reference, end_token_ids, make_reference
-from penstock.bench.audit_run import Fidelity, follow
-from penstock.bench.audit_table import audit_table, layer_table
+from penstock.bench.audit.reference import Reference, end_token_ids, make_reference
+from penstock.bench.audit.run import Fidelity, follow
+from penstock.bench.audit.table import audit_table, layer_table
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.bench.statistics_capture import full_attention_steps
-from penstock.bench.statistics_premises import premises
-from penstock.bench.statistics_run import Statistics, measure
-from penstock.bench.statistics_table import keys_table, legends, locality_table
+from penstock.bench.statistics.capture import full_attention_steps
+from penstock.bench.statistics.premises import premises
+from penstock.bench.statistics.run import Statistics, measure
+from penstock.bench.statistics.table import keys_table, legends, locality_table
 from penstock.bench.tasks.english.prompt_fit import Prompter
 from penstock.core.errors import BudgetError, ConfigError, PenstockError
 from penstock.generation.prompts import PromptBatch, make_batch, read_text_file
@@ -354,7 +354,3 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.bench.audit_run import Fidelity
+from penstock.bench.audit.run import Fidelity
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import format_bytes
 

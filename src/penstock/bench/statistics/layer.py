@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.bench.audit_fidelity import attention_shares
-from penstock.bench.statistics_capture import LayerStep, Step
-from penstock.bench.statistics_low_rank import same_top
-from penstock.bench.statistics_mass import LEVELS, PARTS, mass_of_best, tokens_that_hold
-from penstock.bench.statistics_overlap import group_worth, jaccard, overlap, top_set
-from penstock.bench.statistics_queries import mean_cosine
-from penstock.bench.statistics_reuse import ReuseBuffer
+from penstock.bench.audit.fidelity import attention_shares
+from penstock.bench.statistics.capture import LayerStep, Step
+from penstock.bench.statistics.low_rank import same_top
+from penstock.bench.statistics.mass import LEVELS, PARTS, mass_of_best, tokens_that_hold
+from penstock.bench.statistics.overlap import group_worth, jaccard, overlap, top_set
+from penstock.bench.statistics.queries import mean_cosine
+from penstock.bench.statistics.reuse import ReuseBuffer
 
 GROUP_TOKENS = 4
 """KVSwap's groups on NVMe (section 3.4.2: "with group size=4")."""

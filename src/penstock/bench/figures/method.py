@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figure_style import GRID, INK, SERIES, short_tokens
+from penstock.bench.figures.result_lengths import answered_in_part, by_length
+from penstock.bench.figures.style import GRID, INK, SERIES, short_tokens
 from penstock.bench.result import Result
-from penstock.bench.result_lengths import answered_in_part, by_length
 from penstock.core.errors import ConfigError
 
 MANY_SETTINGS = 8

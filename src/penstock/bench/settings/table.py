@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.bench.setting_methods import PAPER_BASELINES, UNLIMITED, is_kvswap
+from penstock.bench.settings.methods import PAPER_BASELINES, UNLIMITED, is_kvswap
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import format_bytes
 

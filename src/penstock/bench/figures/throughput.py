@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from penstock.bench.figure_style import GRID, INK
+from penstock.bench.figures.style import GRID, INK
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.bench.statistics_series import column, mean
+from penstock.bench.statistics.series import column, mean
 
 
 def premises(figures: dict[str, Any]) -> list[str]:

@@ -8,18 +8,18 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from penstock.bench.accuracy_plots import budget_points, draw_accuracy, draw_tasks
-from penstock.bench.audit_plots import draw_audit
-from penstock.bench.breakdown_plots import draw_breakdown, has_breakdown
-from penstock.bench.figure_style import STYLE, save
-from penstock.bench.method_plots import compares_methods, draw_methods
-from penstock.bench.needle_plots import draw_needles
-from penstock.bench.pareto_plots import draw_pareto, has_front
+from penstock.bench.figures.accuracy import budget_points, draw_accuracy, draw_tasks
+from penstock.bench.figures.audit import draw_audit
+from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
+from penstock.bench.figures.method import compares_methods, draw_methods
+from penstock.bench.figures.needle import draw_needles
+from penstock.bench.figures.pareto import draw_pareto, has_front
+from penstock.bench.figures.result_lengths import by_length
+from penstock.bench.figures.setting import draw_setting
+from penstock.bench.figures.statistics import draw_statistics
+from penstock.bench.figures.style import STYLE, save
+from penstock.bench.figures.throughput import draw_throughput
 from penstock.bench.result import Result
-from penstock.bench.result_lengths import by_length
-from penstock.bench.setting_plots import draw_setting
-from penstock.bench.statistics_plots import draw_statistics
-from penstock.bench.throughput_plots import draw_throughput
 from penstock.core.errors import ConfigError, PenstockError
 
 RESULTS, FIGURES = Path("benchmarks/results"), Path("benchmarks/figures")

@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figure_style import GRID, INK, SERIES
+from penstock.bench.figures.result_lengths import by_length
+from penstock.bench.figures.style import GRID, INK, SERIES
 from penstock.bench.result import Result
-from penstock.bench.result_lengths import by_length
 from penstock.core.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.selection_streams import OverlapStream, streamed
-from penstock.bench.setting_methods import UNLIMITED, Case, Machine, part_of, planned
+from penstock.bench.settings.methods import UNLIMITED, Case, Machine, part_of, planned
 from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.throughput_rows import FLOORS, Row
 from penstock.core.byte_size import format_bytes

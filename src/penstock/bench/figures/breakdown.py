@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figure_style import GRID
+from penstock.bench.figures.style import GRID
 from penstock.bench.result import Result
-from penstock.bench.setting_rows import (
+from penstock.bench.settings.rows import (
     budgets_of,
     device_title,
     is_ours,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.bench.audit_fidelity import attention_shares
-from penstock.bench.statistics_overlap import overlap, top_set
+from penstock.bench.audit.fidelity import attention_shares
+from penstock.bench.statistics.overlap import overlap, top_set
 
 Rebuild = Callable[[Tensor], Tensor]
 """From joint keys, [tokens, width], to what queries are compared with, of the same shape."""

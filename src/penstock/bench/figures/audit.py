@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from penstock.bench.audit_table import format_nats
+from penstock.bench.audit.table import format_nats
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 

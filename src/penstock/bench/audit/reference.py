@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.answers import EXACT_TAIL
-from penstock.bench.audit_fidelity import attention_shares
+from penstock.bench.audit.fidelity import attention_shares
 from penstock.core.errors import PromptError, UnsupportedModelError
 from penstock.generation.prompts import PromptBatch
 from penstock.kernels.reference import NEGATIVE_INFINITY

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from penstock.bench.figure_style import FAINT, GRID, INK, SERIES
+from penstock.bench.figures.style import FAINT, GRID, INK, SERIES
 from penstock.bench.result import Result
-from penstock.bench.statistics_series import column
+from penstock.bench.statistics.series import column
 from penstock.core.errors import ConfigError
 
 _LAYERS = "viridis"

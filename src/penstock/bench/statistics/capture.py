@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.bench.audit_reference import Counter, forward
-from penstock.bench.statistics_rotary import Rotation, find_rotation
+from penstock.bench.audit.reference import Counter, forward
+from penstock.bench.statistics.rotary import Rotation, find_rotation
 from penstock.core.errors import PromptError, UnsupportedModelError
 from penstock.generation.prompts import PromptBatch
 from penstock.kernels.reference import NEGATIVE_INFINITY

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 
-from penstock.bench.figure_style import FAINT, GRID, INK, SERIES, short_tokens
-from penstock.bench.label_places import LEADER, Box, leader_of, place_labels
+from penstock.bench.figures.label_places import LEADER, Box, leader_of, place_labels
+from penstock.bench.figures.result_lengths import answered_in_part, by_length
+from penstock.bench.figures.style import FAINT, GRID, INK, SERIES, short_tokens
 from penstock.bench.result import Result
-from penstock.bench.result_lengths import answered_in_part, by_length
 from penstock.core.errors import ConfigError
 
 _OURS = "kvswap"

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from penstock.bench.best_case_plots import draw_best_case
-from penstock.bench.figure_style import GRID, short_tokens
-from penstock.bench.label_places import spread
+from penstock.bench.figures.best_case import draw_best_case
+from penstock.bench.figures.label_places import spread
+from penstock.bench.figures.style import GRID, short_tokens
 from penstock.bench.result import Result
-from penstock.bench.setting_rows import (
+from penstock.bench.settings.rows import (
     SettingRow,
     colours_of,
     device_title,

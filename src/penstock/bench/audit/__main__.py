@@ -1,0 +1,5 @@
+"""`python -m penstock.bench.audit`."""
+
+from penstock.bench.audit.program import main
+
+main()

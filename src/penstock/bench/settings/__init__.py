@@ -1,0 +1,1 @@
+"""Settings A and B of the KVSwap paper: equal memory for each sequence, and in all."""
