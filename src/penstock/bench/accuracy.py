@@ -19,9 +19,10 @@ from penstock.bench.accuracy_cells import (
 from penstock.bench.accuracy_jobs import Examination, Examiner, Job
 from penstock.bench.accuracy_settings import PAPER_SUITE, parse_settings
 from penstock.bench.accuracy_workers import default_workers, run_here, run_jobs
+from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 
 KEEP_S = 15.0
 """A long job is saved this often."""
@@ -275,15 +276,5 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

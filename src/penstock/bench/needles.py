@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.bench.accuracy_settings import Setting, parse_settings
 from penstock.bench.answers import SharedPrefill, answer, ask
+from penstock.bench.entry import run_program
 from penstock.bench.needle_cells import (
     NeedleCell,
     needle_tables,
@@ -20,7 +21,7 @@ from penstock.bench.needle_cells import (
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
 from penstock.bench.tasks import GeneratedTasks, Sample, even_depths, grid, judge
-from penstock.core.errors import BudgetError, ConfigError, PenstockError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.models.loader import LoadedModel, load
 
 _TASKS = ("single_essay", "single_2")
@@ -307,15 +308,5 @@ def _span(places: Sequence[Place]) -> str:
     return f"sample {which}, {deep}{100 * max(depths):.0f} % deep"
 
 
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.answers import Question, SharedPrefill, ask
+from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.recorded_stream import Recorder, Recording
 from penstock.bench.selection_streams import streamed
 from penstock.bench.tasks import GeneratedTasks
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import LoadedModel, load
 
@@ -138,15 +138,5 @@ def run(arguments: Sequence[str]) -> Recording:
     return recording
 
 
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.bench_model import BenchModel, open_model
 from penstock.bench.decode_loop import Bench
+from penstock.bench.entry import run_program
 from penstock.bench.limited_decode import run_limited
 from penstock.bench.prefill_run import (
     PrefillRow,
@@ -44,7 +44,7 @@ from penstock.bench.throughput_table import (
     prefill_table,
     stream_lines,
 )
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.devices.measure import fit_profile
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
@@ -280,15 +280,5 @@ def run(arguments: Sequence[str]) -> Result:
     return result
 
 
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

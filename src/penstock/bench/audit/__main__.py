@@ -1,5 +1,6 @@
 """`python -m penstock.bench.audit`."""
 
-from penstock.bench.audit.program import main
+from penstock.bench.audit.program import run
+from penstock.bench.entry import run_program
 
-main()
+run_program(run)

@@ -22,7 +22,7 @@ from penstock.bench.statistics.premises import premises
 from penstock.bench.statistics.run import Statistics, measure
 from penstock.bench.statistics.table import keys_table, legends, locality_table
 from penstock.bench.tasks.english.prompt_fit import Prompter
-from penstock.core.errors import BudgetError, ConfigError, PenstockError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.generation.prompts import PromptBatch, make_batch, read_text_file
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -344,13 +344,3 @@ def _hide(word: str, private: Sequence[str]) -> str:
     """An argument with paths of the user's replaced by PATH."""
     option, equals, value = word.rpartition("=")
     return f"{option}{equals}PATH" if value in private and ("/" in value or "\\" in value) else word
-
-
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")

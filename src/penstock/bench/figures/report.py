@@ -1,13 +1,13 @@
 """`penstock bench report`: figures, drawn from result files and nothing else."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from penstock.bench.entry import run_program
 from penstock.bench.figures.accuracy import budget_points, draw_accuracy, draw_tasks
 from penstock.bench.figures.audit import draw_audit
 from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
@@ -20,7 +20,7 @@ from penstock.bench.figures.statistics import draw_statistics
 from penstock.bench.figures.style import STYLE, save
 from penstock.bench.figures.throughput import draw_throughput
 from penstock.bench.result import Result
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 
 RESULTS, FIGURES = Path("benchmarks/results"), Path("benchmarks/figures")
 
@@ -102,13 +102,5 @@ def run(arguments: Sequence[str]) -> list[str]:
     return names
 
 
-def main() -> None:
-    """Draw; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

@@ -1,5 +1,6 @@
 """`python -m penstock.bench.settings`."""
 
-from penstock.bench.settings.program import main
+from penstock.bench.entry import run_program
+from penstock.bench.settings.program import run
 
-main()
+run_program(run)

@@ -31,7 +31,7 @@ from penstock.bench.settings.methods import (
     cases_of_b,
 )
 from penstock.bench.settings.table import ratios_of, ratios_text, settings_table
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
@@ -233,13 +233,3 @@ def run(arguments: Sequence[str]) -> Result:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """Run; bad input is one line and a non-zero exit."""
-    try:
-        run(sys.argv[1:])
-    except PenstockError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")

@@ -1,0 +1,112 @@
+"""SegmentTable: where each sequence's temporal segments begin and end (LouisKV)."""
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SegmentTable:
+    """Runs of output tokens between semantic boundaries, for every sequence of a batch.
+
+    All sequences grow by the same tokens and are cut each at boundaries of their own. A segment is
+    [starts, ends); the last one of a sequence is open. When there is no room for another one,
+    neighbours are merged two by two (`merge`).
+    """
+
+    def __init__(self, sequences: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.starts = np.zeros((sequences, capacity), dtype=np.int32)
+        self.ends = np.zeros((sequences, capacity), dtype=np.int32)
+        self.counts = np.zeros(sequences, dtype=np.int64)
+        self._rows = np.arange(sequences)
+        self._born = np.zeros(sequences, dtype=np.int32)
+        self.lengths: Counter[int] = Counter()
+        """Closed segments by their length in tokens as they were cut, merging aside."""
+
+    @staticmethod
+    def num_bytes(sequences: int, capacity: int) -> int:
+        """Bytes of a table of this size, for the ledger."""
+        return sequences * (8 * capacity + 20)
+
+    @property
+    def columns(self) -> int:
+        """Segments of the sequence that has most."""
+        return int(self.counts.max())
+
+    def cut(self, boundary: NDArray[np.bool_], position: int) -> None:
+        """Close the open segments of some sequences and begin new, empty ones.
+
+        Args:
+            boundary: which sequences; each must have room. [sequences]
+            position: cache position of the token that the new segments begin with.
+        """
+        which = boundary.nonzero()[0]
+        self.note_lengths(which)
+        at = self.counts[which]
+        self.starts[which, at] = self.ends[which, at] = position
+        self.counts[which] += 1
+        self._born[which] = position
+
+    def note_lengths(self, which: NDArray[np.int64]) -> None:
+        """Count the open segments of some sequences in `lengths`."""
+        held = which[self.counts[which] > 0]
+        lengths = self.ends[held, self.counts[held] - 1] - self._born[held]
+        self.lengths.update(lengths[lengths > 0].tolist())
+
+    def grow(self, end: int) -> None:
+        """The open segment of every sequence now ends at `end`."""
+        self.ends[self._rows, self.counts - 1] = end
+
+    def sizes(self, first: NDArray[np.int64], end: int) -> tuple[NDArray[np.int32], ...]:
+        """First token of each segment that may be selected, and how many there are.
+
+        Args:
+            first: first position that may be, per sequence. [sequences]
+            end: positions from here on are in the window.
+
+        Returns:
+            Two arrays, int32 [sequences, columns].
+        """
+        columns = np.arange(self.columns)
+        start = np.maximum(self.starts[:, : len(columns)], first[:, None])
+        stop = np.minimum(self.ends[:, : len(columns)], end)
+        size = np.where(columns < self.counts[:, None], stop - start, 0).clip(0)
+        return start.astype(np.int32), size.astype(np.int32)
+
+    def merge(self) -> NDArray[np.int64]:
+        """Merge neighbours two by two where they touch; the open segments stay as they are.
+
+        Returns:
+            The new number of each segment, or the sequence's first where there is none.
+            [sequences, capacity]
+        """
+        target = np.zeros((len(self.counts), self.capacity), dtype=np.int64)
+        for row, count in enumerate(self.counts.tolist()):
+            starts, ends = self.starts[row].copy(), self.ends[row].copy()
+            new, alone = -1, False
+            for i in range(count):
+                joins = alone and i + 1 < count and ends[i - 1] == starts[i]
+                if not joins:
+                    new += 1
+                    self.starts[row, new] = starts[i]
+                self.ends[row, new] = ends[i]
+                target[row, i], alone = new, not joins
+            self.counts[row] = new + 1
+        return target
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`."""
+        columns = np.arange(self.capacity) < self.counts[:, None]
+        self.counts = (columns & (self.starts < length)).sum(axis=1)
+        np.minimum(self.ends, length, out=self.ends)
+        np.minimum(self._born, length, out=self._born)
+
+    def take_rows_from(self, other: "SegmentTable", sequences: NDArray[np.int64]) -> None:
+        """Become a copy of `other` (perhaps itself) with sequence i taken from `sequences[i]`."""
+        columns = min(self.capacity, other.capacity)
+        self.starts[:, :columns] = other.starts[sequences, :columns]
+        self.ends[:, :columns] = other.ends[sequences, :columns]
+        self.counts = other.counts[sequences]
+        self._born = other._born[sequences]
+        self.lengths = Counter(other.lengths)
