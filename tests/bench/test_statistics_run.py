@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.bench.audit import program
+from penstock.bench.audit.prompts import split_texts
 from penstock.bench.figures.statistics import draw_statistics
 from penstock.bench.figures.style import STYLE, save
 from penstock.bench.result import Result
@@ -20,7 +21,7 @@ from penstock.bench.statistics.mass import LEVELS
 from penstock.bench.statistics.run import Statistics, measure
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError
-from penstock.generation.prompts import PromptBatch, make_batch
+from penstock.generation.prompts import PromptBatch, encode, make_batch
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -171,6 +172,35 @@ def test_a_padded_row_counts_like_a_row_of_its_own() -> None:
     energies = [torch.tensor(one["low_rank"]["before_rope"]["energy"]) for one in apart]
     found = torch.tensor(together["low_rank"]["before_rope"]["energy"])
     assert (found - (energies[0] + energies[1]) / 2).abs().max().item() < 1e-4
+
+
+def test_a_given_text_is_followed() -> None:
+    """Decoding tokens of a text leaves the keys that reading them all at once leaves."""
+    model = tiny_model("llama")
+    loaded, whole = prompts(model, (120,))
+    text = whole.token_ids[0]
+    prompt, following = text[: 120 - STEPS], torch.tensor([text[120 - STEPS :]])
+    batch = make_batch(loaded, [prompt], new_tokens=STEPS, pad_token_id=0)
+    *_, last = full_attention_steps(
+        loaded, batch, new_tokens=STEPS, chunk=50, ends=frozenset(), following=following
+    )
+    with torch.no_grad():
+        out: Any = copy.deepcopy(model)(whole.input_ids, use_cache=True)
+    assert last.layers[1].keys.shape[2] == 120
+    for number in range(3):
+        expected = out.past_key_values.layers[number].keys
+        assert (last.layers[number].keys - expected).abs().max().item() < 1e-4
+
+
+def test_texts_are_cut_for_following() -> None:
+    loaded = load()
+    text = " ".join(["the"] * 40)
+    batch, following = split_texts(loaded, [text], new_tokens=8)
+    assert following.shape == (1, 8)
+    ids = encode(loaded, text)
+    assert batch.token_ids[0] + following[0].tolist() == ids
+    with pytest.raises(PromptError, match="cannot be followed"):
+        split_texts(loaded, [text], new_tokens=len(ids) - 3)
 
 
 def test_rows_count_until_they_end() -> None:

@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from penstock.bench.accuracy_settings import Setting, parse_settings
+from penstock.bench.audit.prompts import read_prompts, split_texts
 from penstock.bench.audit.reference import Reference, end_token_ids, make_reference
 from penstock.bench.audit.run import Fidelity, follow
 from penstock.bench.audit.table import audit_table, layer_table
@@ -21,9 +24,8 @@ from penstock.bench.statistics.capture import full_attention_steps
 from penstock.bench.statistics.premises import premises
 from penstock.bench.statistics.run import Statistics, measure
 from penstock.bench.statistics.table import keys_table, legends, locality_table
-from penstock.bench.tasks.english.prompt_fit import Prompter
 from penstock.core.errors import BudgetError, ConfigError
-from penstock.generation.prompts import PromptBatch, make_batch, read_text_file
+from penstock.generation.prompts import PromptBatch, read_text_file
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 
@@ -60,6 +62,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="no policies: where full attention looks, and whether the papers' premises hold",
     )  # fmt: skip
     add("--new-tokens", type=int, default=32, help="most decode steps to compare")
+    add(
+        "--follow-text", action="store_true",
+        help="decode the text's own last --new-tokens tokens, not what the model would say",
+    )  # fmt: skip
     add("--past-end", action="store_true", help="go on behind the model's end of its answer")
     add("--top", type=int, default=64, help="tokens of the most attention that recall is about")
     add("--device", default="cpu", help="cpu or cuda")
@@ -73,6 +79,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--new-tokens, --top and --chunk must be at least 1")
     if args.statistics and args.policies:
         raise ConfigError("--statistics is about full attention alone; leave out --policies")
+    if args.follow_text and args.chat:
+        raise ConfigError(
+            "--follow-text reads on in a text; a question in --chat has no more of it"
+        )
     if args.out:
         _check_out(Path(args.out))
     return args
@@ -88,29 +98,11 @@ def _check_out(path: Path) -> None:
         raise ConfigError(f"--out {path}: {error.strerror or error}") from error
 
 
-def read_prompts(
-    loaded: LoadedModel, texts: Sequence[str], *, chat: bool, new_tokens: int
-) -> PromptBatch:
-    """Encode texts as one batch.
-
-    Raises:
-        ConfigError: there is no chat template.
-        PromptError: a text is empty or does not fit the model.
-    """
-    prompts: list[str | list[int]] = list(texts)
-    if chat:
-        if loaded.tokenizer is None:
-            raise ConfigError(f"{loaded.name} has no tokenizer, so that it has no chat template")
-        prompter = Prompter(loaded.tokenizer, chat=True)
-        prompts = [list(prompter.ids(prompter.render(t, ""))) if t.strip() else t for t in texts]
-    pad = None if loaded.tokenizer is None else loaded.tokenizer.pad_token_id
-    return make_batch(loaded, prompts, new_tokens=new_tokens, pad_token_id=int(pad or 0))
-
-
 def audit(
     loaded: LoadedModel, prompt: PromptBatch, settings: Sequence[Setting], *,
     new_tokens: int = 32, top: int = 64, chunk: int = 1024, past_end: bool = False,
-    store: str = "auto", keep: Callable[[Reference, list[Fidelity]], None] = lambda *_: None,
+    following: Tensor | None = None, store: str = "auto",
+    keep: Callable[[Reference, list[Fidelity]], None] = lambda *_: None,
 ) -> tuple[Reference, list[Fidelity]]:  # fmt: skip
     """Compare settings with full attention on one batch of prompts; progress goes to stderr.
 
@@ -119,6 +111,7 @@ def audit(
         top: tokens of the most attention that recall is about.
         chunk: prompt tokens per forward pass.
         past_end: count what comes behind an end-of-sequence token.
+        following: tokens to decode, see `split_texts`; None: the likeliest ones.
         store: where the caches lie, see `TieredCache`.
         keep: called after each setting with what there is.
 
@@ -141,22 +134,22 @@ def audit(
 
     reference = make_reference(
         loaded, prompt, new_tokens=new_tokens, chunk=chunk,
-        ends=frozenset() if past_end else end_token_ids(loaded), on_prefill=on_prefill,
-        on_step=decoding.reach,
+        ends=frozenset() if past_end else end_token_ids(loaded), following=following,
+        on_prefill=on_prefill, on_step=decoding.reach,
     )  # fmt: skip
     steps = reference.num_steps
-    following = _Paced(steps * len(settings))
+    judging = _Paced(steps * len(settings))
     audits: list[Fidelity] = []
     for number, setting in enumerate(settings):
-        following.start(setting.text)
-        on_step = partial(_reach_behind, following, number * steps)
+        judging.start(setting.text)
+        on_step = partial(_reach_behind, judging, number * steps)
         try:
             done = follow(
                 loaded.model, setting, reference, top=top, store=store, on_step=on_step
             )  # fmt: skip
         except BudgetError as error:
             done = Fidelity(setting=setting.text, refused=str(error))
-            following.skip(steps)
+            judging.skip(steps)
         audits.append(done)
         keep(reference, audits)
     return reference, audits
@@ -220,9 +213,13 @@ def run(arguments: Sequence[str]) -> Result:
     print(f"loading {args.model}", file=sys.stderr, flush=True)
     loaded = load(args.model, dtype=args.dtype, device=args.device)
     shape = inspect_model(loaded.model)
-    prompt = read_prompts(loaded, texts, chat=args.chat, new_tokens=args.new_tokens)
+    following: Tensor | None = None
+    if args.follow_text:
+        prompt, following = split_texts(loaded, texts, new_tokens=args.new_tokens)
+    else:
+        prompt = read_prompts(loaded, texts, chat=args.chat, new_tokens=args.new_tokens)
     if args.statistics:
-        print(_run_statistics(args, loaded, prompt, result))
+        print(_run_statistics(args, loaded, prompt, following, result))
         if args.json:
             print(json.dumps(result.as_dict()))
         return result
@@ -241,7 +238,7 @@ def run(arguments: Sequence[str]) -> Result:
 
     _, audits = audit(
         loaded, prompt, settings, new_tokens=args.new_tokens, top=args.top, chunk=args.chunk,
-        past_end=args.past_end, store=args.store, keep=keep,
+        past_end=args.past_end, following=following, store=args.store, keep=keep,
     )  # fmt: skip
     print(report(result, audits))
     if args.json:
@@ -250,8 +247,9 @@ def run(arguments: Sequence[str]) -> Result:
 
 
 def _run_statistics(
-    args: argparse.Namespace, loaded: LoadedModel, prompt: PromptBatch, result: Result
-) -> str:
+    args: argparse.Namespace, loaded: LoadedModel, prompt: PromptBatch,
+    following: Tensor | None, result: Result,
+) -> str:  # fmt: skip
     """Measure full attention alone, put the figures into `result`, save it; returns the report."""
     shape = inspect_model(loaded.model)
     result.kind = "statistics"
@@ -274,7 +272,8 @@ def _run_statistics(
 
     steps = full_attention_steps(
         loaded, prompt, new_tokens=args.new_tokens, chunk=args.chunk,
-        ends=frozenset() if args.past_end else end_token_ids(loaded), on_prefill=on_prefill,
+        ends=frozenset() if args.past_end else end_token_ids(loaded), following=following,
+        on_prefill=on_prefill,
     )  # fmt: skip
     statistics = Statistics(shape.kv, prompt, top=args.top, new_tokens=args.new_tokens)
     result.figures = {

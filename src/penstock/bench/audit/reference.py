@@ -1,8 +1,7 @@
 """The reference of an audit: what full attention says behind a prompt, and where it looks."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from penstock.bench.answers import EXACT_TAIL
 from penstock.bench.audit.fidelity import attention_shares
-from penstock.core.errors import PromptError, UnsupportedModelError
+from penstock.bench.audit.tap import AttentionTap
+from penstock.core.errors import PromptError
 from penstock.generation.prompts import PromptBatch
-from penstock.kernels.reference import NEGATIVE_INFINITY
-from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.attention_call import AttentionCall
 
 Counter = Callable[[int], None]
 """Called with the tokens or steps done so far."""
@@ -49,10 +47,10 @@ def forward(model: CausalLM, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
 class Reference:
     """The teacher's tokens, its distributions and its attention, for every policy to be held to.
 
-    The text is the same for all: tokens are the most likely ones of full attention, and are fed to
-    every policy. Attention is the reference's own, its queries on its keys: of what full attention
-    looks at, how much does a policy have? A policy's own queries differ a little once it has missed
-    something.
+    The text is the same for all: tokens are the most likely ones of full attention, or those of a
+    given text, and are fed to every policy. Attention is the reference's own, its queries on its
+    keys: of what full attention looks at, how much does a policy have? A policy's own queries
+    differ a little once it has missed something.
     """
 
     prompt: PromptBatch
@@ -99,63 +97,6 @@ class Reference:
         forward(model, ids, self.mask[:, :total], cache)
 
 
-class _Witness:
-    """Records where the full-attention layers of a plain cache look in one decode step."""
-
-    def __init__(self, cache: Any, layers: tuple[int, ...]) -> None:
-        self._seen: dict[int, Tensor] = {}
-        self._held = [cache.layers[index] for index in layers]
-
-    @contextmanager
-    def watching(self, model: CausalLM) -> Iterator[None]:
-        """Put the layers' attention through this object."""
-        attachment = Attachment(model)
-        for number, layer in enumerate(self._held):
-            layer.update = self._marking(layer.update, number)
-        try:
-            yield
-        finally:
-            attachment.detach()
-            for layer in self._held:
-                del layer.update
-
-    def _marking(self, update: Callable[..., tuple[Tensor, Tensor]], number: int) -> Any:
-        def attend(call: AttentionCall) -> Tensor:
-            visible = call.visible
-            self._seen[number] = attention_shares(
-                call.query[:, :, 0], call.keys, visible, scaling=call.scaling,
-                softcap=call.softcap,
-            ).cpu()  # fmt: skip
-            mask = None
-            if visible is not None:
-                mask = torch.zeros(visible.shape, dtype=call.query.dtype, device=visible.device)
-                mask = mask.masked_fill(~visible, NEGATIVE_INFINITY)
-            total = AttentionSum(call)
-            total.add(call.keys, call.values, mask)
-            return total.result()
-
-        def marking(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            keys, values = update(*args, **kwargs)
-            mark_keys(keys, attend)
-            return keys, values
-
-        return marking
-
-    def take(self) -> list[Tensor]:
-        """The step's shares, by layer.
-
-        Raises:
-            UnsupportedModelError: a layer's keys never came to the attention function.
-        """
-        if len(self._seen) != len(self._held):
-            raise UnsupportedModelError(
-                "the attention function never received the keys of the cache: this model "
-                "transforms them in between"
-            )
-        seen, self._seen = self._seen, {}
-        return [seen[number] for number in range(len(seen))]
-
-
 def end_token_ids(loaded: LoadedModel) -> frozenset[int]:
     """Tokens that end an answer."""
     model: Any = loaded.model
@@ -167,14 +108,16 @@ def end_token_ids(loaded: LoadedModel) -> frozenset[int]:
 
 def make_reference(
     loaded: LoadedModel, prompt: PromptBatch, *, new_tokens: int, chunk: int,
-    ends: frozenset[int], on_prefill: Counter = lambda _: None, on_step: Counter = lambda _: None,
+    ends: frozenset[int], following: Tensor | None = None, on_prefill: Counter = lambda _: None,
+    on_step: Counter = lambda _: None,
 ) -> Reference:  # fmt: skip
-    """Read a prompt with the plain model and decode greedily with full attention.
+    """Read a prompt with the plain model and decode with full attention.
 
     Args:
         new_tokens: most decode steps; fewer when every row has ended.
         chunk: prompt tokens per forward pass.
         ends: tokens after which a row no longer counts.
+        following: tokens to feed; None: the likeliest ones. int64 [batch, new_tokens]
         on_prefill: called after every chunk.
         on_step: called after every decode step.
 
@@ -205,10 +148,18 @@ def make_reference(
     on_prefill(total)
     tokens, live, steps, shares = [], [], [], []
     alive = torch.ones(len(ids), dtype=torch.bool)
-    witness = _Witness(cache, layers)
-    with witness.watching(model):
+    seen_shares: dict[int, Tensor] = {}
+
+    def see(number: int, call: AttentionCall) -> None:
+        seen_shares[number] = attention_shares(
+            call.query[:, :, 0], call.keys, call.visible, scaling=call.scaling,
+            softcap=call.softcap,
+        ).cpu()  # fmt: skip
+
+    tap = AttentionTap(cache, layers, see)
+    with tap.watching(model):
         for step in range(new_tokens):
-            fed = log_probs.argmax(dim=-1)
+            fed = log_probs.argmax(dim=-1) if following is None else following[:, step]
             alive = alive & torch.tensor([token not in ends for token in fed.tolist()])
             if not alive.any():
                 break
@@ -217,7 +168,8 @@ def make_reference(
             tokens.append(fed)
             live.append(alive)
             steps.append(log_probs)
-            shares.append(witness.take())
+            tap.check_all_seen()
+            shares.append([seen_shares[number] for number in range(len(layers))])
             on_step(step + 1)
     if not steps:
         raise PromptError(

@@ -1,6 +1,6 @@
 """Full attention's decode steps one by one: queries, keys, and queries predicted from below."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.bench.audit.reference import Counter, forward
+from penstock.bench.audit.tap import AttentionTap
 from penstock.bench.statistics.rotary import Rotation, find_rotation
-from penstock.core.errors import PromptError, UnsupportedModelError
+from penstock.core.errors import PromptError
 from penstock.generation.prompts import PromptBatch
-from penstock.kernels.reference import NEGATIVE_INFINITY
-from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.plain_model import plain_cache
 from penstock.models.prefetch_hooks import can_predict
 from penstock.models.query_projection import QueryProjection, decoder_layers
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.attention_call import AttentionCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,9 @@ class Step:
 
 def full_attention_steps(
     loaded: LoadedModel, prompt: PromptBatch, *, new_tokens: int, chunk: int,
-    ends: frozenset[int], on_prefill: Counter = lambda _: None,
+    ends: frozenset[int], following: Tensor | None = None, on_prefill: Counter = lambda _: None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Read a prompt with the plain model, decode greedily, and hand out step after step.
+    """Read a prompt with the plain model, decode, and hand out step after step.
 
     A step's tensors are those of the running cache: use them before asking for the next.
 
@@ -67,6 +66,7 @@ def full_attention_steps(
         new_tokens: most decode steps; fewer when every row has ended.
         chunk: prompt tokens per forward pass.
         ends: tokens after which a row no longer counts.
+        following: tokens to feed; None: the likeliest ones. int64 [batch, new_tokens]
         on_prefill: called after every chunk.
 
     Raises:
@@ -87,9 +87,9 @@ def full_attention_steps(
             end = min(start + chunk, total)
             log_probs = forward(model, ids[:, start:end], mask[:, :end], cache)
             on_prefill(end)
-        with watch.attention():
+        with watch.tap.watching(model):
             while done < new_tokens:
-                fed = log_probs.argmax(dim=-1)
+                fed = log_probs.argmax(dim=-1) if following is None else following[:, done]
                 alive = alive & torch.tensor([token not in ends for token in fed.tolist()])
                 if not alive.any():
                     break
@@ -108,11 +108,12 @@ class _Watch:
     """Sees what goes into the decoder layers and what comes to their attention."""
 
     def __init__(self, model: CausalLM, shape: ModelShape, cache: Any) -> None:
-        self._model, self._shape, self._cache = model, shape, cache
+        self._shape = shape
         self._layers = decoder_layers(model)
         self._projection = QueryProjection(self._layers)
         self._inputs: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self._calls: dict[int, AttentionCall] = {}
+        self.tap = AttentionTap(cache, shape.tiered_layers, self._calls.__setitem__)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._rotation: Rotation | None = None
 
@@ -139,54 +140,18 @@ class _Watch:
             cos, sin = tables
             self._tables.append((cos.float(), sin.float()))
 
-    @contextmanager
-    def attention(self) -> Iterator[None]:
-        """Put the attention of the layers with full attention through this object."""
-        attachment = Attachment(self._model)
-        held = [self._cache.layers[index] for index in self._shape.tiered_layers]
-        for number, layer in enumerate(held):
-            layer.update = self._marking(layer.update, number)
-        try:
-            yield
-        finally:
-            attachment.detach()
-            for layer in held:
-                del layer.update
-
-    def _marking(self, update: Callable[..., tuple[Tensor, Tensor]], number: int) -> Any:
-        def attend(call: AttentionCall) -> Tensor:
-            self._calls[number] = call
-            mask = None
-            if (visible := call.visible) is not None:
-                mask = torch.zeros(visible.shape, dtype=call.query.dtype, device=visible.device)
-                mask = mask.masked_fill(~visible, NEGATIVE_INFINITY)
-            total = AttentionSum(call)
-            total.add(call.keys, call.values, mask)
-            return total.result()
-
-        def marking(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            keys, values = update(*args, **kwargs)
-            mark_keys(keys, attend)
-            return keys, values
-
-        return marking
-
     def take(self, number: int, live: Tensor, visible: Tensor) -> Step:
         """The step that was just done.
 
         Raises:
             UnsupportedModelError: a layer's keys never came to the attention function.
         """
-        if len(self._calls) != len(self._shape.tiered_layers):
-            raise UnsupportedModelError(
-                "the attention function never received the keys of the cache: this model "
-                "transforms them in between"
-            )
+        self.tap.check_all_seen()
         with torch.no_grad():
             if number == 0 or self._rotation is not None:
                 self._rotation = self._find_rotation()
             layers = [self._layer(tier) for tier in range(len(self._calls))]
-        self._calls = {}
+        self._calls.clear()
         return Step(
             number=number, live=live, visible=visible, layers=layers, rotation=self._rotation
         )

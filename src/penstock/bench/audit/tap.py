@@ -1,0 +1,76 @@
+"""AttentionTap: watches what comes to the attention of the tiered layers of a plain cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import UnsupportedModelError
+from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.loader import CausalLM
+from penstock.runtime.attention_call import AttentionCall, AttentionSum
+
+
+class AttentionTap:
+    """Full attention that shows every call to somebody before it answers.
+
+    Args:
+        cache: a plain cache of transformers.
+        layers: those to watch, by layer of the model.
+        see: called with the number in `layers` and the call.
+    """
+
+    def __init__(
+        self, cache: Any, layers: tuple[int, ...], see: Callable[[int, AttentionCall], None]
+    ) -> None:
+        self._held = [cache.layers[index] for index in layers]
+        self._see = see
+        self._seen: set[int] = set()
+
+    @contextmanager
+    def watching(self, model: CausalLM) -> Iterator[None]:
+        """Put the layers' attention through this object."""
+        attachment = Attachment(model)
+        for number, layer in enumerate(self._held):
+            layer.update = self._marking(layer.update, number)
+        try:
+            yield
+        finally:
+            attachment.detach()
+            for layer in self._held:
+                del layer.update
+
+    def check_all_seen(self) -> None:
+        """Every layer must have been called since the last check.
+
+        Raises:
+            UnsupportedModelError: a layer's keys never came to the attention function.
+        """
+        if len(self._seen) != len(self._held):
+            raise UnsupportedModelError(
+                "the attention function never received the keys of the cache: this model "
+                "transforms them in between"
+            )
+        self._seen = set()
+
+    def _marking(self, update: Callable[..., tuple[Tensor, Tensor]], number: int) -> Any:
+        def attend(call: AttentionCall) -> Tensor:
+            self._see(number, call)
+            self._seen.add(number)
+            mask = None
+            if (visible := call.visible) is not None:
+                mask = torch.zeros(visible.shape, dtype=call.query.dtype, device=visible.device)
+                mask = mask.masked_fill(~visible, NEGATIVE_INFINITY)
+            total = AttentionSum(call)
+            total.add(call.keys, call.values, mask)
+            return total.result()
+
+        def marking(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = update(*args, **kwargs)
+            mark_keys(keys, attend)
+            return keys, values
+
+        return marking
