@@ -15,7 +15,7 @@ import penstock.models
 from penstock.core.errors import ConfigError, StorageError
 
 TOKENIZER_FOLDER = Path(penstock.models.__file__).parent / "recall"
-"""Whose tokenizer the new model has."""
+"""Whose tokenizer a new model of recall rows has."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NAME = "checkpoint.pt"
 _SUMS = "SHA256SUMS"
@@ -68,7 +68,9 @@ def read_vocabulary() -> dict[str, int]:
     return vocabulary
 
 
-def export(model: Qwen3ForCausalLM, folder: Path) -> None:
+def export(
+    model: Qwen3ForCausalLM, folder: Path, tokenizer_folder: Path = TOKENIZER_FOLDER
+) -> None:
     """Write the model as a folder that `penstock` and transformers load: bfloat16, tokenizer,
     and `SHA256SUMS` of every file, which `sha256sum --check` reads.
 
@@ -87,7 +89,7 @@ def export(model: Qwen3ForCausalLM, folder: Path) -> None:
     try:
         copy.save_pretrained(partial)
         for name in _TOKENIZER_FILES:
-            shutil.copyfile(TOKENIZER_FOLDER / name, partial / name)
+            shutil.copyfile(tokenizer_folder / name, partial / name)
         for path in partial.iterdir():
             path.chmod(0o644)
         write_sums(partial)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from penstock.bench.figures.style import GRID, INK, STYLE
+from training.prose_settings import PROSE
 
 _FLOOR = 1e-5
 
@@ -38,8 +39,9 @@ def _draw_losses(axes: Axes, steps: Sequence[Mapping[str, Any]], colour: dict[st
         x, y = zip(*points, strict=True)
         axes.plot(x, np.maximum(y, _FLOOR), color=shade, linewidth=1, label=task)
     axes.set_yscale("log")
-    axes.set_ylabel("nats an answer token")
-    axes.set_title("Loss on answers by task", color=INK)
+    prose = "; prose: on every token" if PROSE in colour else ""
+    axes.set_ylabel("nats a token")
+    axes.set_title(f"Loss on answers by task{prose}", color=INK)
     axes.grid(color=GRID, linewidth=0.7)
 
 

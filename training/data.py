@@ -25,6 +25,7 @@ from penstock.bench.tasks.aggregation import (
 )
 from penstock.bench.tasks.long_output import long_walk
 from penstock.core.errors import ConfigError
+from training.prose_settings import ProseRows
 from training.questions import SEVERAL, further_questions
 from training.settings import Rows, Settings
 
@@ -202,22 +203,21 @@ def _row(
     counts[0] = False
     counts[len(ids) :] = False
     weights = np.where(is_answer, weight, np.where(counts, plan.other_weight, 0.0))
-    positions = _positions(length, document, settings, draw)
+    positions = positions_of(length, document, plan, settings.model.positions, draw)
     return Row(tokens, positions, weights.astype(np.float32), is_answer, task)
 
 
-def _positions(
-    length: int, document: int, settings: Settings, draw: np.random.Generator
+def positions_of(
+    length: int, document: int, plan: Rows | ProseRows, most: int, draw: np.random.Generator
 ) -> NDArray[np.int32]:
     """Positions that jump a few times inside the document, so that short rows teach far distances.
 
     Source: after Zhu et al., "PoSE: Efficient context window extension of LLMs via positional
     skip-wise training" (ICLR 2024).
     """
-    plan = settings.rows
     steps = np.ones(length, dtype=np.int64)
     steps[0] = 0
-    room = settings.model.positions - length
+    room = most - length
     if length < plan.jump_below and room > 0 and document > 1 and draw.random() < plan.jump_share:
         count = int(draw.integers(1, plan.jumps + 1))
         far = np.diff(np.sort(draw.integers(0, room + 1, size=count)), prepend=0)

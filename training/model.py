@@ -151,9 +151,17 @@ def guess_losses(
 
 
 def guess_logits(model: Qwen3ForCausalLM, hidden: Tensor, places: Tensor) -> Tensor:
-    """Logits at some places, float32. [guesses, vocabulary]"""
+    """Logits at some places, float32. [guesses, vocabulary]
+
+    Args:
+        model: its embedding gives the logits.
+        hidden: of `hidden_states`.
+        places: rows of `hidden`, each at most once and rising. [guesses]
+    """
     inner: Any = model.model
-    return _linear(hidden.index_select(0, places), inner.embed_tokens.weight).float()
+    if len(places) < len(hidden):  # else they are all
+        hidden = hidden.index_select(0, places)
+    return _linear(hidden, inner.embed_tokens.weight).float()
 
 
 def working_backend(wanted: Attention, device: torch.device, head_dim: int) -> Attention:

@@ -1,7 +1,8 @@
 """The model card of a run: `python -m training.model_card training/runs/recall-2`.
 
-Writes `model/README.md` from the run's log and evaluation, and the curves beside it. Nothing in
-it is typed by hand: what was not measured is said not to have been.
+Writes `model/README.md` from the run's log, its evaluation, the corpus and the statistics of its
+attention, and the curves beside it. Nothing in it is typed by hand: what was not measured is said
+not to have been.
 """
 
 import argparse
@@ -13,10 +14,12 @@ from typing import Any
 
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PenstockError
+from training import card_prose
 from training.checkpoint import write_sums
-from training.evaluate import table
+from training.evaluate import decoded, report
 
 _ROWS = 12
+_PROSE_ORDER = "; multi_value's in the document's order; common_words, in any order, only decoded"
 Record = Mapping[str, Any]
 
 
@@ -25,9 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.model_card", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run, with log.jsonl and model/")
     parser.add_argument("--evaluation", type=Path, help="default: evaluation.json in the run")
+    parser.add_argument(
+        "--statistics", type=Path, help="result of `penstock audit MODEL --statistics --out`"
+    )
+    parser.add_argument("--corpus", type=Path, help="folder that a prose model was trained on")
     args = parser.parse_args(arguments)
     try:
-        write_card(args.run, args.evaluation or args.run / "evaluation.json")
+        evaluation = args.evaluation or args.run / "evaluation.json"
+        write_card(args.run, evaluation, statistics=args.statistics, corpus=args.corpus)
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -35,23 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_card(run: Path, evaluation: Path) -> None:
+def write_card(
+    run: Path, evaluation: Path, *, statistics: Path | None = None, corpus: Path | None = None
+) -> None:
     """Write `model/README.md`, `model/curves.svg` and the sums of all files anew.
 
     Args:
         run: folder of a run that has ended.
-        evaluation: result of `training.evaluate`; need not exist.
+        evaluation: result of `training.evaluate` or `training.evaluate_prose`; need not exist.
+        statistics: result of `penstock audit --statistics`.
+        corpus: folder that a prose model was trained on.
 
     Raises:
-        ConfigError: there is no log or no model in the folder.
+        ConfigError: there is no log or no model in the folder, or a file is not what it should be.
     """
     model = run / "model"
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} holds no model; train it to its end, or use --export")
     records = read_log(run / "log.jsonl")
     result = Result.load(evaluation) if evaluation.is_file() else None
+    measured = None if statistics is None else Result.load(statistics)
+    if measured is not None and measured.kind != "statistics":
+        raise ConfigError(f"{statistics} is no result of penstock audit --statistics")
     drawn = _draw(records, model)
-    text = card(records, result, _parameters(model), curves=drawn)
+    text = card(
+        records, result, _parameters(model), curves=drawn, statistics=measured, corpus=corpus
+    )
     (model / "README.md").write_text(text, encoding="utf-8")
     write_sums(model)
 
@@ -73,63 +90,107 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def card(
-    records: Sequence[Record], evaluation: Result | None, parameters: int, *, curves: bool
-) -> str:
+    records: Sequence[Record], evaluation: Result | None, parameters: int, *, curves: bool,
+    statistics: Result | None = None, corpus: Path | None = None,
+) -> str:  # fmt: skip
     """The card, as Markdown."""
     begins = [record for record in records if record["kind"] == "begin"]
     steps = [record for record in records if record["kind"] == "train"]
-    settings, last = begins[-1]["settings"], steps[-1]
-    total = sum(stage["steps"] for stage in settings["stages"])
-    devices = ", ".join(dict.fromkeys(record["device"] for record in begins))
+    glances = [record for record in records if record["kind"] == "glance"]
+    settings = begins[-1]["settings"]
+    prose = "corpus" in settings
     parts = [
         f"# {settings['name']}",
-        (
-            f"Trained from random weights on {devices}, on text that the tasks of `penstock.bench` "
-            f"generate: {last['step']:,} of {total:,} steps, {last['tokens'] / 1e6:,.1f} M tokens, "
-            f"{last['trained_s'] / 60:.1f} minutes of training in {len(begins)} sitting(s), "
-            f"{begins[0]['date'][:10]}. {parameters / 1e6:.2f} M parameters, bfloat16. Apache-2.0."
-        ),
-        (
-            "It is not a language model for people: it answers questions about generated "
-            "documents, in the words it was trained on and no others."
-        ),
+        _beginning(begins, steps[-1], parameters, prose=prose),
+        *(["## Text", card_prose.data(corpus)] if prose else []),
+        *(["## Perplexity", card_prose.perplexity(evaluation)] if prose else []),
         "## Accuracy",
-        _accuracy(evaluation),
+        _accuracy(evaluation, prose=prose),
+        *(["## Attention", _attention(statistics)] if statistics is not None else []),
         "## Recipe",
-        _recipe(settings, begins[-1]),
+        _recipe(settings, begins[-1], steps),
         "## Curves",
         *(["![Loss and accuracy over the run](curves.svg)"] if curves else []),
         _curve_table(steps),
-        _glances(records),
+        _glances(glances),
+        card_prose.held_back(glances),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _accuracy(evaluation: Result | None) -> str:
+def _beginning(begins: Sequence[Record], last: Record, parameters: int, *, prose: bool) -> str:
+    settings, fit = begins[-1]["settings"], begins[-1].get("fit_minutes")
+    devices = ", ".join(dict.fromkeys(record["device"] for record in begins))
+    total = sum(stage["steps"] for stage in settings["stages"])
+    of = f"steps, fitted into {fit:g} minutes" if fit else f"of {total:,} steps"
+    on = "books and technical documents, and on questions about them"
+    bench = "text that the tasks of `penstock.bench` generate"
+    nature = (
+        "It is a small language model, made to be measured: it goes on with English prose, and "
+        "answers the questions of `penstock.bench` about what stands in it. It knows little and "
+        "follows no instructions."
+        if prose
+        else "It is not a language model for people: it answers questions about generated "
+        "documents, in the words it was trained on and no others."
+    )
+    return (
+        f"Trained from random weights on {devices}, on {on if prose else bench}: "
+        f"{last['step']:,} {of}, {last['tokens'] / 1e6:,.1f} M tokens, "
+        f"{last['trained_s'] / 60:.1f} minutes of training in {len(begins)} sitting(s), "
+        f"{begins[0]['date'][:10]}. {parameters / 1e6:.2f} M parameters, bfloat16. Apache-2.0."
+        f"\n\n{nature}"
+    )
+
+
+def _accuracy(evaluation: Result | None, *, prose: bool) -> str:
     if evaluation is None:
         return "Not measured."
     cells = evaluation.figures["cells"]
     asked = [cell["asked"] for cell in cells if cell["asked"]]
     counts = f"{min(asked)} to {max(asked)}" if asked else "no"
+    where = ", held-out prose where a task has prose around its facts" if prose else ""
     text = (
-        f"Exact match by task and prompt tokens, full attention, {counts} fresh samples a cell, "
-        f"seed {evaluation.seed}, {evaluation.settings['device']}, the right answer given "
-        "(teacher-forced: every token of it the likeliest, `<eos>` included).\n\n"
-        f"```\n{table(cells)}\n```"
+        f"Exact match by task and prompt tokens{where}, full attention, {counts} fresh samples a "
+        f"cell, seed {evaluation.seed}, {evaluation.settings['device']}, the right answer given "
+        "(teacher-forced: every token of it the likeliest, `<eos>` included"
+        f"{_PROSE_ORDER if prose else ''}).\n\n"
+        f"```\n{report(cells)}\n```"
     )
-    generated = sum(cell["generated"] for cell in cells)
-    if generated:
-        exact = sum(cell["generated_exact"] for cell in cells)
-        text += f"\n\nGreedy decoding of {generated} of these samples: {exact} exact."
+    if any(cell["generated"] for cell in cells):
+        line, _, shares = decoded(cells).partition("\n")
+        text += f"\n\nThe first samples of each cell decoded as well; {line}.\n\n```\n{shares}\n```"
     return f"{text}\n\nCommand: `{evaluation.command}`, commit {evaluation.commit}."
 
 
-def _recipe(settings: Record, begin: Record) -> str:
-    model, plan, rows = settings["model"], settings["optimizer"], settings["rows"]
-    stages = "; ".join(
-        f"{stage['steps']:,} steps of {', '.join(f'{n:,}' for n in stage['lengths'])}"
-        for stage in settings["stages"]
+def _attention(statistics: Result) -> str:
+    """Where full attention looks, and what of the papers' premises holds."""
+    from penstock.bench.statistics.premises import premises
+    from penstock.bench.statistics.table import keys_table, legends, locality_table
+
+    figures = statistics.figures
+    locality, keys = legends(figures)
+    rows = ", ".join(f"{count:,}" for count in figures["prompt_tokens"])
+    lines = "\n".join(f"* {line}" for line in premises(figures))
+    return (
+        f"Full attention over {rows} tokens of prompt and {figures['steps']} decode steps, by "
+        f"layer.\n\n```\n{locality_table(figures)}\n```\n\n{locality}\n\n"
+        f"```\n{keys_table(figures)}\n```\n\n{keys}\n\n{lines}\n\n"
+        f"Command: `{statistics.command}`, commit {statistics.commit}."
     )
+
+
+def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
+    model, plan, rows = settings["model"], settings["optimizer"], settings["rows"]
+    done, told = steps[-1]["step"], []
+    for stage in settings["stages"]:  # with --fit the last one is as long as the time allowed
+        told.append(f"{min(stage['steps'], done):,} steps of {_listed(stage['lengths'])}")
+        done = max(0, done - stage["steps"])
+    stages = "; ".join(told)
+    decay = f"over the last {plan['decay_steps']:,}"
+    if begin.get("fit_minutes"):
+        warm = (one for one in steps if one["step"] > plan["warmup_steps"])
+        first = next((one["step"] for one in warm if one["rate_factor"] < 1), steps[-1]["step"])
+        decay = f"by the clock, seen from step {first:,} on"
     mix = ", ".join(f"{task} {share:.2f}" for task, share in settings["mix"].items())
     batch = settings["micro_batch_tokens"] * settings["micro_batches"]
     lines = [
@@ -144,18 +205,25 @@ def _recipe(settings: Record, begin: Record) -> str:
         (
             f"Muon {plan['matrix_rate']} (momentum {plan['matrix_momentum']}, decay "
             f"{plan['matrix_decay']}) on matrices, AdamW {plan['other_rate']} on the rest; "
-            f"{plan['warmup_steps']} steps of warm-up, linear decay over the last "
-            f"{plan['decay_steps']:,}."
+            f"{plan['warmup_steps']} steps of warm-up, linear decay {decay}."
         ),
-        (
-            f"Loss on answers, weighed as {rows['answer_floor']:g} to {rows['answer_cap']:g} "
-            f"tokens each; {rows['other_weight']} on {rows['other_share']:.1%} of the other "
-            f"tokens. {rows['jump_share']:.0%} of the rows below {rows['jump_below']:,} tokens "
-            f"have up to {rows['jumps']} jumps in their positions."
-        ),
+        *(card_prose.recipe(settings) if "corpus" in settings else [_recall_rows(rows)]),
         f"Seed {settings['seed']}, commit {begin['commit']}.",
     ]
     return "\n".join(f"* {line}" for line in lines)
+
+
+def _recall_rows(rows: Record) -> str:
+    return (
+        f"Loss on answers, weighed as {rows['answer_floor']:g} to {rows['answer_cap']:g} "
+        f"tokens each; {rows['other_weight']} on {rows['other_share']:.1%} of the other "
+        f"tokens. {rows['jump_share']:.0%} of the rows below {rows['jump_below']:,} tokens "
+        f"have up to {rows['jumps']} jumps in their positions."
+    )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
 
 
 def _curve_table(steps: Sequence[Record]) -> str:
@@ -171,9 +239,9 @@ def _curve_table(steps: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _glances(records: Sequence[Record]) -> str:
+def _glances(glances: Sequence[Record]) -> str:
     """Accuracy by task at each glance, means over its lengths."""
-    seen = [record for record in records if record["kind"] == "glance" and record["exact"]]
+    seen = [record for record in glances if record["exact"]]
     if not seen:
         return ""
     tasks = list(dict.fromkeys(one["task"] for record in seen for one in record["exact"]))

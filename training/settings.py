@@ -1,10 +1,10 @@
 """Settings of a training run: a TOML file, read strictly, as plain frozen data."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from penstock.core.errors import ConfigError
 
@@ -96,8 +96,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Everything that decides what a run learns."""
+class RunSettings:
+    """What runs of every kind have."""
 
     name: str
     seed: int
@@ -109,11 +109,15 @@ class Settings:
     model: Architecture
     stages: tuple[Stage, ...]
     mix: dict[str, float]
-    """Share of each task's rows; they add up to 1."""
-    rows: Rows
+    """Share of each task among the rows that ask something; they add up to 1."""
     optimizer: Optimizer
     speed: Speed
     evaluation: Evaluation
+
+    @property
+    def groups(self) -> list[str]:
+        """What losses are told apart by."""
+        return list(self.mix)
 
     @property
     def steps(self) -> int:
@@ -135,7 +139,7 @@ class Settings:
         falling = (self.steps - step) / plan.decay_steps if plan.decay_steps else 1.0
         return min(1.0, rising, falling)
 
-    def scaled(self, factor: float) -> "Settings":
+    def scaled(self, factor: float) -> Self:
         """The same curriculum in `factor` times as many steps.
 
         Raises:
@@ -156,35 +160,67 @@ class Settings:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(RunSettings):
+    """Everything that decides what a run of recall rows learns."""
+
+    rows: Rows
+
+
+SECTIONS: dict[str, Any] = {
+    "model": Architecture, "optimizer": Optimizer, "speed": Speed, "evaluation": Evaluation
+}  # fmt: skip
+"""Tables that every file has."""
+_Run = TypeVar("_Run", bound=RunSettings)
+
+
 def read_settings(path: str | Path) -> Settings:
     """Read a TOML file of settings.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is missing, unknown or impossible.
     """
+    sections = {**SECTIONS, "rows": Rows}
+    return read_strictly(path, lambda content: section(Settings, content, "the file", sections))
+
+
+def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -> _Run:
+    """Read a TOML file and check what is made of it.
+
+    Raises:
+        ConfigError: see `read_settings`.
+    """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
-        settings = _settings(content)
+        settings = make(content)
+        _check(settings)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return settings
 
 
-def _settings(content: Mapping[str, Any]) -> Settings:
+def section(
+    kind: type[_Run], content: Mapping[str, Any], name: str, sections: Mapping[str, Any],
+    stage: type[Stage] = Stage,
+) -> _Run:  # fmt: skip
+    """Settings from a file's content.
+
+    Args:
+        kind: of the settings.
+        content: plain data.
+        name: for what is said about mistakes.
+        sections: dataclasses of the tables, by name.
+        stage: dataclass of a stage.
+    """
     plain = dict(content)
-    stages = tuple(_section(Stage, stage, "stages") for stage in plain.pop("stages", []))
-    sections: dict[str, Any] = {
-        "model": Architecture, "rows": Rows, "optimizer": Optimizer, "speed": Speed,
-        "evaluation": Evaluation,
-    }  # fmt: skip
-    for name, kind in sections.items():
-        plain[name] = _section(kind, plain.get(name, {}), name)
-    settings = _section(Settings, {**plain, "stages": stages}, "the file")
-    _check(settings)
-    return settings
+    stages: Sequence[Mapping[str, Any]] = plain.pop("stages", [])
+    plain["stages"] = tuple(_section(stage, one, "stages") for one in stages)
+    for part, its_kind in sections.items():
+        plain[part] = _section(its_kind, plain.get(part, {}), part)
+    return _section(kind, plain, name)
 
 
 def _section(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Section:
@@ -197,7 +233,7 @@ def _section(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Se
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: RunSettings) -> None:
     if not settings.stages or any(s.steps < 1 or not s.lengths for s in settings.stages):
         raise ConfigError("every stage needs lengths and at least one step")
     longest = max(max(stage.lengths) for stage in settings.stages)

@@ -2,6 +2,7 @@
 
 Leaves a folder with `log.jsonl`, `checkpoint.pt` and, at the end, `model/`. Stopped by Ctrl-C,
 by SIGTERM or by `--minutes`, it saves a checkpoint; `--resume` goes on and comes to the same end.
+A prose run reads `--corpus FOLDER` first.
 """
 
 import argparse
@@ -20,10 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, PenstockError
 from training.data import Batch
-from training.settings import Settings, read_settings
-from training.workers import BatchStream
+from training.fit import Fit, stretched
+from training.prose_settings import ProseSettings, read_run_settings
+from training.settings import RunSettings, Settings
+from training.workers import BatchStream, Source
 
 if TYPE_CHECKING:  # torch is not for the processes that make data, which import this file again
+    import torch
+
     from training.trainer import Trainer
 
 LOG_S = 5.0
@@ -33,6 +38,11 @@ _FAR_TOKENS = 4500
 recall-7m run on one H200 (within 6 % of most stages). Only time left is estimated by it."""
 _WORKERS_MOST = 14
 _LEAVE_S = 10.0
+_FIT_HELP = (
+    "end the decay so many minutes after the first step began: the rate follows the clock, the "
+    "last stage is as long as the time allows; not the same bits twice"
+)
+AnySettings = Settings | ProseSettings
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,6 +54,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", help="folder of the run (default training/runs/NAME)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
     add("--minutes", type=float, help="save and stop when this much time has passed")
+    add("--fit", type=float, metavar="MINUTES", help=_FIT_HELP)
+    add("--corpus", type=Path, help="folder with books.jsonl.xz and docs.jsonl.xz (prose runs)")
     add("--resume", action="store_true", help="go on from the folder's checkpoint")
     add("--scale", type=float, default=1.0, help="this many times the steps of every stage")
     add("--workers", type=int, help="processes that make data (default: by cores; 0: none)")
@@ -96,10 +108,12 @@ class Sitting:
     """One run of this program: as many steps as its time allows."""
 
     def __init__(
-        self, settings: Settings, trainer: "Trainer", folder: Path, stop: Stop, log: Log
-    ) -> None:
+        self, settings: AnySettings, trainer: "Trainer", folder: Path, stop: Stop, log: Log,
+        fit: Fit | None = None,
+    ) -> None:  # fmt: skip
         self._settings, self._trainer, self._folder = settings, trainer, folder
-        self._stop, self._log = stop, log
+        self._stop, self._log, self._fit = stop, log, fit
+        self._spent_before = trainer.spent_s
         self._began = self._looked = self._saved = time.perf_counter()
         self._wait_s = self._cost = 0.0
         self._tokens = self._tokens_looked = 0
@@ -108,24 +122,40 @@ class Sitting:
     def run(self, batches: Iterator[Batch]) -> str:
         """Train; gives the reason for stopping, or nothing when the run is complete."""
         trainer, settings = self._trainer, self._settings
-        while trainer.steps_done < settings.steps and not self._stop.reason():
+        complete = self._complete()
+        while not complete and not self._stop.reason():
             asked = time.perf_counter()
             taken = list(islice(batches, settings.micro_batches))
             self._wait_s += time.perf_counter() - asked
-            trainer.step(taken)
+            trainer.step(taken, self._rate())
             self._tokens += sum(batch.tokens.size for batch in taken)
             self._cost += _cost(settings, trainer.steps_done - 1)
             now = time.perf_counter()
             glance = trainer.steps_done % settings.evaluation.every_steps == 0
-            last = trainer.steps_done == settings.steps
-            if glance or last or now - self._looked >= LOG_S:
+            complete = self._complete()
+            if glance or complete or now - self._looked >= LOG_S:
                 self._look()
-            if glance or last:
+            if glance or complete:
                 self._glance()
             if now - self._saved >= 60 * settings.checkpoint_minutes:
                 self.save()
         self.save()
-        return "" if trainer.steps_done == settings.steps else self._stop.reason()
+        return "" if complete else self._stop.reason()
+
+    def _complete(self) -> bool:
+        if self._trainer.steps_done == self._settings.steps:
+            return True
+        return self._fit is not None and self._spent() >= self._fit.total_s
+
+    def _spent(self) -> float:
+        """Seconds of all sittings."""
+        return self._spent_before + time.perf_counter() - self._began
+
+    def _rate(self) -> float | None:
+        """Factor of the learning rates, where the clock decides it."""
+        if self._fit is None:
+            return None
+        return self._fit.rate(self._trainer.steps_done, self._spent())
 
     def save(self) -> None:
         """Write a checkpoint of a sound model."""
@@ -133,6 +163,7 @@ class Sitting:
 
         if self._tokens > self._tokens_looked:
             self._look()  # raises if the loss is not a number
+        self._trainer.spent_s = self._spent()
         save_checkpoint(self._folder, self._trainer.state_dict())
         self._saved = time.perf_counter()
 
@@ -143,31 +174,40 @@ class Sitting:
         tokens, wait_s = self._tokens - self._tokens_looked, self._wait_s - self._wait_looked
         rate, waited = tokens / (now - self._looked), wait_s / (now - self._looked)
         spent = now - self._began
-        rest = sum(_cost(settings, step) for step in range(trainer.steps_done, settings.steps))
-        left_s = spent / self._cost * rest
         step = trainer.steps_done
+        if self._fit is None:
+            rest = sum(_cost(settings, step) for step in range(step, settings.steps))
+            left_s, share = spent / self._cost * rest, step / settings.steps
+        else:
+            left_s, share = self._fit.total_s - self._spent(), self._spent() / self._fit.total_s
         longest = max(settings.stage_at(step - 1).lengths)
         say(
-            f"{step / settings.steps:4.0%}  step {step:,} of {settings.steps:,}, rows to "
+            f"{min(1, share):4.0%}  step {step:,} of {settings.steps:,}, rows to "
             f"{longest:,}, loss {figures.loss:.4f}, {rate / 1e6:.3f} Mtok/s, waited "
-            f"{waited:.0%}, {_clock(spent)} gone, {_clock(left_s)} left"
+            f"{waited:.0%}, {_clock(spent)} gone, {_clock(max(0, left_s))} left"
         )
+        rate_now = self._rate()
+        rate_factor = settings.rate_at(step - 1) if rate_now is None else rate_now
         self._log.add(
             "train", step, tokens=step * settings.micro_batches * settings.micro_batch_tokens,
             loss=figures.loss, by_task=figures.by_task, tokens_per_s=rate, waited=waited,
-            rate_factor=settings.rate_at(step - 1), longest=longest, trained_s=trainer.trained_s,
+            rate_factor=rate_factor, longest=longest, trained_s=trainer.trained_s,
         )  # fmt: skip
         self._looked, self._tokens_looked, self._wait_looked = now, self._tokens, self._wait_s
 
     def _glance(self) -> None:
         began = time.perf_counter()
-        seen = list(self._trainer.glance())
+        seen, losses = list(self._trainer.glance()), self._trainer.held_back_loss()
         self._looked += time.perf_counter() - began  # no part of the training's tokens/s
         for length in dict.fromkeys(tokens for _, tokens, _, _ in seen):
             row = [f"{task} {exact:.2f}" for task, n, exact, _ in seen if n == length]
             say(f"      exact at {length:,} tokens: {', '.join(row)}")
         exact = [{"task": t, "tokens": n, "exact": e, "token_share": s} for t, n, e, s in seen]
-        self._log.add("glance", self._trainer.steps_done, exact=exact)
+        more = {"held_back": losses} if losses else {}
+        if losses:
+            told = ", ".join(f"{loss:.3f} in rows of {n}" for n, loss in losses.items())
+            say(f"      loss on text that is held back: {told}")
+        self._log.add("glance", self._trainer.steps_done, exact=exact, **more)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,27 +222,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace, began: float) -> int:
-    settings = read_settings(args.settings).scaled(args.scale)
+    settings: AnySettings = read_run_settings(args.settings).scaled(args.scale)
+    fit = None
+    if args.fit is not None:
+        fit, settings = Fit.of(settings, 60 * args.fit), stretched(settings)
     folder = Path(args.out or Path(__file__).parent / "runs" / settings.name)
+    is_prose = isinstance(settings, ProseSettings)
+    if is_prose != (args.corpus is not None):
+        raise ConfigError(f"{settings.name} {'needs' if is_prose else 'takes no'} --corpus FOLDER")
     say(f"{settings.name}: {settings.steps:,} steps; loading torch")
     import torch
 
     from penstock.bench.machine import current_commit, describe_libraries, describe_machine
-    from training.checkpoint import export, load_checkpoint, read_vocabulary
-    from training.trainer import Trainer
+    from training.checkpoint import TOKENIZER_FOLDER, export, load_checkpoint
 
     device = _device(args.device, torch.cuda.is_available())
     folder.mkdir(parents=True, exist_ok=True)
     state = load_checkpoint(folder)
     if state is not None and not (args.resume or args.export):
         raise ConfigError(f"{folder} has a checkpoint; give --resume, or another --out")
-    vocabulary = read_vocabulary()
+    source = _source(settings, args.corpus, folder)
     steps_done = 0 if state is None else int(state["steps_done"])
     workers = _workers() if args.workers is None else args.workers
     first, last = (n * settings.micro_batches for n in (steps_done, settings.steps))
     first = last if args.export else first
-    with BatchStream(settings, vocabulary, first=first, last=last, workers=workers) as batches:
-        trainer = Trainer(settings, vocabulary, torch.device(device))
+    with BatchStream(settings, source, first=first, last=last, workers=workers) as batches:
+        trainer = _trainer(settings, source, torch.device(device))
         if state is not None:
             trainer.load_state_dict(state)
         reason = ""
@@ -213,18 +258,46 @@ def _main(args: argparse.Namespace, began: float) -> int:
             log.add(
                 "begin", steps_done, settings=settings.as_dict(), machine=describe_machine(),
                 libraries=describe_libraries(), commit=current_commit(), device=_name(device),
-                date=datetime.now(UTC).isoformat(timespec="seconds"),
+                date=datetime.now(UTC).isoformat(timespec="seconds"), fit_minutes=args.fit,
             )  # fmt: skip
-            sitting = Sitting(settings, trainer, folder, stop, log)
+            sitting = Sitting(settings, trainer, folder, stop, log, fit)
             say(f"{_name(device)}, attention {trainer.attention}, {workers} processes make data")
             with _signals(stop.take):
                 reason = sitting.run(iter(batches))
     if reason:
         say(f"stopped at step {trainer.steps_done:,} ({reason}); --resume goes on from there")
         return 3
-    export(trainer.model, folder / "model")
+    export(
+        trainer.model, folder / "model", source if isinstance(source, Path) else TOKENIZER_FOLDER
+    )
     say(f"model after {trainer.steps_done:,} steps: {folder / 'model'}")
     return 0
+
+
+def _source(settings: AnySettings, corpus: Path | None, folder: Path) -> Source:
+    """What rows are made from; a corpus is prepared, into the run's folder."""
+    if isinstance(settings, ProseSettings):
+        from training.corpus import prepare
+
+        assert corpus is not None
+        return prepare(
+            corpus, folder / "corpus", settings.corpus, settings.model.positions, say
+        ).folder
+    from training.checkpoint import read_vocabulary
+
+    return read_vocabulary()
+
+
+def _trainer(settings: AnySettings, source: Source, device: "torch.device") -> "Trainer":
+    if isinstance(settings, ProseSettings):
+        from training.prose_trainer import ProseTrainer
+
+        assert isinstance(source, Path)
+        return ProseTrainer(settings, source, device)
+    from training.trainer import Trainer
+
+    assert not isinstance(source, Path)
+    return Trainer(settings, source, device)
 
 
 def say(line: str) -> None:
@@ -243,7 +316,7 @@ def _signals(take: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _cost(settings: Settings, step: int) -> float:
+def _cost(settings: RunSettings, step: int) -> float:
     """Of a step, in any unit: the mean over its stage's lengths."""
     lengths = settings.stage_at(step).lengths
     return sum(1 + length / _FAR_TOKENS for length in lengths) / len(lengths)

@@ -23,7 +23,7 @@ from training.model import (
     working_backend,
 )
 from training.optimizer import Optimizers
-from training.settings import Attention, Settings
+from training.settings import Attention, RunSettings
 
 GLANCE_SEED = 987_654_321
 """Of the samples that are looked at during training; `training.evaluate` takes another."""
@@ -41,7 +41,7 @@ class Figures:
     loss: float
     """Weighted mean cross entropy in nats, the mean over steps."""
     by_task: dict[str, float]
-    """Mean cross entropy of answer tokens, by task."""
+    """Mean cross entropy of answer tokens, by task (of all tokens of plain prose)."""
 
 
 class Trainer:
@@ -58,7 +58,7 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: Settings, vocabulary: Mapping[str, int], device: torch.device
+        self, settings: RunSettings, vocabulary: Mapping[str, int], device: torch.device
     ) -> None:
         on_gpu = device.type == "cuda"
         self._settings = settings
@@ -73,21 +73,27 @@ class Trainer:
         self.optimizers = Optimizers(self.model, settings.optimizer)
         self.steps_done = 0
         self.trained_s = 0.0
-        self._tasks = list(settings.mix)
+        self.spent_s = 0.0  # of all sittings, waiting and glances included; kept by the sitting
+        self._tasks = settings.groups
         self._forget()
         compiled = on_gpu and settings.speed.compile
         self._pieces = Pieces.compiled() if compiled else Pieces.plain()
         self._compare_forwards()
 
-    def step(self, batches: list[Batch]) -> None:
-        """One optimizer step over some micro-batches; adds to the figures and the time."""
+    def step(self, batches: list[Batch], rate: float | None = None) -> None:
+        """One optimizer step over some micro-batches; adds to the figures and the time.
+
+        Args:
+            batches: whose gradients are added up.
+            rate: factor of the learning rates; None: as the settings' schedule has it.
+        """
         began = time.perf_counter()
         whole = float(sum(float(batch.weights.sum()) for batch in batches))
         for batch in batches:
             loss = self._losses(batch, whole)
             loss.backward()  # type: ignore[no-untyped-call]
             self._loss_sum += loss.detach()
-        self.optimizers.step(self._settings.rate_at(self.steps_done))
+        self.optimizers.step(self._settings.rate_at(self.steps_done) if rate is None else rate)
         self._steps_seen += 1
         self.steps_done += 1
         self.trained_s += time.perf_counter() - began
@@ -111,6 +117,10 @@ class Trainer:
         by_task = {task: sums[at] / counts[at] for at, task in enumerate(self._tasks) if counts[at]}
         self._forget()
         return Figures(loss, by_task)
+
+    def held_back_loss(self) -> dict[str, float]:
+        """Mean loss by length on text that is not trained on; nothing without such text."""
+        return {}
 
     def glance(self) -> Iterator[tuple[str, int, float, float]]:
         """Exact match on a few fresh samples: task, prompt tokens, exact share, token share."""
@@ -140,6 +150,7 @@ class Trainer:
             "settings": self._settings.as_dict(),
             "steps_done": self.steps_done,
             "trained_s": self.trained_s,
+            "spent_s": self.spent_s,
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "cpu_rng": torch.get_rng_state(),
@@ -164,6 +175,7 @@ class Trainer:
         self.optimizers.load_state_dict(state["optimizers"])
         self.steps_done = state["steps_done"]
         self.trained_s = state["trained_s"]
+        self.spent_s = state["spent_s"]
         torch.set_rng_state(state["cpu_rng"])
         if self._device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self._device)
@@ -178,7 +190,7 @@ class Trainer:
             )  # fmt: skip
         losses = guess_losses(self.model, hidden, places, targets)
         groups = self._put(batch.groups)
-        seen = torch.stack([losses.detach(), torch.ones_like(losses)])
+        seen = torch.stack([losses.detach(), torch.ones_like(losses)]).double()
         self._by_task.index_add_(1, groups % (len(self._tasks) + 1), seen)
         return (losses * self._put(batch.weights)).sum() / whole
 
@@ -211,7 +223,8 @@ class Trainer:
         """Begin new figures."""
         self._loss_sum = torch.zeros((), device=self._device)
         # The last column is for tokens outside answers.
-        self._by_task = torch.zeros(2, len(self._tasks) + 1, device=self._device)
+        size = (2, len(self._tasks) + 1)
+        self._by_task = torch.zeros(size, device=self._device, dtype=torch.float64)
         self._steps_seen = 0
 
 

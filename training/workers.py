@@ -6,15 +6,43 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.core.errors import PenstockError
 from training.data import Batch, RowMaker
+from training.prose_data import ProseRowMaker
+from training.prose_settings import ProseSettings
 from training.settings import Settings
 
 _AHEAD = 4
 _LOOK_S = 2.0
+
+
+Source = Mapping[str, int] | Path
+"""What rows are made from: the bundled vocabulary, or the folder of a prepared corpus."""
+
+
+class BatchMaker(Protocol):
+    """Makes micro-batches by number."""
+
+    def batch(self, number: int) -> Batch:
+        """Micro-batch `number` of the run, from 0; the same one every time."""
+        ...
+
+
+def batch_maker(settings: Settings | ProseSettings, source: Source) -> BatchMaker:
+    """The one that a run's settings ask for.
+
+    Raises:
+        ConfigError: the mix names a task that does not exist, or the source does not do.
+    """
+    if isinstance(settings, ProseSettings):
+        assert isinstance(source, Path)
+        return ProseRowMaker(settings, source)
+    assert not isinstance(source, Path)
+    return RowMaker(settings, source)
 
 
 class WorkerError(PenstockError):
@@ -29,19 +57,19 @@ class BatchStream:
     """
 
     def __init__(
-        self, settings: Settings, vocabulary: Mapping[str, int], *, first: int, last: int,
+        self, settings: Settings | ProseSettings, source: Source, *, first: int, last: int,
         workers: int,
     ) -> None:  # fmt: skip
         self._numbers = range(first, last)
-        self._here = RowMaker(settings, vocabulary)  # refuses a bad mix before anything is started
+        self._here = batch_maker(settings, source)  # refuses a bad mix before anything is started
         self._queues: list[Any] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("spawn")
         for worker in range(min(workers, len(self._numbers))):
             batches = context.Queue(_AHEAD)
             process = context.Process(
-                target=_produce, args=(settings, dict(vocabulary), self._numbers[worker::workers],
-                batches), daemon=True,
+                target=_produce, args=(settings, source, self._numbers[worker::workers], batches),
+                daemon=True,
             )  # fmt: skip
             process.start()
             self._queues.append(batches)
@@ -95,11 +123,13 @@ class BatchStream:
         self.close()
 
 
-def _produce(settings: Settings, vocabulary: dict[str, int], numbers: range, batches: Any) -> None:
+def _produce(
+    settings: Settings | ProseSettings, source: Source, numbers: range, batches: Any
+) -> None:
     """Make batches until all are made or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     try:
-        maker = RowMaker(settings, vocabulary)
+        maker = batch_maker(settings, source)
         for number in numbers:
             if not _put(maker.batch(number), batches):
                 return

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.bench.tasks.english import lexicon
-from penstock.bench.tasks.english.filler import noise, prose
+from penstock.bench.tasks.english.filler import joined, noise, prose
+from penstock.bench.tasks.english.haystack import TextHaystack, split_sentences
 from penstock.bench.tasks.english.prompt_fit import TextTokenizer, fit
 from penstock.bench.tasks.english.registry import (
     ENGLISH_DEPTH_TASKS,
@@ -352,3 +353,49 @@ def test_fit_finds_the_last_unit_that_fits(limit: int) -> None:
     assert sizes[units] <= limit < sizes[units + 1]
     assert len(asked) < 25
     assert fit(limit, lambda n: sizes[n], most=3) == min(units, 3)
+
+
+REAL = (
+    'A title\n\nMr. A. B. Smith came in. He said "No!" Then he left.\n\n'
+    "It was late.\nA verse,\n\n3. The last one."
+)
+
+
+def test_sentences_of_a_text_join_to_it_again() -> None:
+    pieces = split_sentences(f"\n{REAL} ")
+    assert joined(pieces, " ") == REAL
+    assert pieces == [
+        "A title", "\n\nMr. A. B. Smith came in.", "He said \"No!\"", "Then he left.",
+        "\n\nIt was late.", "\nA verse,", "\n\n3. The last one.",
+    ]  # fmt: skip
+
+
+@each_task
+def test_the_haystack_can_be_a_real_text(task: str, bpe: TextTokenizer) -> None:
+    """Every task is solved in it too; those with prose hold the text, paragraphs kept."""
+    haystack = TextHaystack([REAL, "Another text. It has one paragraph."])
+    drawn = [
+        make_english_sample(task, 4000, random.Random(seed), bpe, haystack=haystack)
+        for seed in (3, 3, 4)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for sample in drawn:
+        answer = ORACLES[task](sample.prompt)
+        assert judge(sample, answer) == 1.0
+        assert len(bpe.encode(sample.prompt)) <= 4000
+    made_up = sample_of(task, 4000, bpe, 3)
+    uses_prose = "Mr. A. B. Smith" in drawn[0].prompt
+    assert uses_prose == (made_up.prompt != drawn[0].prompt)
+    assert uses_prose == (task in PROSE_TASKS)
+    assert ("\nA verse," in drawn[0].prompt) == uses_prose
+    assert (made_up.answer, made_up.values) == (drawn[0].answer, drawn[0].values)
+
+
+PROSE_TASKS = {
+    "single_2", "single_3", "multi_key_1", "multi_value", "multi_query", "state_tracking"
+}  # fmt: skip
+
+
+def test_an_empty_haystack_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        TextHaystack([" \n"])

@@ -26,17 +26,38 @@ ABLATIONS = (
 )
 """KVSwap's section 6 and our own choices, one change at a time; G = 4 and MG = 400 are the base."""
 
+LOUISKV_PAPER = (
+    "louiskv:tau=0.85,sink_tokens=32,window_tokens=512,selected_tokens=512",
+    "louiskv:tau=0.7,sink_tokens=500,window_tokens=128,selected_tokens=1024",
+    "louiskv:tau=0.7,sink_tokens=64,window_tokens=256,selected_tokens=1024",
+)
+"""LouisKV's section 5.2: long input (Llama-3.1-8B); long output, then both (Qwen3-8B)."""
+LOUISKV_ABLATIONS = (
+    "full",
+    *(f"louiskv:selected_tokens=512,tau={tau}" for tau in (0.5, 0.6, 0.7, 0.8, 0.9)),
+    "louiskv:selected_tokens=512,boundaries=stride:5",
+    "louiskv:selected_tokens=512,boundaries=stride:16",
+    "louiskv:selected_tokens=512,boundaries=every",
+    "louiskv:selected_tokens=512,boundaries=every,units=pages",
+)
+"""LouisKV's section 5.4 and appendix D: tau, fixed strides, and pages against its own units."""
+
 _UNLIMITED = frozenset({"full", "flexgen"})
+_SUITE_OPTIONS = MappingProxyType({"louiskv": ":window_tokens=64,sink_tokens=4"})
+"""What the methods share where a method's own defaults are others (see BaselinePolicy)."""
 PAPER_SUITE = (
     "full",
     *(
-        f"{name}@{budget}"
+        f"{name}@{budget}{_SUITE_OPTIONS.get(name, '')}"
         for budget in ("1/13", "1/34")
         for name in POLICIES
         if name not in _UNLIMITED
     ),
 )
 """Every method at KVSwap's two budgets (setting A of section 4.3), full attention first."""
+_LISTS: Mapping[str, Sequence[str]] = MappingProxyType({
+    "ablations": ABLATIONS, "louiskv-paper": LOUISKV_PAPER, "louiskv-ablations": LOUISKV_ABLATIONS,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +98,8 @@ def parse_setting(text: str) -> Setting:
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
-    """Read lists of settings separated by commas or semicolons; "ablations" stands for a list.
+    """Read lists of settings separated by commas or semicolons; "ablations", "louiskv-paper" and
+    "louiskv-ablations" stand for lists.
 
     Raises:
         ConfigError: a setting cannot be read, or there is none.
@@ -86,8 +108,8 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     for piece in re.split(r"[;,]", ",".join(texts)):
         if _OPTION.match(piece) and words:
             words[-1] += f",{piece.strip()}"
-        elif piece.strip() == "ablations":
-            words.extend(ABLATIONS)
+        elif piece.strip() in _LISTS:
+            words.extend(_LISTS[piece.strip()])
         elif piece.strip():
             words.append(piece.strip())
     if not words:

@@ -16,6 +16,7 @@ from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
+from penstock.cli.fetch import fetch_command
 from penstock.cli.generate import generate_command
 from penstock.core.errors import PenstockError, StorageError
 
@@ -59,6 +60,7 @@ app = typer.Typer(
 app.command("demo")(demo_command)
 app.command("generate")(generate_command)
 app.command("calibrate")(calibrate_command)
+app.command("fetch")(fetch_command)
 app.command("devices")(devices_command)
 app.command("audit", context_settings=PASS_ON)(audit_command)
 app.add_typer(bench_app)

@@ -1,7 +1,5 @@
 """SegmentTable: where each sequence's temporal segments begin and end (LouisKV)."""
 
-from collections import Counter
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,14 +18,11 @@ class SegmentTable:
         self.ends = np.zeros((sequences, capacity), dtype=np.int32)
         self.counts = np.zeros(sequences, dtype=np.int64)
         self._rows = np.arange(sequences)
-        self._born = np.zeros(sequences, dtype=np.int32)
-        self.lengths: Counter[int] = Counter()
-        """Closed segments by their length in tokens as they were cut, merging aside."""
 
     @staticmethod
     def num_bytes(sequences: int, capacity: int) -> int:
         """Bytes of a table of this size, for the ledger."""
-        return sequences * (8 * capacity + 20)
+        return sequences * (8 * capacity + 16)
 
     @property
     def columns(self) -> int:
@@ -42,17 +37,9 @@ class SegmentTable:
             position: cache position of the token that the new segments begin with.
         """
         which = boundary.nonzero()[0]
-        self.note_lengths(which)
         at = self.counts[which]
         self.starts[which, at] = self.ends[which, at] = position
         self.counts[which] += 1
-        self._born[which] = position
-
-    def note_lengths(self, which: NDArray[np.int64]) -> None:
-        """Count the open segments of some sequences in `lengths`."""
-        held = which[self.counts[which] > 0]
-        lengths = self.ends[held, self.counts[held] - 1] - self._born[held]
-        self.lengths.update(lengths[lengths > 0].tolist())
 
     def grow(self, end: int) -> None:
         """The open segment of every sequence now ends at `end`."""
@@ -100,13 +87,9 @@ class SegmentTable:
         columns = np.arange(self.capacity) < self.counts[:, None]
         self.counts = (columns & (self.starts < length)).sum(axis=1)
         np.minimum(self.ends, length, out=self.ends)
-        np.minimum(self._born, length, out=self._born)
 
     def take_rows_from(self, other: "SegmentTable", sequences: NDArray[np.int64]) -> None:
         """Become a copy of `other` (perhaps itself) with sequence i taken from `sequences[i]`."""
-        columns = min(self.capacity, other.capacity)
-        self.starts[:, :columns] = other.starts[sequences, :columns]
-        self.ends[:, :columns] = other.ends[sequences, :columns]
+        self.starts[:] = other.starts[sequences]
+        self.ends[:] = other.ends[sequences]
         self.counts = other.counts[sequences]
-        self._born = other._born[sequences]
-        self.lengths = Counter(other.lengths)

@@ -1,15 +1,21 @@
-"""The low-rank adapter that ships with the bundled model."""
+"""The low-rank adapters that come with the bundled model and with fetched ones."""
 
 from pathlib import Path
 
 from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.released import released_models
 
-_PATH = Path(__file__).parent / "recall" / "adapter.safetensors"
+_BUNDLED = Path(__file__).parent / "recall"
+_NAME = "adapter.safetensors"
 
 
 def find_adapter(fingerprint: str) -> LowRankAdapter | None:
     """The shipped adapter, if it was made for the model with this fingerprint."""
-    if not _PATH.exists():
-        return None
-    adapter = LowRankAdapter.load(_PATH)
-    return adapter if adapter.fingerprint == fingerprint else None
+    fetched = [released.folder for released in released_models().values() if released.is_fetched]
+    for folder in (_BUNDLED, *fetched):
+        path = folder / _NAME
+        if path.exists():
+            adapter = LowRankAdapter.load(path)
+            if adapter.fingerprint == fingerprint:
+                return adapter
+    return None

@@ -26,6 +26,7 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.model_shape import inspect_model
+from penstock.models.released import released_models
 
 BUNDLED = "recall"
 """Name of the model that comes with the package."""
@@ -56,7 +57,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     """None only for a model object that came without one; then prompts are token ids."""
     name: str
-    """What the user called it: the bundled name, a folder, or a name in the local cache."""
+    """What the user called it: the bundled name, a released model's, a folder, or a name in the
+    local cache."""
 
 
 def load(
@@ -68,8 +70,9 @@ def load(
     """Load a model and its tokenizer. Never touches the network.
 
     Args:
-        name_or_path: "recall" (the bundled model), a folder that `save_pretrained` wrote, or the
-            name of a model that already lies in the local Hugging Face cache.
+        name_or_path: "recall" (the bundled model), the name of a released model that has been
+            fetched, a folder that `save_pretrained` wrote, or the name of a model that already
+            lies in the local Hugging Face cache.
         dtype: weights and KV cache; a torch dtype or its name. None: as stored.
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
 
@@ -155,6 +158,9 @@ def _find_folder(name: str) -> Path:
     """The folder that `name` stands for; a hub name is looked up in the local cache only."""
     if name == BUNDLED:
         return Path(__file__).parent / BUNDLED
+    released = released_models().get(name)
+    if released is not None and released.is_fetched:
+        return released.folder
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -162,6 +168,11 @@ def _find_folder(name: str) -> Path:
         return folder
     if folder.exists():
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
+    if released is not None:
+        raise ModelLoadError(
+            f"{name} has not been fetched; run: penstock fetch {name} (or train it: "
+            f"{released.train})"
+        )
     try:
         cached = cached_file(name, "config.json", local_files_only=True)
     except (OSError, ValueError):

@@ -62,13 +62,13 @@ def _common_words(rng: random.Random, *, long: bool) -> Draft:
         f"{_COMMON_LEAD} {_numbered(shown)}",
     ])  # fmt: skip
 
-    def body(units: int) -> str:
-        return _numbered(_shuffled([*common * often, *rest.take(units) * seldom], seed))
+    def pieces(units: int) -> Sequence[str]:
+        return _entries(_shuffled([*common * often, *rest.take(units) * seldom], seed))
 
     return Draft(
         task="common_words",
         preface=f"{shown_text}\n\n{_COMMON_PREFACE}",
-        body=body,
+        pieces=pieces,
         least_units=1,
         question=_COMMON_QUESTION,
         lead=_COMMON_LEAD,
@@ -93,7 +93,7 @@ def frequent_words(rng: random.Random, tokens: int) -> Draft:
     return Draft(
         task="frequent_words",
         preface="Here is a text in code. Count how often every coded word occurs in it.\n",
-        body=partial(_coded_text, ranked, rng.getrandbits(64)),
+        pieces=partial(_coded_text, ranked, rng.getrandbits(64)),
         least_units=_SURE_RANKING_DRAWS,
         question="\nQuestion: Leaving the dots (...) aside, which three coded words occur most "
         "often in the text above?",
@@ -114,14 +114,18 @@ def _shuffled(words: list[str], seed: int) -> list[str]:
 
 
 def _numbered(words: Sequence[str]) -> str:
-    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+    return " ".join(_entries(words))
 
 
-def _coded_text(ranked: Sequence[str], seed: int, units: int) -> str:
+def _entries(words: Sequence[str]) -> list[str]:
+    return [f"{number}. {word}" for number, word in enumerate(words, 1)]
+
+
+def _coded_text(ranked: Sequence[str], seed: int, units: int) -> Sequence[str]:
     """About `units` words, the word of rank k with a share of k ** -2 / zeta(2), shuffled."""
     drawn = [
         word
         for rank, word in enumerate(ranked, 1)
         for _ in range(int(units / rank**2 / _ZETA_OF_2))
     ]
-    return " ".join(_shuffled(drawn, seed))
+    return _shuffled(drawn, seed)

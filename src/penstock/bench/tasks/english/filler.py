@@ -1,7 +1,7 @@
 """Filler text in English: five sentences over and over, or prose made up from a small grammar."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 
 _NOISE = (
@@ -86,6 +86,17 @@ class Filler:
         """The first `count` sentences. [count]"""
         self._made.extend(islice(self._sentences, max(0, count - len(self._made))))
         return self._made[:count]
+
+
+Haystack = Callable[[random.Random], Filler]
+"""Makes the prose that facts are hidden in; `prose` is one, `TextHaystack` another."""
+
+
+def joined(pieces: Sequence[str], separator: str) -> str:
+    """Pieces as one text; one that begins with a line break needs no separator before it."""
+    first, *rest = pieces or ("",)
+    spaced = (piece if piece.startswith("\n") else f"{separator}{piece}" for piece in rest)
+    return first.lstrip("\n") + "".join(spaced)
 
 
 def noise() -> Filler:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 
-from penstock.bench.tasks.english.filler import prose
+from penstock.bench.tasks.english.filler import Haystack, prose
 from penstock.bench.tasks.english.lexicon import key_deck
 from penstock.bench.tasks.english.needles import insert_at
 from penstock.bench.tasks.english.prompt_fit import Draft, Prompter, fit
@@ -36,14 +36,15 @@ def pointer_chasing(rng: random.Random, tokens: int, prompter: Prompter) -> Draf
     keyed = [(rules_rng.random(), rule) for rule in rules]
     others = _Detours(path, unused, deck, rules_rng)
 
-    def body(units: int) -> str:
-        return "\n".join(rule for _, rule in sorted([*keyed, *others.take(units)]))
+    def pieces(units: int) -> Sequence[str]:
+        return [rule for _, rule in sorted([*keyed, *others.take(units)])]
 
     return Draft(
         task="pointer_chasing",
         preface="Each line below says which place leads to which. Read them closely; you will "
         "be asked to follow a way.\n",
-        body=body,
+        pieces=pieces,
+        separator="\n",
         question=f"\nQuestion: Start at {path[0]} and follow the lines above until the {_EXIT}. "
         f"List every place on the way in order, joined by arrows (->), and end with {_EXIT}.",
         lead=f"Answer: {path[0]} ->",
@@ -80,7 +81,9 @@ def _way(places: Sequence[str]) -> str:
     return "".join(f" {place} ->" for place in places) + f" {_EXIT}"
 
 
-def state_tracking(rng: random.Random, tokens: int, prompter: Prompter) -> Draft:
+def state_tracking(
+    rng: random.Random, tokens: int, prompter: Prompter, haystack: Haystack = prose
+) -> Draft:
     """Counters that numbered events change; each step's new value is asked for, in order.
 
     The events lie in random order in prose. An event adds to its counter, takes from it, or
@@ -90,18 +93,18 @@ def state_tracking(rng: random.Random, tokens: int, prompter: Prompter) -> Draft
     start = {colour: rng.randrange(20, 80) for colour in _COLOURS}
     events, results = _life(start, rng, LONGEST_ANSWER_TOKENS)
     steps = _steps(tokens, prompter, lambda count: _report(results[:count]), len(results))
-    filler = prose(rng)
+    filler = haystack(rng)
     places = [rng.random() for _ in range(steps)]
     told = ", ".join(f"the {colour} counter at {count}" for colour, count in start.items())
 
-    def body(units: int) -> str:
-        return " ".join(insert_at(places, events[:steps], filler.take(units)))
+    def pieces(units: int) -> Sequence[str]:
+        return insert_at(places, events[:steps], filler.take(units))
 
     return Draft(
         task="state_tracking",
         preface=f"There are {len(start)} counters. At the beginning they stand like this: {told}. "
         "Numbered steps that change them are scattered through the text below, in no order.\n",
-        body=body,
+        pieces=pieces,
         question=f"\nQuestion: Carry out steps 1 to {steps} in the order of their numbers. For "
         "each step give its number, the counter that it changes and the counter's new value, "
         "separated by semicolons, like this: 1: red 50; 2: blue 7",

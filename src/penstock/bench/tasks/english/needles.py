@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.bench.tasks.english.filler import Filler, noise, prose
+from penstock.bench.tasks.english.filler import Filler, Haystack, noise, prose
 from penstock.bench.tasks.english.lexicon import different, digits, key_deck, random_uuid
 from penstock.bench.tasks.english.prompt_fit import Draft
 from penstock.bench.tasks.grid import places_at
@@ -42,6 +42,32 @@ class NeedleKind:
     uuid_values: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wording:
+    """How the facts are told and asked for; `{noun}`, `{key}`, `{value}`, `{names}` are put in."""
+
+    number: str = "vault number"
+    code: str = "pass code"
+    preface: str = (
+        "The text below contains {noun}s. Read it closely and keep the {noun}s in mind; "
+        "at its end you will be asked about them.\n"
+    )
+    fact: str = "One {noun} of {key} is {value}."
+    ask_one: str = "\nQuestion: What is the {noun} of {names} in the text above?"
+    ask_many: str = "\nQuestion: What are all the {noun}s of {names} in the text above?"
+    lead_one: str = "Answer: According to the text above, the {noun} of {names} is"
+    lead_many: str = "Answer: According to the text above, the {noun}s of {names} are"
+
+    def question(self, noun: str, keys: Sequence[str], *, many: bool) -> str:
+        """What stands behind the document, with its line break."""
+        return (self.ask_many if many else self.ask_one).format(noun=noun, names=listed(keys))
+
+    def lead(self, noun: str, keys: Sequence[str], *, many: bool) -> str:
+        """What the answer starts with."""
+        return (self.lead_many if many else self.lead_one).format(noun=noun, names=listed(keys))
+
+
+BENCH_WORDING = Wording()
 NEEDLE_KINDS = {
     "single_1": NeedleKind(haystack="noise"),
     "single_2": NeedleKind(haystack="prose"),
@@ -54,7 +80,9 @@ NEEDLE_KINDS = {
 }
 
 
-def draft(task: str, rng: random.Random, *, depth: float | None = None) -> Draft:
+def draft(
+    task: str, rng: random.Random, *, depth: float | None = None, haystack: Haystack = prose
+) -> Draft:
     """Draw everything of a task of `NEEDLE_KINDS` but its length.
 
     Args:
@@ -62,14 +90,42 @@ def draft(task: str, rng: random.Random, *, depth: float | None = None) -> Draft
         rng: where all randomness comes from.
         depth: where the fact that is asked for goes, 0 to 1; only where it is a single one.
             Nothing else changes with it.
+        haystack: makes the prose of the tasks that have some.
     """
     kind = NEEDLE_KINDS[task]
-    noun = "pass code" if kind.uuid_values else "vault number"
     keys = _deck(rng, uuids=kind.uuid_keys)
+    return draft_of(task, kind, keys, rng, depth=depth, haystack=haystack).draft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedleDraft:
+    """A draft, and what its document tells."""
+
+    draft: Draft
+    noun: str
+    told: dict[str, tuple[str, str]]
+    """Key and value of each fact by its sentence; of a haystack of needles also of facts that a
+    longer document would have."""
+    asked: list[str]
+
+
+def draft_of(
+    task: str, kind: NeedleKind, keys: Iterator[str], rng: random.Random, *,
+    depth: float | None = None, haystack: Haystack = prose, wording: Wording = BENCH_WORDING,
+) -> NeedleDraft:  # fmt: skip
+    """Draw a draft of any kind, with any keys and wording; see `draft`."""
+    noun = wording.code if kind.uuid_values else wording.number
     values = different(partial(_value, rng, uuids=kind.uuid_values))
     told = {next(keys): [next(values) for _ in range(kind.values)] for _ in range(kind.keys)}
     asked = list(told)[: kind.asked]
-    facts = [_tell(noun, key, value) for key in told for value in told[key]]
+    by_fact: dict[str, tuple[str, str]] = {}
+
+    def tell(key: str, value: str) -> str:
+        fact = wording.fact.format(noun=noun, key=key, value=value)
+        by_fact[fact] = (key, value)
+        return fact
+
+    facts = [tell(key, value) for key in told for value in told[key]]
     places = [rng.random() for _ in facts]
     if depth is not None:
         assert kind.values == kind.asked == 1, task
@@ -77,26 +133,24 @@ def draft(task: str, rng: random.Random, *, depth: float | None = None) -> Draft
     if kind.haystack == "noise":
         filler = noise()
     elif kind.haystack == "prose":
-        filler = prose(rng)
+        filler = haystack(rng)
     else:
-        filler = Filler(_tell(noun, key, next(values)) for key in keys)
+        filler = Filler(tell(key, next(values)) for key in keys)
     wanted = tuple(value for key in asked for value in told[key])
     many = len(wanted) > 1
-    names = _listed(asked)
-    return Draft(
+    draft = Draft(
         task=task,
-        preface=f"The text below contains {noun}s. Read it closely and keep the {noun}s in mind; "
-        "at its end you will be asked about them.\n",
-        body=partial(_body, filler, facts, places, "\n" if kind.haystack == "needles" else " "),
-        question=f"\nQuestion: {'What are all the' if many else 'What is the'} {noun}"
-        f"{'s' if many else ''} of {names} in the text above?",
-        lead=f"Answer: According to the text above, the {noun}{'s' if many else ''} of {names} "
-        f"{'are' if many else 'is'}",
+        preface=wording.preface.format(noun=noun),
+        pieces=partial(_pieces, filler, facts, places),
+        separator="\n" if kind.haystack == "needles" else " ",
+        question=wording.question(noun, asked, many=many),
+        lead=wording.lead(noun, asked, many=many),
         answer=f" {', '.join(wanted)}.",
         values=wanted,
         new_tokens=_NEW_TOKENS,
         depth=depth,
-    )  # fmt: skip
+    )
+    return NeedleDraft(draft=draft, noun=noun, told=by_fact, asked=asked)
 
 
 def insert_at(
@@ -121,10 +175,10 @@ def insert_at(
     return body
 
 
-def _body(
-    filler: Filler, facts: Sequence[str], places: Sequence[float], separator: str, units: int
-) -> str:
-    return separator.join(insert_at(places, facts, filler.take(units)))
+def _pieces(
+    filler: Filler, facts: Sequence[str], places: Sequence[float], units: int
+) -> Sequence[str]:
+    return insert_at(places, facts, filler.take(units))
 
 
 def _deck(rng: random.Random, *, uuids: bool) -> Iterator[str]:
@@ -136,10 +190,7 @@ def _value(rng: random.Random, *, uuids: bool) -> str:
     return random_uuid(rng) if uuids else digits(rng, _NUMBER_DIGITS)
 
 
-def _tell(noun: str, key: str, value: str) -> str:
-    return f"One {noun} of {key} is {value}."
-
-
-def _listed(keys: Sequence[str]) -> str:
+def listed(keys: Sequence[str]) -> str:
+    """Keys as a phrase: commas, and "and" before the last."""
     *first, last = keys
     return f"{', '.join(first)} and {last}" if first else last

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.bench.tasks.english.filler import joined
 from penstock.bench.tasks.sample import Sample
 from penstock.core.errors import ConfigError
 
@@ -75,8 +76,9 @@ class Draft:
     Attributes:
         task: the task's name.
         preface: what stands before the document.
-        body: the document with a given number of filler units; grows with it and depends on
-            nothing else.
+        pieces: what the document is joined from, with a given number of filler units; grows with
+            it and depends on nothing else.
+        separator: what stands between pieces (see `filler.joined`).
         least_units: fewest units that the task makes sense with.
         question: what stands behind the document.
         lead: what the answer starts with.
@@ -89,7 +91,8 @@ class Draft:
 
     task: str
     preface: str
-    body: Callable[[int], str]
+    pieces: Callable[[int], Sequence[str]]
+    separator: str = " "
     least_units: int = 0
     question: str
     lead: str
@@ -101,7 +104,8 @@ class Draft:
 
     def prompt(self, prompter: Prompter, units: int) -> str:
         """The rendered prompt with that many filler units."""
-        text = f"{self.preface}\n{self.body(units)}\n{self.question}"
+        body = joined(self.pieces(units), self.separator)
+        text = f"{self.preface}\n{body}\n{self.question}"
         return prompter.render(text, self.lead)
 
 

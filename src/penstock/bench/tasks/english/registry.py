@@ -10,25 +10,34 @@ from functools import partial
 from types import MappingProxyType
 
 from penstock.bench.tasks.english import aggregation, long_answers, needles, tracking
+from penstock.bench.tasks.english.filler import Haystack, prose
 from penstock.bench.tasks.english.needles import NEEDLE_KINDS
 from penstock.bench.tasks.english.prompt_fit import Draft, Prompter, TextTokenizer, finish
 from penstock.bench.tasks.grid import check_depth
 from penstock.bench.tasks.sample import Sample
 from penstock.core.errors import ConfigError
 
-EnglishTask = Callable[[random.Random, int, Prompter], Draft]
+EnglishTask = Callable[[random.Random, int, Prompter, Haystack], Draft]
 
 
-def _needle(task: str, rng: random.Random, tokens: int, prompter: Prompter) -> Draft:
-    return needles.draft(task, rng)
+def _needle(
+    task: str, rng: random.Random, tokens: int, prompter: Prompter, haystack: Haystack
+) -> Draft:
+    return needles.draft(task, rng, haystack=haystack)
 
 
 ENGLISH_TASKS: Mapping[str, EnglishTask] = MappingProxyType({
     **{name: partial(_needle, name) for name in NEEDLE_KINDS},
-    "variable_tracking": lambda rng, tokens, prompter: tracking.variable_tracking(rng),
-    "common_words": aggregation.common_words,
-    "frequent_words": lambda rng, tokens, prompter: aggregation.frequent_words(rng, tokens),
-    "pointer_chasing": long_answers.pointer_chasing,
+    "variable_tracking": lambda rng, tokens, prompter, haystack: tracking.variable_tracking(rng),
+    "common_words": lambda rng, tokens, prompter, haystack: aggregation.common_words(
+        rng, tokens, prompter
+    ),
+    "frequent_words": lambda rng, tokens, prompter, haystack: aggregation.frequent_words(
+        rng, tokens
+    ),
+    "pointer_chasing": lambda rng, tokens, prompter, haystack: long_answers.pointer_chasing(
+        rng, tokens, prompter
+    ),
     "state_tracking": long_answers.state_tracking,
 })  # fmt: skip
 
@@ -47,6 +56,7 @@ def make_english_sample(
     *,
     depth: float | None = None,
     chat: bool = False,
+    haystack: Haystack = prose,
 ) -> Sample:
     """Make a fresh sample of an English task.
 
@@ -60,6 +70,8 @@ def make_english_sample(
             random place. Nothing else changes with it.
         chat: wrap the question into the tokenizer's chat template; the sample then carries
             its `token_ids`.
+        haystack: makes the prose of the tasks that have some, e.g. a `TextHaystack` of a real
+            text; made-up prose without it.
 
     Raises:
         ConfigError: there is no such task, `tokens` is too short for it (or too long: the keys
@@ -70,8 +82,8 @@ def make_english_sample(
         raise ConfigError(f"no task is called {task!r}; there are {', '.join(ENGLISH_TASKS)}")
     prompter = Prompter(tokenizer, chat=chat)
     if depth is None:
-        return finish(ENGLISH_TASKS[task](rng, tokens, prompter), tokens, prompter)
+        return finish(ENGLISH_TASKS[task](rng, tokens, prompter, haystack), tokens, prompter)
     check_depth(depth)
     if task not in ENGLISH_DEPTH_TASKS:
         raise ConfigError(f"{task} has no depth; {', '.join(sorted(ENGLISH_DEPTH_TASKS))} have")
-    return finish(needles.draft(task, rng, depth=depth), tokens, prompter)
+    return finish(needles.draft(task, rng, depth=depth, haystack=haystack), tokens, prompter)

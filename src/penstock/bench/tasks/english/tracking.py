@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise
 
-from penstock.bench.tasks.english.filler import noise
+from penstock.bench.tasks.english.filler import joined, noise
 from penstock.bench.tasks.english.lexicon import different, digits, letters
 from penstock.bench.tasks.english.needles import insert_at
 from penstock.bench.tasks.english.prompt_fit import Draft
@@ -29,15 +29,15 @@ def variable_tracking(rng: random.Random) -> Draft:
     Differences: sentences and noise are our own.
     """
     example_names, example_value, example = _chain(rng, _EXAMPLE_LETTERS)
-    names, value, body = _chain(rng, _NAME_LETTERS)
+    names, value, pieces = _chain(rng, _NAME_LETTERS)
     shown = "\n".join([
-        _PREFACE, example(_EXAMPLE_SENTENCES), _question(example_value),
+        _PREFACE, joined(example(_EXAMPLE_SENTENCES), " "), _question(example_value),
         f"{_lead(example_value)} {', '.join(example_names)}.",
     ])  # fmt: skip
     return Draft(
         task="variable_tracking",
         preface=f"{shown}\n\n{_PREFACE}",
-        body=body,
+        pieces=pieces,
         question=_question(value),
         lead=_lead(value),
         answer=f" {', '.join(names)}.",
@@ -48,8 +48,8 @@ def variable_tracking(rng: random.Random) -> Draft:
 
 def _chain(
     rng: random.Random, name_letters: int
-) -> tuple[Sequence[str], str, Callable[[int], str]]:
-    """Names, their value, and the text by its number of noise sentences."""
+) -> tuple[Sequence[str], str, Callable[[int], Sequence[str]]]:
+    """Names, their value, and the text's sentences by its number of noise sentences."""
     names_of = different(partial(letters, rng, name_letters, string.ascii_uppercase))
     names = list(islice(names_of, _HOPS + 1))
     value = digits(rng, _VALUE_DIGITS)
@@ -58,10 +58,10 @@ def _chain(
     ]  # fmt: skip
     places = sorted(rng.random() for _ in assignments)
 
-    def body(units: int) -> str:
-        return " ".join(insert_at(places, assignments, noise().take(units)))
+    def pieces(units: int) -> Sequence[str]:
+        return insert_at(places, assignments, noise().take(units))
 
-    return names, value, body
+    return names, value, pieces
 
 
 def _question(value: str) -> str:

@@ -1,0 +1,208 @@
+"""UnitPool: clusters and segments of one layer in one pool, each with its mean key (LouisKV)."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import CacheStateError
+from penstock.core.shape import KVShape
+from penstock.indexes.block_clusterer import Clustering
+from penstock.indexes.prompt_clusters import PromptClusters
+from penstock.indexes.segment_table import SegmentTable
+
+
+class UnitPool:
+    """Index vectors of all units, clusters first, and where their tokens are.
+
+    A segment belongs to all rows (KV heads) of its sequence; each row has a mean of its own.
+    """
+
+    def __init__(
+        self, shape: KVShape, *, rows: int, rows_per_sequence: int, capacity: int, max_tokens: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Allocate everything.
+
+        Args:
+            capacity: units.
+        """
+        self._rows_per_sequence = rows_per_sequence
+        self.means = torch.zeros(rows, capacity, shape.head_dim, dtype=shape.dtype, device=device)
+        """[rows, capacity, head_dim]"""
+        self._clusters = PromptClusters(
+            rows=rows, max_tokens=max_tokens, capacity=capacity, device=device
+        )
+        self._segments = SegmentTable(rows // rows_per_sequence, capacity)
+        self._open_sum = torch.zeros(rows, shape.head_dim, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def num_bytes(
+        shape: KVShape, *, rows: int, rows_per_sequence: int, capacity: int, max_tokens: int
+    ) -> int:
+        """Bytes of a pool, for the ledger."""
+        means = rows * shape.head_dim * (capacity * shape.dtype.itemsize + 4)
+        tables = PromptClusters.num_bytes(rows, max_tokens, capacity)
+        return means + tables + SegmentTable.num_bytes(rows // rows_per_sequence, capacity)
+
+    @property
+    def members(self) -> Tensor:
+        """Positions of tokens, those of a unit side by side. int [rows, max_tokens]"""
+        return self._clusters.members
+
+    @property
+    def num_units(self) -> int:
+        """Units of the sequence that has most."""
+        return self._clusters.used + self._segments.columns
+
+    # Taking tokens in -------------------------------------------------------------------------
+
+    def add_block(self, start: int, clustering: Clustering) -> None:
+        """Take in a block of prompt tokens that was clustered.
+
+        Raises:
+            CacheStateError: there is no room, even with segments merged.
+        """
+        clusters = clustering.means.shape[1]
+        self._make_room(clusters)
+        base, held = self._clusters.used, self._segments.columns
+        segments = self.means[:, base : base + held].clone()
+        self.means[:, base + clusters : base + clusters + held] = segments
+        self.means[:, base : base + clusters] = clustering.means.to(self.means.dtype)
+        self._clusters.add(start, clustering.labels, clusters)
+
+    def cut(self, boundary: NDArray[np.bool_], position: int) -> None:
+        """Begin a new segment in some sequences.
+
+        Args:
+            boundary: which. [sequences]
+            position: of the segment's first token.
+
+        Raises:
+            CacheStateError: there is no room, even with segments merged.
+        """
+        self._write_open_means()
+        self._make_room(1)
+        self._segments.cut(boundary, position)
+        self._open_sum[self._rows_of(boundary.nonzero()[0])] = 0.0
+
+    def cut_all(self, position: int) -> None:
+        """Begin a new segment in every sequence."""
+        self.cut(np.ones(len(self._segments.counts), dtype=np.bool_), position)
+
+    def grow(self, keys: Tensor, first: int) -> None:
+        """Let the open segment of every sequence go on.
+
+        Args:
+            keys: [rows, tokens, head_dim]
+            first: position of the first of them.
+        """
+        self._open_sum += keys.sum(dim=1, dtype=torch.float32)
+        self._segments.grow(first + keys.shape[1])
+
+    def _open_segments(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The last segment of each sequence, and its tokens (0 where there is none)."""
+        table = self._segments
+        at = np.maximum(table.counts - 1, 0)
+        tokens = (table.ends - table.starts)[np.arange(len(at)), at]
+        return at, np.where(table.counts > 0, tokens, 0).astype(np.int32)
+
+    def _write_open_means(self) -> None:
+        """Bring the index vectors of the open segments up to date."""
+        at, tokens = self._open_segments()
+        held = tokens.nonzero()[0]
+        rows = self._rows_of(held)
+        columns = self._spread(self._clusters.used + at[held])
+        counts = self._spread(tokens[held]).unsqueeze(1)
+        self.means[rows, columns] = (self._open_sum[rows] / counts).to(self.means.dtype)
+
+    def _make_room(self, units: int) -> None:
+        """Merge neighbouring segments until so many units more have room."""
+        table, capacity = self._segments, self.means.shape[1]
+        while self.num_units + units > capacity:
+            self._write_open_means()
+            before = table.columns
+            weights = (table.ends - table.starts)[:, :before]
+            weights[np.arange(before) >= table.counts[:, None]] = 0
+            target = self._spread(table.merge()[:, :before])
+            if table.columns == before:
+                raise CacheStateError(
+                    "the pool of units is full; give louiskv a larger cluster_tokens"
+                )
+            base = self._clusters.used
+            old = self.means[:, base : base + before].float()
+            merged = _weighted(old, target, self._spread(weights))
+            self.means[:, base : base + before] = merged.to(self.means.dtype)
+
+    def _rows_of(self, sequences: NDArray[np.int64]) -> Tensor:
+        """Rows of some sequences, as indices."""
+        heads = np.arange(self._rows_per_sequence)
+        rows = (sequences[:, None] * self._rows_per_sequence + heads).reshape(-1)
+        return torch.from_numpy(rows).to(self.means.device)
+
+    def _spread(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+        """What holds for a sequence, for each of its rows."""
+        rows = np.ascontiguousarray(values.repeat(self._rows_per_sequence, axis=0))
+        return torch.from_numpy(rows).to(self.means.device)
+
+    # Looking up -------------------------------------------------------------------------------
+
+    def units(self, first_unit: NDArray[np.int64], end: int) -> tuple[Tensor, Tensor]:
+        """Where each unit's tokens begin in `members`, and how many may be selected.
+
+        Args:
+            first_unit: first position that may be, per row. [rows]
+            end: positions from here on are in the window.
+
+        Returns:
+            Two tensors, int32 [rows, num_units].
+        """
+        self._write_open_means()
+        self._clusters.count(torch.from_numpy(first_unit).to(self.means.device), end)
+        used = self._clusters.used
+        starts, sizes = self._segments.sizes(first_unit[:: self._rows_per_sequence], end)
+        return (
+            torch.cat([self._clusters.first[:, :used], self._spread(starts)], dim=1),
+            torch.cat([self._clusters.sizes[:, :used], self._spread(sizes)], dim=1),
+        )
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int, cluster_tokens: int) -> None:
+        """Forget the tokens at and after `length`; a unit of which a part stays keeps its mean."""
+        base, held = self._clusters.used, self._segments.columns
+        self._write_open_means()
+        segments = self.means[:, base : base + held].clone()
+        folded = self._clusters.crop(length, cluster_tokens)
+        if folded is not None:
+            block, (into, counts) = folded
+            merged = _weighted(self.means[:, block].float(), into, counts)
+            self.means[:, block] = merged.to(self.means.dtype)
+        self._segments.crop(length)
+        base = self._clusters.used
+        self.means[:, base : base + held] = segments
+        at, tokens = self._open_segments()
+        rows = torch.arange(len(self._open_sum), device=self.means.device)
+        means = self.means[rows, self._spread(base + at)].float()
+        self._open_sum.copy_(means * self._spread(tokens).unsqueeze(1))
+
+    def take_rows_from(self, other: "UnitPool", rows: Tensor) -> None:
+        """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
+        sequences = (rows[:: self._rows_per_sequence] // self._rows_per_sequence).cpu().numpy()
+        self.means.copy_(other.means[rows])
+        self._clusters.take_rows_from(other._clusters, rows)
+        self._segments.take_rows_from(other._segments, sequences)
+        self._open_sum.copy_(other._open_sum[rows])
+
+
+def _weighted(means: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Means of what goes into each target, by weight; where nothing does, zero.
+
+    Args:
+        means: float32 [rows, units, head_dim]
+        target, weights: int [rows, units]
+    """
+    target, weight = target.long().unsqueeze(-1), weights.float().unsqueeze(-1)
+    sums = torch.zeros_like(means).scatter_add_(1, target.expand_as(means), means * weight)
+    totals = torch.zeros_like(weight).scatter_add_(1, target, weight)
+    return sums / totals.clamp_min(1.0)

@@ -1,0 +1,91 @@
+"""unit_scores() and take_units(): rank units of any size, and take tokens to an exact budget."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from penstock.kernels.reference import NEGATIVE_INFINITY
+
+CHUNK_UNITS = 512
+"""Index vectors made float32 at a time."""
+
+
+def query_similarity(previous: Tensor, query: Tensor, rows_per_sequence: int) -> Tensor:
+    """How alike two queries are: the cosine per query head, its mean over all heads of a sequence.
+
+    Source: LouisKV, section 4.1 (r_t).
+
+    Args:
+        previous, query: any float dtype. [rows, heads of a row, head_dim]
+        rows_per_sequence: rows (KV heads) of a sequence, which lie side by side.
+
+    Returns:
+        float32 [rows // rows_per_sequence]
+    """
+    cosines = cosine_similarity(previous.float(), query.float(), dim=-1)
+    return cosines.reshape(-1, rows_per_sequence * cosines.shape[1]).mean(dim=1)
+
+
+def unit_scores(
+    query: Tensor, means: Tensor, sizes: Tensor, scaling: float, rows: Tensor | None = None
+) -> Tensor:
+    """Group-consistent scores: softmax over units per query head, mean over the row's heads.
+
+    Source: LouisKV, appendix B (A_t). Plain torch; a fast kernel is its twin.
+
+    Args:
+        query: post-RoPE. [rows, heads of a row, head_dim]
+        means: one index vector per unit. [all rows, at least `units`, head_dim]
+        sizes: tokens of each unit that may be taken; empty units stay out of the softmax.
+            int [rows, units]
+        scaling: factor on the logits (one over the root of head_dim).
+        rows: which rows of `means` the others belong to; None: all. int64 [rows]
+
+    Returns:
+        float32 [rows, units], minus one where a unit is empty.
+    """
+    empty, scaled = sizes <= 0, query.float() * scaling
+    logits = scaled.new_empty(*scaled.shape[:2], sizes.shape[1])
+    units = sizes.shape[1]
+    for start in range(0, units, CHUNK_UNITS):
+        part = means[:, start : min(units, start + CHUNK_UNITS)]
+        part = part if rows is None else part[rows]
+        logits[:, :, start : start + CHUNK_UNITS] = scaled @ part.float().transpose(1, 2)
+    # A row without any unit gives not-a-number here, and minus one below.
+    logits.masked_fill_(empty.unsqueeze(1), NEGATIVE_INFINITY)
+    return torch.softmax(logits, dim=-1).mean(dim=1).masked_fill_(empty, -1.0)
+
+
+def take_units(
+    scores: Tensor, first: Tensor, sizes: Tensor, members: Tensor, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Take units by falling score until exactly `budget` tokens are taken, the last one in part.
+
+    One sort of the units and one search per token taken; nothing of the size of the past, and
+    nothing that waits for the device. Plain torch; a fast kernel is its twin.
+
+    Source: LouisKV, section 4.3 (selection under a budget) and algorithm 1, line 23.
+
+    Args:
+        scores: equal ones are taken in order of unit. float32 [rows, units]
+        first: where each unit's tokens begin in `members`. int [rows, units]
+        sizes: tokens of each unit that may be taken. int [rows, units]
+        members: positions of tokens, those of a unit side by side. int [rows, tokens]
+        budget: tokens to take, at least 1.
+
+    Returns:
+        Positions taken, unit after unit, and which of them are real: where a row has fewer tokens
+        than `budget`, the rest is false (and zero). int64 and bool [rows, budget]
+    """
+    order = torch.argsort(scores, dim=1, descending=True, stable=True)
+    ranked = sizes.gather(1, order).long().clamp_min(0)
+    ends = ranked.cumsum(dim=1)
+    places = torch.arange(budget, device=scores.device).expand(scores.shape[0], -1).contiguous()
+    # The unit in which the j-th token lies is the first one that ends behind j.
+    rank = torch.searchsorted(ends, places, right=True)
+    taken = rank < scores.shape[1]
+    rank = rank.clamp_max(scores.shape[1] - 1)
+    within = places - (ends - ranked).gather(1, rank)
+    where = first.gather(1, order.gather(1, rank)).long() + within
+    where = where.clamp(0, members.shape[1] - 1)
+    return members.gather(1, where).long().masked_fill(~taken, 0), taken

@@ -1,0 +1,232 @@
+"""Fetch a released model: download with resume, check the sum, unpack, put in place by renaming.
+
+Killed at any moment, it leaves either the whole model or none; a download goes on where it ended.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from penstock.core.errors import ConfigError, ModelLoadError, StorageError
+from penstock.models.released import Released
+
+_PIECE = 1 << 20
+_TIMEOUT_S = 30.0
+_SCHEMES = ("http", "https")
+OnBytes = Callable[[str, int, int], None]
+"""Takes what is being done, bytes done and bytes in all."""
+
+
+def fetch(
+    released: Released, target: Path, *, source: str = "",
+    on_bytes: OnBytes = lambda what, done, total: None,
+) -> None:  # fmt: skip
+    """Put a released model into a folder.
+
+    Args:
+        released: which one.
+        target: the model's folder; must not be there, or be empty.
+        source: an address, the archive, or a folder that holds it; empty: the model's own address.
+        on_bytes: told of the progress.
+
+    Raises:
+        ConfigError: no source, or the target is there already.
+        ModelLoadError: the archive is not there, cannot be fetched, or is not what it should be.
+        StorageError: it cannot be written.
+    """
+    source = source or released.url
+    if not source:
+        raise ConfigError(
+            f"{released.name} has no address of its own; give --from with {released.file}, or "
+            f"train it: {released.train}"
+        )
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; remove it, or give another --to")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(target):
+            if urlsplit(source).scheme in _SCHEMES:
+                archive = target.parent / f"{released.file}.partial"
+                _download(released, _address(source, released), archive, on_bytes)
+                _check(released, archive, archive.name, on_bytes, remove=True)
+                _unpack(released, archive, target)
+                archive.unlink()
+            else:
+                archive = _local(source, released)
+                _check(released, archive, str(archive), on_bytes, remove=False)
+                _unpack(released, archive, target)
+    except (ConfigError, ModelLoadError):
+        raise
+    except OSError as error:
+        what = error.strerror or error
+        raise StorageError(f"cannot write {error.filename or target}: {what}") from error
+
+
+@contextlib.contextmanager
+def _only_one(target: Path) -> Iterator[None]:
+    """Keep other processes from fetching to the same place, and clear up after a killed one."""
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in target.parent.glob(f".{target.name}.unpacking-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"another process is fetching into {target.parent}; wait for it"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+def _address(source: str, released: Released) -> str:
+    return f"{source}{released.file}" if source.endswith("/") else source
+
+
+def _local(source: str, released: Released) -> Path:
+    path = Path(source.removeprefix("file://")).expanduser()
+    if path.is_dir():
+        path = path / released.file
+    if not path.is_file():
+        raise ModelLoadError(f"there is no {path}; {_instead(released)}")
+    return path
+
+
+def _download(released: Released, address: str, partial: Path, on_bytes: OnBytes) -> None:
+    """Append what is missing of the archive."""
+    have = partial.stat().st_size if partial.exists() else 0
+    if have > released.bytes:
+        partial.unlink()
+        have = 0
+    if have == released.bytes:
+        return
+    headers = {"User-Agent": "penstock"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    request = urllib.request.Request(address, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            goes_on = answer.status == 206 and _starts_at(answer, have)
+            have = have if goes_on else 0
+            with partial.open("ab" if goes_on else "wb") as file:
+                _copy(answer, file, released, have, on_bytes)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416:  # what is here already is no beginning of what is there
+            partial.unlink(missing_ok=True)
+        raise ModelLoadError(
+            f"{address} answers {error.code} {error.reason}; {_instead(released)}"
+        ) from error
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
+        reason = getattr(error, "reason", error)
+        raise ModelLoadError(
+            f"cannot fetch {address}: {reason}; run it again to go on, or {_instead(released)}"
+        ) from error
+    have = partial.stat().st_size
+    if have < released.bytes:
+        raise ModelLoadError(
+            f"the connection ended after {have:,} of {released.bytes:,} bytes; run it again to go "
+            "on from there"
+        )
+
+
+def _starts_at(answer: Any, first: int) -> bool:
+    return str(answer.headers.get("Content-Range", "")).startswith(f"bytes {first}-")
+
+
+def _copy(
+    answer: Any, file: IO[bytes], released: Released, have: int, on_bytes: OnBytes
+) -> None:  # fmt: skip
+    """Write what comes, up to one byte more than there should be."""
+    while have <= released.bytes:
+        try:
+            piece = answer.read(min(_PIECE, released.bytes + 1 - have))
+        except (ConnectionError, TimeoutError, http.client.IncompleteRead):
+            return  # told by the size
+        if not piece:
+            return
+        file.write(piece)
+        have += len(piece)
+        on_bytes(f"downloading {released.file}", min(have, released.bytes), released.bytes)
+
+
+def _check(
+    released: Released, archive: Path, name: str, on_bytes: OnBytes, *, remove: bool
+) -> None:
+    """Refuse an archive that is not the released one."""
+    size, digest, done = archive.stat().st_size, hashlib.sha256(), 0
+    with archive.open("rb") as file:
+        while size == released.bytes and (piece := file.read(_PIECE)):
+            digest.update(piece)
+            done += len(piece)
+            on_bytes(f"checking {released.file}", done, size)
+    if size == released.bytes and digest.hexdigest() == released.sha256:
+        return
+    if remove:
+        archive.unlink()
+    told = f"its SHA-256 is {digest.hexdigest()}, not {released.sha256}"
+    if size != released.bytes:
+        told = f"it has {size:,} bytes, not {released.bytes:,}"
+    raise ModelLoadError(
+        f"{name} is damaged or another file: {told}; fetch it again, or train the model: "
+        f"{released.train}"
+    )
+
+
+def _unpack(released: Released, archive: Path, target: Path) -> None:
+    """Unpack beside the target and rename: nothing half done is ever in its place."""
+    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.unpacking-"))
+    try:
+        with tarfile.open(archive, "r:xz") as members:
+            for member in members:
+                name = _plain_name(released, member)
+                content = members.extractfile(member)
+                assert content is not None
+                with content, (beside / name).open("wb") as file:
+                    shutil.copyfileobj(content, file, _PIECE)
+                    file.flush()
+                    os.fsync(file.fileno())
+        if not (beside / "config.json").is_file():
+            raise ModelLoadError(f"{archive} holds no model: it has no config.json")
+        beside.chmod(0o755)
+        os.rename(beside, target)
+        _sync_folder(target.parent)
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        raise ModelLoadError(f"{archive} is no archive of a model: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _plain_name(released: Released, member: tarfile.TarInfo) -> str:
+    """The name of a file of the model; the archive holds such files alone, in one folder."""
+    parts = PurePosixPath(member.name).parts
+    if not member.isreg() or len(parts) != 2 or parts[0] != released.name or parts[1] == "..":
+        raise ModelLoadError(
+            f"{released.file} holds {member.name!r}, which is no file of a model; nothing of it "
+            "was kept"
+        )
+    return parts[1]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _instead(released: Released) -> str:
+    return f"give --from with a copy of {released.file}, or train the model: {released.train}"

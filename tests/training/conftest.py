@@ -1,0 +1,46 @@
+"""A small corpus for the tests of prose runs."""
+
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.tasks.english.filler import prose
+
+HELD_BACK = "The text that is held back is about a heron."
+
+
+def paragraphs(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    some = [" ".join(prose(rng).take(rng.randint(2, 9))) for _ in range(count)]
+    some.insert(
+        1, "A verse\nof two lines.\n\n1. Mr. T. Brown came in 1851. \"Is it?\" He said: 'No.'"
+    )
+    some.insert(2, "Ten € and <eos> naïve\u00a0words  with odd    spaces.\n\n\n  code = [1, 2]")
+    return "\n\n".join(some)
+
+
+def write_documents(path: Path, texts: list[str]) -> None:
+    with lzma.open(path, "wt", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            record = {"id": f"{path.name}-{number}", "source": "s", "licence": "CC0", "text": text}
+            file.write(json.dumps(record) + "\n")
+
+
+@pytest.fixture(scope="session")
+def prose_texts() -> list[str]:
+    """Two long documents, six short ones and one to be held back."""
+    short = [paragraphs(seed, 3) for seed in range(3, 9)]
+    return [paragraphs(1, 150), paragraphs(2, 120), *short, "\n\n".join([HELD_BACK] * 60)]
+
+
+@pytest.fixture(scope="session")
+def prose_source(prose_texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to give as --corpus; its holdout is not readable as one."""
+    folder = tmp_path_factory.mktemp("source")
+    write_documents(folder / "books.jsonl.xz", prose_texts[:2])
+    write_documents(folder / "docs.jsonl.xz", prose_texts[2:])
+    (folder / "holdout.jsonl.xz").write_bytes(b"not to be opened")
+    return folder
