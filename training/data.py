@@ -8,7 +8,7 @@ from `train/...`: training never sees an evaluation's sample, whatever the seeds
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -22,18 +22,18 @@ from penstock.bench.tasks.aggregation import (
     flagged_sum,
     frequent_words,
     longest_list,
+    most_frequent,
 )
 from penstock.bench.tasks.long_output import long_walk
 from penstock.core.errors import ConfigError
+from training.dense import DENSE, Generate
 from training.prose_settings import ProseRows
 from training.questions import SEVERAL, further_questions
 from training.settings import Rows, Settings
 
-REPLAY = "dense_replay"
-"""Training only: half a row of facts, and questions about as many of them as the rest holds."""
-
-GENERATORS: Mapping[str, Callable[[int, random.Random, Words], Sample]] = MappingProxyType({
+GENERATORS: Mapping[str, Generate] = MappingProxyType({
     **TASKS,
+    "most_frequent": most_frequent,
     "frequent_words": frequent_words,
     "count_words": count_words,
     "flagged_sum": flagged_sum,
@@ -46,9 +46,7 @@ OTHER = -1
 """Group of the tokens outside answers."""
 
 PAD, BOS, EOS = 0, 1, 2
-_REPLAY_SHARE = 0.5
 _TRIES = 12
-_Generate = Callable[[int], Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +66,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one length, and where their loss is taken."""
+    """Rows of one length, and where their loss is taken; small, for the way to the training."""
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.uint16]
     """[rows, length]"""
     positions: NDArray[np.int32]
     """[rows, length]"""
-    places: NDArray[np.int64]
+    places: NDArray[np.int32]
     """Where a token with a weight is guessed, counted over all rows: one before it. [guesses]"""
-    targets: NDArray[np.int64]
+    targets: NDArray[np.uint16]
     """The tokens there. [guesses]"""
     weights: NDArray[np.float32]
     """[guesses]"""
-    groups: NDArray[np.int64]
-    """Number of the task in the mix, or `OTHER`. [guesses]"""
+    groups: NDArray[np.int8]
+    """Number of the task among the settings' groups, or `OTHER`. [guesses]"""
 
 
 class RowMaker:
@@ -97,39 +95,42 @@ class RowMaker:
     """
 
     def __init__(self, settings: Settings, vocabulary: Mapping[str, int]) -> None:
-        for task in settings.mix:
-            if task not in GENERATORS and task != REPLAY:
-                known = ", ".join([*GENERATORS, REPLAY])
+        for task in settings.groups:
+            if task not in GENERATORS and task not in DENSE:
+                known = ", ".join([*GENERATORS, *DENSE])
                 raise ConfigError(f"no task is called {task!r}; there are {known}")
         self._settings = settings
         self._ids = vocabulary
         self._words = Words.of(vocabulary)
-        self._tasks = list(settings.mix)
-        self._shares = list(settings.mix.values())
+        self._groups = settings.groups
 
     def batch(self, number: int) -> Batch:
         """Micro-batch `number` of the run, from 0."""
         settings = self._settings
-        stage = settings.stage_at(number // settings.micro_batches)
+        step = number // settings.micro_batches
+        stage, mix = settings.stage_at(step), settings.mix_at(step)
         name = f"train/{settings.seed}/{number}"
         length = random.Random(name).choice(stage.lengths)
         count = settings.micro_batch_tokens // length
-        rows = [self.row(length, f"{name}/{index}") for index in range(count)]
-        return _join(rows, self._tasks)
+        rows = [self.row(length, f"{name}/{index}", mix) for index in range(count)]
+        return _join(rows, self._groups)
 
-    def row(self, length: int, name: str) -> Row:
-        """One row of `length` tokens, of a task drawn from the mix.
+    def row(self, length: int, name: str, mix: Mapping[str, float] | None = None) -> Row:
+        """One row of `length` tokens, of a task drawn from a mix.
 
         Args:
+            mix: share of each task; None: the run's own.
             name: where its randomness comes from.
 
         Raises:
             ConfigError: none of the mix's tasks fits into so few tokens.
         """
+        mix = self._settings.mix if mix is None else mix
+        tasks, shares = list(mix), list(mix.values())
         rng = random.Random(name)
         error: ConfigError | None = None
         for _ in range(_TRIES):
-            task = rng.choices(self._tasks, self._shares)[0]
+            task = rng.choices(tasks, shares)[0]
             try:
                 return self._row_of(task, length, rng)
             except ConfigError as refusal:  # too short for this task: another one
@@ -138,13 +139,15 @@ class RowMaker:
 
     def _row_of(self, task: str, length: int, rng: random.Random) -> Row:
         plan = self._settings.rows
-        source, most, share = task, plan.further_most, rng.uniform(0, plan.further_share)
-        if task == REPLAY:
-            source, most, share = "multi_key_full", length, _REPLAY_SHARE
-        elif task not in SEVERAL:
-            share = 0.0
+        most, share = plan.further_most, rng.uniform(0, plan.further_share)
+        if task in DENSE:
+            generate, share = DENSE[task]
+            most = length
+        else:
+            generate = GENERATORS[task]
+            share = share if task in SEVERAL else 0.0
         spare = int(length * share)
-        sample = self._fitting(source, length, spare, rng.random())
+        sample = self._fitting(task, generate, length, spare, rng.random())
         ids = [BOS, *self._encode(sample.prompt)]
         answers: list[range] = []
         document = ids[: ids.index(self._ids["Question"])]
@@ -157,9 +160,10 @@ class RowMaker:
             self._append_answer(ids, answers, answer)
         return _row(task, ids, answers, length, len(document), plan, self._settings, rng)
 
-    def _fitting(self, task: str, length: int, spare: int, seed: float) -> Sample:
+    def _fitting(
+        self, task: str, generate: Generate, length: int, spare: int, seed: float
+    ) -> Sample:
         """A sample that leaves `spare` tokens of a row, with the longest prompt soon found."""
-        generate = GENERATORS[task]
         tokens = length - spare
         for _ in range(_TRIES):
             sample = generate(tokens, random.Random(f"sample/{seed!r}"), self._words)
@@ -225,20 +229,20 @@ def positions_of(
     return np.cumsum(steps).astype(np.int32)
 
 
-def _join(rows: list[Row], tasks: list[str]) -> Batch:
+def _join(rows: list[Row], groups: list[str]) -> Batch:
     length = len(rows[0].tokens)
     weights = np.stack([row.weights for row in rows]).reshape(-1)
-    tokens = np.stack([row.tokens for row in rows])
+    tokens = np.stack([row.tokens for row in rows]).astype(np.uint16)
     found = np.flatnonzero(weights)
     starts = np.array(list(accumulate([length] * (len(rows) - 1), initial=0)))
     assert not np.isin(found, starts).any(), "nothing stands before a row's first token"
-    numbers = np.array([tasks.index(row.task) for row in rows])
+    numbers = np.array([groups.index(row.task) for row in rows])
     is_answer = np.stack([row.is_answer for row in rows]).reshape(-1)[found]
     return Batch(
         tokens=tokens,
         positions=np.stack([row.positions for row in rows]),
-        places=(found - 1).astype(np.int64),
-        targets=tokens.reshape(-1)[found].astype(np.int64),
+        places=(found - 1).astype(np.int32),
+        targets=tokens.reshape(-1)[found],
         weights=weights[found],
-        groups=np.where(is_answer, numbers[found // length], OTHER).astype(np.int64),
+        groups=np.where(is_answer, numbers[found // length], OTHER).astype(np.int8),
     )

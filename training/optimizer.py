@@ -73,7 +73,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(_STEPS):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     result: Tensor = x.mT if tall else x
     return result
 

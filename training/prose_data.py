@@ -248,7 +248,7 @@ class ProseRowMaker:
 
     def _join(self, rows: list[ProseRow]) -> Batch:
         """Every token is guessed, so that all batches have one shape; weights choose."""
-        tokens = np.stack([row.tokens for row in rows])
+        tokens = np.stack([row.tokens for row in rows]).astype(np.uint16)
         kinds = np.stack([row.kinds for row in rows])
         weights = weigh(kinds, self._settings)
         numbers = np.array([self._settings.groups.index(row.group) for row in rows])
@@ -258,10 +258,10 @@ class ProseRowMaker:
         return Batch(
             tokens=tokens,
             positions=np.stack([row.positions for row in rows]),
-            places=np.arange(tokens.size, dtype=np.int64),
-            targets=np.roll(tokens.reshape(-1), -1).astype(np.int64),
+            places=np.arange(tokens.size, dtype=np.int32),
+            targets=np.roll(tokens.reshape(-1), -1),
             weights=np.roll(weights.reshape(-1), -1).astype(np.float32),
-            groups=np.roll(np.where(weights > 0, groups, OTHER).reshape(-1), -1).astype(np.int64),
+            groups=np.roll(np.where(weights > 0, groups, OTHER).reshape(-1), -1).astype(np.int8),
         )
 
 

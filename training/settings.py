@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -34,6 +34,14 @@ class Stage:
     lengths: tuple[int, ...]
     """Tokens of a row, question and answer included; drawn evenly."""
     steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecallStage(Stage):
+    """A part of a recall run's curriculum."""
+
+    mix: dict[str, float] | None = None
+    """Share of each task in this stage; they add up to 1. None: the run's mix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +172,19 @@ class RunSettings:
 class Settings(RunSettings):
     """Everything that decides what a run of recall rows learns."""
 
+    stages: tuple[RecallStage, ...]
     rows: Rows
+
+    @property
+    def groups(self) -> list[str]:
+        """The tasks of all mixes, those of the run's own first."""
+        return list(dict.fromkeys([*self.mix, *(t for s in self.stages for t in s.mix or ())]))
+
+    def mix_at(self, step: int) -> dict[str, float]:
+        """Share of each task in a step (from 0)."""
+        stage = self.stage_at(step)
+        assert isinstance(stage, RecallStage)
+        return self.mix if stage.mix is None else stage.mix
 
 
 SECTIONS: dict[str, Any] = {
@@ -180,8 +200,7 @@ def read_settings(path: str | Path) -> Settings:
     Raises:
         ConfigError: the file cannot be read, or a setting is missing, unknown or impossible.
     """
-    sections = {**SECTIONS, "rows": Rows}
-    return read_strictly(path, lambda content: section(Settings, content, "the file", sections))
+    return read_strictly(path, _recall_settings)
 
 
 def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -> _Run:
@@ -199,6 +218,15 @@ def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -
         _check(settings)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    return settings
+
+
+def _recall_settings(content: Mapping[str, Any]) -> Settings:
+    sections = {**SECTIONS, "rows": Rows}
+    settings = section(Settings, content, "the file", sections, RecallStage)
+    for number, stage in enumerate(settings.stages, 1):
+        if stage.mix is not None:
+            _check_mix(stage.mix, f"the mix of stage {number}")
     return settings
 
 
@@ -224,11 +252,13 @@ def section(
 
 
 def _section(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Section:
-    """A dataclass from a table; lists become tuples."""
-    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    """A dataclass from a table; lists become tuples. What has a default may be missing."""
+    known = fields(kind)  # type: ignore[arg-type]
+    wanted = {field.name for field in known}
     if unknown := sorted(set(content) - wanted):
         raise ConfigError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(wanted)}")
-    if missing := sorted(wanted - set(content)):
+    needed = {field.name for field in known if field.default is MISSING}
+    if missing := sorted(needed - set(content)):
         raise ConfigError(f"{name} lacks the setting {missing[0]!r}")
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
 
@@ -241,9 +271,17 @@ def _check(settings: RunSettings) -> None:
         raise ConfigError(
             f"rows of {longest} tokens are longer than micro_batch_tokens or model.positions"
         )
-    if abs(sum(settings.mix.values()) - 1) > 1e-6:
-        raise ConfigError(f"the shares of [mix] add up to {sum(settings.mix.values()):g}, not 1")
+    _check_mix(settings.mix, "[mix]")
     if settings.micro_batches < 1 or settings.evaluation.every_steps < 1:
         raise ConfigError("micro_batches and evaluation.every_steps must be at least 1")
     if settings.speed.attention not in get_args(Attention):
         raise ConfigError(f"speed.attention must be one of {', '.join(get_args(Attention))}")
+
+
+def _check_mix(mix: Any, name: str) -> None:
+    if not isinstance(mix, dict) or not all(isinstance(s, int | float) for s in mix.values()):
+        raise ConfigError(f"{name} must be a table of tasks with their shares")
+    if min(mix.values(), default=0) < 0:
+        raise ConfigError(f"the shares of {name} must not be below 0")
+    if abs(sum(mix.values()) - 1) > 1e-6:
+        raise ConfigError(f"the shares of {name} add up to {sum(mix.values()):g}, not 1")

@@ -13,14 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, PenstockError
-from training.data import Batch
 from training.fit import Fit, stretched
 from training.prose_settings import ProseSettings, read_run_settings
 from training.settings import RunSettings, Settings
@@ -29,6 +28,7 @@ from training.workers import BatchStream, Source
 if TYPE_CHECKING:  # torch is not for the processes that make data, which import this file again
     import torch
 
+    from training.feed import Packed
     from training.trainer import Trainer
 
 LOG_S = 5.0
@@ -57,6 +57,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--fit", type=float, metavar="MINUTES", help=_FIT_HELP)
     add("--corpus", type=Path, help="folder with books.jsonl.xz and docs.jsonl.xz (prose runs)")
     add("--resume", action="store_true", help="go on from the folder's checkpoint")
+    add("--seed", type=int, help="instead of the settings' own; other text, other weights")
     add("--scale", type=float, default=1.0, help="this many times the steps of every stage")
     add("--workers", type=int, help="processes that make data (default: by cores; 0: none)")
     add("--export", action="store_true", help="only write model/ from the checkpoint")
@@ -119,7 +120,7 @@ class Sitting:
         self._tokens = self._tokens_looked = 0
         self._wait_looked = 0.0
 
-    def run(self, batches: Iterator[Batch]) -> str:
+    def run(self, batches: Iterator["Packed"]) -> str:
         """Train; gives the reason for stopping, or nothing when the run is complete."""
         trainer, settings = self._trainer, self._settings
         complete = self._complete()
@@ -128,7 +129,7 @@ class Sitting:
             taken = list(islice(batches, settings.micro_batches))
             self._wait_s += time.perf_counter() - asked
             trainer.step(taken, self._rate())
-            self._tokens += sum(batch.tokens.size for batch in taken)
+            self._tokens += sum(batch.rows * batch.length for batch in taken)
             self._cost += _cost(settings, trainer.steps_done - 1)
             now = time.perf_counter()
             glance = trainer.steps_done % settings.evaluation.every_steps == 0
@@ -223,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, began: float) -> int:
     settings: AnySettings = read_run_settings(args.settings).scaled(args.scale)
+    if args.seed is not None:
+        settings = replace(settings, seed=args.seed)
     fit = None
     if args.fit is not None:
         fit, settings = Fit.of(settings, 60 * args.fit), stretched(settings)
@@ -235,6 +238,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
 
     from penstock.bench.machine import current_commit, describe_libraries, describe_machine
     from training.checkpoint import TOKENIZER_FOLDER, export, load_checkpoint
+    from training.feed import AHEAD, Feed
 
     device = _device(args.device, torch.cuda.is_available())
     folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +250,13 @@ def _main(args: argparse.Namespace, began: float) -> int:
     workers = _workers() if args.workers is None else args.workers
     first, last = (n * settings.micro_batches for n in (steps_done, settings.steps))
     first = last if args.export else first
-    with BatchStream(settings, source, first=first, last=last, workers=workers) as batches:
+    if device == "cuda":
+        torch.set_num_threads(1)  # what is left to the CPU is small: threads would only wait
+    ahead = AHEAD if workers else 0
+    with (
+        BatchStream(settings, source, first=first, last=last, workers=workers) as stream,
+        Feed(stream, pin=device == "cuda", ahead=ahead) as batches,
+    ):
         trainer = _trainer(settings, source, torch.device(device))
         if state is not None:
             trainer.load_state_dict(state)

@@ -1,7 +1,7 @@
 """The training itself: one step after the other, what it knows saved and taken up again."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from penstock.bench.tasks import Words
 from penstock.core.errors import ConfigError, PenstockError
-from training.data import REPLAY, Batch
+from training.data import GENERATORS, Batch
 from training.examine import draw_sample, mark
+from training.feed import Packed
 from training.model import (
     Pieces,
     attention_backend,
@@ -80,7 +81,7 @@ class Trainer:
         self._pieces = Pieces.compiled() if compiled else Pieces.plain()
         self._compare_forwards()
 
-    def step(self, batches: list[Batch], rate: float | None = None) -> None:
+    def step(self, batches: Sequence[Batch | Packed], rate: float | None = None) -> None:
         """One optimizer step over some micro-batches; adds to the figures and the time.
 
         Args:
@@ -88,8 +89,9 @@ class Trainer:
             rate: factor of the learning rates; None: as the settings' schedule has it.
         """
         began = time.perf_counter()
-        whole = float(sum(float(batch.weights.sum()) for batch in batches))
-        for batch in batches:
+        packed = [self._packed(batch) for batch in batches]
+        whole = sum(batch.weight for batch in packed)
+        for batch in packed:
             loss = self._losses(batch, whole)
             loss.backward()  # type: ignore[no-untyped-call]
             self._loss_sum += loss.detach()
@@ -129,7 +131,7 @@ class Trainer:
         done = max(0, self.steps_done - 1)
         reached = max(self._settings.stage_at(done).lengths)
         for length in (length for length in plan.lengths if length <= reached):
-            for task in (task for task in self._tasks if task != REPLAY):
+            for task in (task for task in self._tasks if task in GENERATORS):
                 try:
                     samples = [
                         draw_sample(task, n, tokens=length, seed=GLANCE_SEED, words=words)
@@ -180,25 +182,22 @@ class Trainer:
         if self._device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self._device)
 
-    def _losses(self, batch: Batch, whole: float) -> Tensor:
+    def _losses(self, packed: Packed, whole: float) -> Tensor:
         """The batch's part of the step's loss. []"""
-        places, targets = self._put(batch.places), self._put(batch.targets)
+        batch = packed.on(self._device)
         with attention_backend(self.attention):
             hidden = hidden_states(
-                self.model, self._put(batch.tokens), self._put(batch.positions), self._pieces,
-                self._dtype,
-            )  # fmt: skip
-        losses = guess_losses(self.model, hidden, places, targets)
-        groups = self._put(batch.groups)
+                self.model, batch.tokens, batch.positions, self._pieces, self._dtype
+            )
+        losses = guess_losses(self.model, hidden, batch.places, batch.targets)
         seen = torch.stack([losses.detach(), torch.ones_like(losses)]).double()
-        self._by_task.index_add_(1, groups % (len(self._tasks) + 1), seen)
-        return (losses * self._put(batch.weights)).sum() / whole
+        self._by_task.index_add_(1, batch.groups % (len(self._tasks) + 1), seen)
+        return (losses * batch.weights).sum() / whole
 
-    def _put(self, array: Any) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+    def _packed(self, batch: Batch | Packed) -> Packed:
+        if isinstance(batch, Packed):
+            return batch
+        return Packed.of(batch, pin=self._device.type == "cuda")
 
     def _guess(self, ids: Tensor, count: int) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]

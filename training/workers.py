@@ -1,11 +1,16 @@
 """Processes that make batches ahead of the training, in the order of their numbers."""
 
+import contextlib
 import multiprocessing
+import os
 import queue
 import signal
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,7 +22,9 @@ from training.prose_settings import ProseSettings
 from training.settings import Settings
 
 _AHEAD = 4
-_LOOK_S = 2.0
+_SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
+_PIPE_BYTES = 1 << 20  # a whole batch; 64 KiB by default, each of which has to be waited for
+_NICE = 5
 
 
 Source = Mapping[str, int] | Path
@@ -62,17 +69,19 @@ class BatchStream:
     ) -> None:  # fmt: skip
         self._numbers = range(first, last)
         self._here = batch_maker(settings, source)  # refuses a bad mix before anything is started
-        self._queues: list[Any] = []
+        self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("spawn")
         for worker in range(min(workers, len(self._numbers))):
-            batches = context.Queue(_AHEAD)
+            taken, given = context.Pipe(duplex=False)
+            _widen(given)
             process = context.Process(
-                target=_produce, args=(settings, source, self._numbers[worker::workers], batches),
+                target=_produce, args=(settings, source, self._numbers[worker::workers], given),
                 daemon=True,
             )  # fmt: skip
             process.start()
-            self._queues.append(batches)
+            given.close()  # only the process has it now: when it dies the pipe ends
+            self._pipes.append(taken)
             self._processes.append(process)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -82,25 +91,22 @@ class BatchStream:
             WorkerError: a process failed.
         """
         for at, number in enumerate(self._numbers):
-            if not self._queues:
+            if not self._pipes:
                 yield self._here.batch(number)
             else:
-                yield self._take(at % len(self._queues))
+                yield self._take(at % len(self._pipes))
 
     def _take(self, worker: int) -> Batch:
-        while True:
-            try:
-                made = self._queues[worker].get(timeout=_LOOK_S)
-            except queue.Empty:
-                if not self._processes[worker].is_alive():
-                    raise WorkerError(
-                        f"process {worker} that makes batches died; is memory short?"
-                    ) from None
-                continue
-            if isinstance(made, str):
-                raise WorkerError(f"a process that makes batches failed:\n{made}")
-            assert isinstance(made, Batch)
-            return made
+        try:
+            made: Any = self._pipes[worker].recv()
+        except (EOFError, OSError):
+            raise WorkerError(
+                f"process {worker} that makes batches died; is memory short?"
+            ) from None
+        if isinstance(made, str):
+            raise WorkerError(f"a process that makes batches failed:\n{made}")
+        assert isinstance(made, Batch)
+        return made
 
     def close(self) -> None:
         """End the processes."""
@@ -108,10 +114,9 @@ class BatchStream:
             process.terminate()
         for process in self._processes:
             process.join()
-        for batches in self._queues:
-            batches.cancel_join_thread()
-            batches.close()
-        self._queues, self._processes = [], []
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> "BatchStream":
         return self
@@ -123,28 +128,39 @@ class BatchStream:
         self.close()
 
 
+def _widen(pipe: Connection) -> None:
+    """Let a pipe hold a whole batch, where the system can do that."""
+    with contextlib.suppress(ImportError, OSError):
+        from fcntl import fcntl
+
+        fcntl(pipe.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
+
+
 def _produce(
-    settings: Settings | ProseSettings, source: Source, numbers: range, batches: Any
+    settings: Settings | ProseSettings, source: Source, numbers: range, given: Connection
 ) -> None:
     """Make batches until all are made or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    if hasattr(os, "nice"):
+        os.nice(_NICE)  # the training itself waits for one core above all
+    made: queue.Queue[Any] = queue.Queue(_AHEAD)
+    sender = threading.Thread(target=_send, args=(made, given), daemon=True)
+    sender.start()
     try:
         maker = batch_maker(settings, source)
         for number in numbers:
-            if not _put(maker.batch(number), batches):
-                return
+            made.put(ForkingPickler.dumps(maker.batch(number)))
     except Exception:
-        _put(traceback.format_exc(), batches)
+        made.put(ForkingPickler.dumps(traceback.format_exc()))
+    made.put(None)
+    sender.join()
 
 
-def _put(made: Batch | str, batches: Any) -> bool:
-    """Hand over a batch; False when nobody is there to take it."""
-    parent = multiprocessing.parent_process()
-    while parent is None or parent.is_alive():
-        try:
-            batches.put(made, timeout=_LOOK_S)
-        except queue.Full:
-            continue
-        return True
-    batches.cancel_join_thread()
-    return False
+def _send(made: "queue.Queue[Any]", given: Connection) -> None:
+    """Hand over what is made; when nobody is there to take it the process ends."""
+    try:
+        while (content := made.get()) is not None:
+            given.send_bytes(content)
+        given.close()
+    except OSError:
+        os._exit(1)

@@ -154,7 +154,7 @@ def test_workers_answer_as_one_process_does(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_is_an_error_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     how = Examination(
-        model="recall", device="cpu", dtype=None, data=None, chat=False, chunk=100,
+        model="recall", device="cpu", dtype=None, data=None, haystack=(), chat=False, chunk=100,
         own_prefill=False, store="memory", seed=0,
     )  # fmt: skip
     job = Job(length=300, task="single_essay", first=0, count=1, settings=("full",))

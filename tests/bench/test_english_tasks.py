@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.bench.tasks.english import lexicon
-from penstock.bench.tasks.english.filler import joined, noise, prose
-from penstock.bench.tasks.english.haystack import TextHaystack, split_sentences
+from penstock.bench.tasks.english.filler import noise, prose
+from penstock.bench.tasks.english.haystack import TextHaystack
 from penstock.bench.tasks.english.prompt_fit import TextTokenizer, fit
 from penstock.bench.tasks.english.registry import (
     ENGLISH_DEPTH_TASKS,
@@ -361,15 +361,6 @@ REAL = (
 )
 
 
-def test_sentences_of_a_text_join_to_it_again() -> None:
-    pieces = split_sentences(f"\n{REAL} ")
-    assert joined(pieces, " ") == REAL
-    assert pieces == [
-        "A title", "\n\nMr. A. B. Smith came in.", "He said \"No!\"", "Then he left.",
-        "\n\nIt was late.", "\nA verse,", "\n\n3. The last one.",
-    ]  # fmt: skip
-
-
 @each_task
 def test_the_haystack_can_be_a_real_text(task: str, bpe: TextTokenizer) -> None:
     """Every task is solved in it too; those with prose hold the text, paragraphs kept."""
@@ -394,8 +385,3 @@ def test_the_haystack_can_be_a_real_text(task: str, bpe: TextTokenizer) -> None:
 PROSE_TASKS = {
     "single_2", "single_3", "multi_key_1", "multi_value", "multi_query", "state_tracking"
 }  # fmt: skip
-
-
-def test_an_empty_haystack_is_refused() -> None:
-    with pytest.raises(ConfigError, match="empty"):
-        TextHaystack([" \n"])

@@ -238,7 +238,8 @@ def test_batch_guesses_the_token_behind_its_place(corpus: Corpus) -> None:
         batch = maker.batch(number)
         rows, length = batch.tokens.shape
         flat = batch.tokens.reshape(-1)
-        assert batch.tokens.dtype == batch.positions.dtype == np.int32
+        assert batch.tokens.dtype == batch.targets.dtype == np.uint16
+        assert batch.positions.dtype == batch.places.dtype == np.int32
         assert len(batch.places) == rows * length == 1024
         weighed = batch.weights > 0
         assert ((batch.places[weighed] + 1) % length != 0).all(), "no row guesses the next one"

@@ -12,6 +12,7 @@ from penstock.bench.tasks import GeneratedTasks, Words, make_sample
 from penstock.core.errors import ConfigError
 from training.checkpoint import read_vocabulary
 from training.data import EOS, GENERATORS, OTHER, PAD, RowMaker
+from training.dense import DENSE
 from training.examine import draw_sample
 from training.questions import SEVERAL, further_questions
 from training.settings import Settings, read_settings
@@ -28,8 +29,8 @@ def toy() -> Settings:
 
 
 def all_tasks() -> Settings:
-    share = 1 / (len(GENERATORS) + 1)
-    return replace(toy(), mix=dict.fromkeys([*GENERATORS, "dense_replay"], share))
+    tasks = [*GENERATORS, *DENSE]
+    return replace(toy(), mix=dict.fromkeys(tasks, 1 / len(tasks)))
 
 
 def text_of(tokens: np.ndarray) -> str:
@@ -46,7 +47,7 @@ def test_same_number_same_batch_other_number_another() -> None:
     assert not np.array_equal(first.tokens, seeded.tokens)
 
 
-@pytest.mark.parametrize("task", [*GENERATORS, "dense_replay"])
+@pytest.mark.parametrize("task", [*GENERATORS, *DENSE])
 @pytest.mark.parametrize("length", [544, 2176])
 def test_rows_are_full_and_their_answers_end(task: str, length: int) -> None:
     settings = replace(toy(), mix={task: 1.0})
@@ -113,6 +114,59 @@ def test_replay_asks_much_and_single_needles_once() -> None:
     assert (once.tokens == EOS).sum() == 1
 
 
+@pytest.mark.parametrize("length", [272, 544])
+def test_single_words_are_asked_for_much_in_short_rows(length: int) -> None:
+    said = {}
+    for task in ("copy", "dense_copy", "variable_tracking", "dense_chains"):
+        maker = RowMaker(replace(toy(), mix={task: 1.0}), VOCABULARY)
+        rows = [maker.row(length, f"d/{seed}") for seed in range(10)]
+        said[task] = sum(int(row.is_answer.sum()) for row in rows)
+    assert said["dense_copy"] > 10 * length // 4
+    assert said["dense_copy"] > 3 * said["copy"]
+    assert said["dense_chains"] > said["variable_tracking"]
+
+
+def test_dense_answers_follow_from_their_rows() -> None:
+    for seed in range(6):
+        rng = random.Random(seed)
+        sample = DENSE["dense_copy"][0](544, rng, WORDS)
+        listed = sample.answer.removesuffix(" )")
+        assert f"( {listed} )" in sample.prompt
+        assert len(set(listed.split())) == len(listed.split())
+        assert 1 + len(sample.prompt.split()) + sample.max_new_tokens <= 544
+        sample = DENSE["dense_chains"][0](400, rng, WORDS)
+        document, question = sample.prompt.rsplit(" Question : ", 1)
+        asked = [(f"Question : {question}", sample.answer), *further_questions(sample, rng)]
+        assert len(asked) * (9 + 7 * 4) <= 400
+        for text, answer in asked:
+            names = answer.removesuffix(" .").split()
+            value, told = text.split("the value ")[1].split(" . Answer : ")
+            assert told.startswith(f"{len(names)} variables")
+            for name, source in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False):
+                assert document.count(f"VAR {name} = {source} .") == 1
+            assert f"= VAR {names[-1]} ." not in document
+
+
+def test_a_stage_may_have_its_own_mix(tmp_path: Path) -> None:
+    text = (CONFIGS / "toy.toml").read_text()
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace("steps = 20", "steps = 20\nmix = { copy = 1.0 }", 1))
+    settings = read_settings(path)
+    assert settings.groups == [*settings.mix, "copy"]
+    assert settings.mix_at(19) == {"copy": 1.0}
+    assert settings.mix_at(20) == settings.mix
+    maker = RowMaker(settings, VOCABULARY)
+    last_of_first, first_of_second = (maker.batch(2 * step) for step in (19, 20))
+    assert set(last_of_first.groups) == {OTHER, len(settings.mix)}
+    assert len(settings.mix) not in first_of_second.groups
+    other = RowMaker(toy(), VOCABULARY)
+    assert np.array_equal(first_of_second.tokens, other.batch(40).tokens)
+    stages = (replace(settings.stages[0], mix={"riddle": 1.0}),)
+    unknown = replace(settings, stages=stages)
+    with pytest.raises(ConfigError, match="riddle"):
+        RowMaker(unknown, VOCABULARY)
+
+
 def test_batch_guesses_the_token_behind_its_place() -> None:
     batch = RowMaker(all_tasks(), VOCABULARY).batch(25)
     rows, length = batch.tokens.shape
@@ -120,7 +174,7 @@ def test_batch_guesses_the_token_behind_its_place() -> None:
     flat = batch.tokens.reshape(-1)
     assert np.array_equal(flat[batch.places + 1], batch.targets)
     assert (batch.weights > 0).all()
-    assert set(batch.groups) <= {OTHER, *range(len(GENERATORS) + 1)}
+    assert set(batch.groups) <= {OTHER, *range(len(GENERATORS) + len(DENSE))}
     assert ((batch.weights < 0.031) == (batch.groups == OTHER)).all()
     assert ((batch.places + 1) % length != 0).all()
 
@@ -188,8 +242,7 @@ def test_a_failing_process_is_reported() -> None:
         list(stream)
 
 
-def test_a_killed_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.workers._LOOK_S", 0.2)
+def test_a_killed_process_is_reported() -> None:
     with BatchStream(toy(), VOCABULARY, first=0, last=40, workers=1) as stream:
         for process in stream._processes:
             process.kill()
@@ -231,6 +284,9 @@ def test_recall_2_rows_hold_the_longest_prompts_with_their_answers() -> None:
         ("lengths = [256, 512]", "lengths = [256, 8192]", "8192 tokens are longer"),
         ('attention = "auto"', 'attention = "fast"', "auto, cudnn, flash"),
         ("steps = 20", "steps = 0", "at least one step"),
+        ("steps = 20", "steps = 20\nmix = { copy = 0.9 }", "mix of stage 1 add up to 0.9"),
+        ("steps = 20", "steps = 20\nmix = 1", "mix of stage 1 must be a table"),
+        ("multi_value = 0.2", "multi_value = -0.2", "must not be below 0"),
         ("seed = 0", "seed = ", "cannot read"),
     ],
 )

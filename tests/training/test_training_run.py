@@ -258,6 +258,26 @@ def test_a_resumed_run_leaves_the_same_model(
     assert [record["step"] for record in log if record["kind"] == "begin"] == [0, 3]
 
 
+def test_a_seed_may_be_given(tmp_path: Path) -> None:
+    path = write(SHORT, tmp_path / "short.toml")
+
+    def run(name: str, *more: str) -> int:
+        words = [str(path), "--out", str(tmp_path / name), "--workers", "0", *more]
+        return train.main([*words, "--minutes", "0.01"])
+
+    assert run("own") == run("other", "--seed", "7") == 3
+    own, other = (load_checkpoint(tmp_path / name) for name in ("own", "other"))
+    assert own is not None
+    assert other is not None
+    assert (own["settings"]["seed"], other["settings"]["seed"]) == (0, 7)
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(own["model"][name], other["model"][name])
+    begin = (tmp_path / "other" / "log.jsonl").read_text().splitlines()[0]
+    assert json.loads(begin)["settings"]["seed"] == 7
+    assert run("other", "--resume") == 2, "the seed is a setting like any other"
+    assert run("other", "--resume", "--seed", "7") == 3
+
+
 def test_time_that_is_up_stops_before_the_first_step(tmp_path: Path) -> None:
     assert (
         train.main([str(TOY), "--out", str(tmp_path), "--workers", "0", "--minutes", "0.01"]) == 3

@@ -22,6 +22,7 @@ from penstock.bench.progress import Progress
 from penstock.bench.result import Result
 from penstock.bench.tasks import GeneratedTasks, Sample, even_depths, grid, judge
 from penstock.core.errors import BudgetError, ConfigError
+from penstock.generation.prompts import read_text_file
 from penstock.models.loader import LoadedModel, load
 
 _TASKS = ("single_essay", "single_2")
@@ -45,6 +46,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="recall", help="the bundled model, or a folder")
     add("--task", help="one that asks for a single needle (default: single_essay or single_2)")
+    add(
+        "--haystack", action="append", default=[], metavar="FILE",
+        help="UTF-8 text that English needles are hidden in, instead of made-up prose; repeatable",
+    )  # fmt: skip
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
     add("--lengths", default="2048,4096,8192,16384", help="tokens of the prompts")
     add("--depths", type=int, default=6, help="places of the needle, from the start to the end")
@@ -99,7 +104,10 @@ class NeedleGrid:
         self._loaded: LoadedModel = load(args.model, dtype=args.dtype, device=args.device)
         if self._loaded.tokenizer is None:
             raise ConfigError(f"{args.model} has no tokenizer")
-        self._source = GeneratedTasks(self._loaded.tokenizer, chat=args.chat)
+        self._source = GeneratedTasks(
+            self._loaded.tokenizer, chat=args.chat,
+            texts=[read_text_file(path, "haystack") for path in args.haystack],
+        )  # fmt: skip
         known = self._source.depth_names
         self.task: str = args.task or next(task for task in _TASKS if task in known)
         if self.task not in known:
@@ -234,8 +242,9 @@ def run(arguments: Sequence[str]) -> Result:
     """
     args = parse_arguments(arguments)
     measured = NeedleGrid(args)
-    private = ("out", "store", "json", "model", "resume")
+    private = ("out", "store", "json", "haystack", "resume")
     settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     settings |= {"task": measured.task, "settings": [s.text for s in measured.settings]}
     result = Result.begin("needles", arguments, settings, seed=args.seed, store=args.store)
     began, minutes = time.perf_counter(), 0.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from penstock.core.errors import AdapterError, ConfigError
@@ -87,7 +87,8 @@ class LowRankAdapter:
             "format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens),
             "layers": str(len(self.layers)),
         }  # fmt: skip
-        save_file(tensors, path, metadata=metadata)
+        # save_file would make a file that only its owner can read.
+        Path(path).write_bytes(save(tensors, metadata=metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> "LowRankAdapter":

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from penstock.bench.tasks.english.filler import Haystack, prose
+from penstock.bench.tasks.english.haystack import TextHaystack
 from penstock.bench.tasks.english.prompt_fit import Prompter, TextTokenizer
 from penstock.bench.tasks.english.registry import (
     ENGLISH_DEPTH_TASKS,
@@ -62,16 +64,22 @@ class GeneratedTasks:
     Args:
         tokenizer: of the model that will be asked.
         chat: wrap English questions into the tokenizer's chat template.
+        texts: real documents that English tasks are hidden in; none: made-up prose.
 
     Raises:
-        ConfigError: `chat` without a chat template.
+        ConfigError: `chat` without a chat template; texts that are empty, or for the bundled model.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, *, chat: bool = False) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, *, chat: bool = False, texts: Sequence[str] = ()
+    ) -> None:
         Prompter(tokenizer, chat=chat)
         self._tokenizer = tokenizer
         self._chat = chat
         self._words = _bundled_words(tokenizer)
+        if texts and self._words is not None:
+            raise ConfigError("the bundled model does not read English: leave out --haystack")
+        self._haystack: Haystack = TextHaystack(texts) if texts else prose
         self.language = "english" if self._words is None else "recall"
 
     @property
@@ -96,8 +104,9 @@ class GeneratedTasks:
                 sample = make_sample(task, tokens, rng, self._words, depth=depth)
             else:
                 sample = make_english_sample(
-                    task, tokens, rng, self._tokenizer, depth=depth, chat=self._chat
-                )
+                    task, tokens, rng, self._tokenizer, depth=depth, chat=self._chat,
+                    haystack=self._haystack,
+                )  # fmt: skip
             samples.append(sample)
         return samples
 

@@ -1,0 +1,116 @@
+"""The way of batches to the training: order, errors, the same numbers, nothing left behind."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from training.checkpoint import read_vocabulary
+from training.data import Batch, RowMaker
+from training.feed import Feed, Packed
+from training.settings import Settings, read_settings
+from training.workers import BatchStream, WorkerError
+
+VOCABULARY = read_vocabulary()
+CPU = torch.device("cpu")
+
+
+def toy() -> Settings:
+    return read_settings(Path(training.__file__).parent / "configs" / "toy.toml")
+
+
+def batches(count: int) -> Iterator[Batch]:
+    maker = RowMaker(toy(), VOCABULARY)
+    return (maker.batch(number) for number in range(count))
+
+
+def test_what_arrives_is_the_batch() -> None:
+    for batch in batches(3):
+        high = replace(batch, tokens=batch.tokens + np.uint16(60_000))  # ids that need 16 bits
+        packed = Packed.of(high, pin=False)
+        assert packed.weight == float(batch.weights.sum())
+        assert (packed.rows, packed.length) == batch.tokens.shape
+        there = packed.on(CPU)
+        for name in ("tokens", "positions", "places", "targets", "weights", "groups"):
+            array, tensor = getattr(high, name), getattr(there, name)
+            assert tensor.shape == array.shape
+            assert np.array_equal(tensor.numpy(), array), name
+        assert there.tokens.dtype == there.positions.dtype == torch.int32
+        assert there.places.dtype == there.targets.dtype == there.groups.dtype == torch.int64
+        assert there.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_order_is_kept(ahead: int) -> None:
+    with Feed(batches(7), pin=False, ahead=ahead) as feed:
+        seen = [packed.on(CPU).tokens.numpy() for packed in feed]
+    assert len(seen) == 7
+    assert all(np.array_equal(a, b.tokens) for a, b in zip(seen, batches(7), strict=True))
+
+
+def test_some_are_packed_before_they_are_asked_for() -> None:
+    taken = []
+
+    def watched() -> Iterator[Batch]:
+        for number, batch in enumerate(batches(12)):
+            taken.append(number)
+            yield batch
+
+    with Feed(watched(), pin=False, ahead=2) as feed:
+        found = iter(feed)
+        next(found)
+        end = time.monotonic() + 30
+        while len(taken) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert len(taken) == 4, "one was asked for, two wait, one is to be handed over"
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_error_is_raised_behind_what_was_sound(ahead: int) -> None:
+    def failing() -> Iterator[Batch]:
+        yield from batches(2)
+        raise WorkerError("no more")
+
+    with Feed(failing(), pin=False, ahead=ahead) as feed:
+        found = iter(feed)
+        next(found), next(found)
+        with pytest.raises(WorkerError, match="no more"):
+            next(found)
+
+
+def test_closing_leaves_no_thread_and_no_process() -> None:
+    threads, began = threading.active_count(), time.monotonic()
+    with (
+        BatchStream(toy(), VOCABULARY, first=0, last=80, workers=2) as stream,
+        Feed(stream, pin=False, ahead=2) as feed,
+    ):
+        next(iter(feed))
+        assert threading.active_count() > threads
+    assert threading.active_count() == threads
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - began < 60
+
+
+def test_a_process_killed_while_it_hands_over_is_reported() -> None:
+    """Its batch is larger than the pipe, so that it is killed with half of it written."""
+    large = replace(toy(), micro_batch_tokens=1 << 17)
+    with (
+        BatchStream(large, VOCABULARY, first=0, last=40, workers=1) as stream,
+        Feed(stream, pin=False, ahead=1) as feed,
+    ):
+        found = iter(feed)
+        next(found)
+        time.sleep(2)  # all that waits is full, and the process writes on
+        for process in stream._processes:
+            process.kill()
+            process.join()
+        with pytest.raises(WorkerError, match="died"):
+            list(found)
