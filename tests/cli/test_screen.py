@@ -45,6 +45,13 @@ def report(**changes: Any) -> RunReport:
     return RunReport(**{**fields, **changes})
 
 
+def test_what_was_kept_without_asking_is_said_apart() -> None:
+    decode = PhaseStats(tokens=10, units_wanted=100, units_hit=61, units_reused=300)
+    rows = dict(report_rows(report(stats=RunStats(decode=decode))))
+    wanted = "61 % of the wanted groups were in memory, 75 % of all were kept without asking"
+    assert rows["hit rate"] == wanted
+
+
 def test_the_table_has_every_figure() -> None:
     rows = dict(report_rows(report()))
     assert rows == {

@@ -43,7 +43,8 @@ the first decode step look the other way."""
 
 
 def make(name: str, **wanted: Any) -> SelectionPolicy:
-    """A policy with the options that it knows."""
+    """A policy with the options that it knows; four sinks, whatever its default."""
+    wanted.setdefault("sink_tokens", 4)
     known = {field.name for field in fields(POLICIES[name])}
     return POLICIES[name](**{key: value for key, value in wanted.items() if key in known})
 

@@ -201,6 +201,19 @@ def test_a_fetched_model_brings_its_adapter(
     assert find_adapter(mark) is not None
 
 
+@pytest.mark.usefixtures("home")
+def test_a_folder_brings_its_adapter(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.bundled_adapter._BUNDLED", tmp_path / "none")
+    model = load(original).model
+    mark = fingerprint(model)
+    assert find_adapter(mark, model.name_or_path) is not None
+    assert find_adapter("another model", model.name_or_path) is None
+    (tmp_path / "adapter.safetensors").write_bytes(b"of somebody else")
+    assert find_adapter(mark, tmp_path) is None
+
+
 def test_unknown_name(home: Path) -> None:
     done = run("fetch", "prose-8")
     assert done.exit_code == EXIT_BAD_INPUT

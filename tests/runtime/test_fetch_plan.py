@@ -30,6 +30,19 @@ def test_nothing_missing_plans_nothing() -> None:
     assert again.num_hit == again.num_wanted == 2
 
 
+def test_rows_that_were_not_ranked_again_are_counted_apart() -> None:
+    """Of the second row everything is still there; of the third, one unit has to be read."""
+    table, fifo = SlotTable(3, 3, 10), FIFO(3, 3)
+    plan_fetch(Selection(np.array([[0, 1, 2], [5, 6, 7], [1, 2, 4]])), table, fifo)
+    wanted = np.array([[1, 2, 4], [5, 6, 7], [1, 2, 3]])
+    reused = np.array([False, True, True])
+    plan = plan_fetch(Selection(wanted, None, reused), table, fifo)
+    assert (plan.num_wanted, plan.num_hit, plan.num_reused) == (9, 7, 5)
+    valid = np.array([[True] * 3, [False, True, True], [True] * 3])
+    plan = plan_fetch(Selection(wanted, valid, reused), table, fifo)
+    assert (plan.num_wanted, plan.num_hit, plan.num_reused) == (8, 8, 5)
+
+
 def test_invalid_choices_are_not_fetched() -> None:
     table, fifo = SlotTable(2, 2, 10), FIFO(2, 2)
     valid = np.array([[True, True], [False, True]])

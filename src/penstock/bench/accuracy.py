@@ -23,6 +23,7 @@ from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
+from penstock.generation.prompts import read_text_file
 
 KEEP_S = 15.0
 """A long job is saved this often."""
@@ -35,6 +36,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default="recall", help="the bundled model, or a folder")
     add("--suite", choices=["paper"], help="every method at 1/13 and 1/34 of the full cache")
     add("--data", help="JSONL file or folder (context, question, answers) instead of own tasks")
+    add(
+        "--haystack", action="append", default=[], metavar="FILE",
+        help="UTF-8 text that English tasks are hidden in, instead of made-up prose; repeatable",
+    )  # fmt: skip
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
     add("--tasks", default="all", help="names separated by commas")
     add("--tokens", type=_lengths, help="lengths of the prompts (default 16384; suite 8192,16384)")
@@ -90,6 +95,7 @@ class Benchmark:
         self.settings = parse_settings(texts or ["full,kvswap@1/13,kvswap@1/34"])
         self._how = Examination(
             model=args.model, device=args.device, dtype=args.dtype, data=args.data,
+            haystack=tuple(read_text_file(path, "haystack") for path in args.haystack),
             chat=args.chat, chunk=args.chunk, own_prefill=args.own_prefill, store=args.store,
             seed=args.seed,
         )  # fmt: skip
@@ -206,8 +212,9 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input, or no room for the caches.
     """
     args = parse_arguments(arguments)
-    private = ("out", "store", "json", "model", "data", "resume")
+    private = ("out", "store", "json", "data", "haystack", "resume")
     settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
     benchmark = Benchmark(args)
     if len(args.tokens) == 1:

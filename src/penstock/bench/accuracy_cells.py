@@ -8,12 +8,14 @@ import numpy as np
 
 from penstock.bench.answers import Answers, Question
 from penstock.bench.intervals import paired_bootstrap
+from penstock.bench.retrieval_counts import Counts, add_counts, retrieving_share
 from penstock.bench.tasks import judge, score_any_order
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import format_bytes
 
 REFERENCE = "full"
 TIME_WAS_UP = "time was up"
+_ADDED = ("seconds", "tokens", "read_bytes", "units_wanted", "units_hit", "units_reused")
 
 
 @dataclass(kw_only=True)
@@ -34,11 +36,14 @@ class Cell:
     read_bytes: int = 0
     units_wanted: int = 0
     units_hit: int = 0
+    units_reused: int = 0
     ledger_bytes: int = 0
     """Fast memory of a batch's cache, the largest one."""
     full_cache_bytes: int = 0
     refused: str | None = None
     """Why it could not run."""
+    retrieval: Counts | None = None
+    """When layers retrieved, for methods that do not at every step."""
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -49,8 +54,9 @@ class Cell:
         """Count what another cell of the same key has answered after this one."""
         self.scores += later.scores
         self.any_order += later.any_order
-        for name in ("seconds", "tokens", "read_bytes", "units_wanted", "units_hit"):
+        for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.retrieval = add_counts(self.retrieval, later.retrieval)
         if later.ledger_bytes > self.ledger_bytes:
             self.ledger_bytes, self.full_cache_bytes = later.ledger_bytes, later.full_cache_bytes
         self.refused = self.refused or later.refused
@@ -60,11 +66,9 @@ class Cell:
         for sample, text in zip(question.samples, answers.texts, strict=True):
             self.scores.append(judge(sample, text))
             self.any_order.append(score_any_order(sample, text))
-        self.seconds += answers.seconds
-        self.tokens += answers.tokens
-        self.read_bytes += answers.read_bytes
-        self.units_wanted += answers.units_wanted
-        self.units_hit += answers.units_hit
+        for name in _ADDED:
+            setattr(self, name, getattr(self, name) + getattr(answers, name))
+        self.retrieval = add_counts(self.retrieval, answers.retrieval)
         if answers.ledger_bytes > self.ledger_bytes:
             self.ledger_bytes = answers.ledger_bytes
             self.full_cache_bytes = answers.full_cache_bytes
@@ -87,6 +91,8 @@ class Summary:
     loss_high: float | None
     tasks: int
     hit_rate: float | None
+    retrieving_share: float | None
+    """Steps that retrieved, of all; None for methods that do at every step."""
     read_bytes_per_token: float | None
     ledger_bytes: int
     full_cache_bytes: int
@@ -117,6 +123,9 @@ def _summarise(cells: Sequence[Cell]) -> list[Summary]:
                 losses.append(float(lost.mean()))
                 variances.append(float(lost.var(ddof=1)) / len(lost) if len(lost) > 1 else 0.0)
         wanted, tokens = sum(c.units_wanted for c in done), sum(c.tokens for c in done)
+        retrieval: Counts | None = None
+        for cell in done:
+            retrieval = add_counts(retrieval, cell.retrieval)
         largest = max(done, key=lambda cell: cell.ledger_bytes, default=None)
         interval = paired_bootstrap(*pairs, resamples=2000) if pairs else None
         error = float(np.sqrt(sum(variances))) / len(losses) if losses else None
@@ -128,6 +137,7 @@ def _summarise(cells: Sequence[Cell]) -> list[Summary]:
             loss_low=None if interval is None else 100 * interval.low,
             loss_high=None if interval is None else 100 * interval.high,
             hit_rate=sum(c.units_hit for c in done) / wanted if wanted else None,
+            retrieving_share=retrieving_share(retrieval),
             read_bytes_per_token=sum(c.read_bytes for c in done) / tokens if tokens else None,
             ledger_bytes=largest.ledger_bytes if largest else 0,
             full_cache_bytes=largest.full_cache_bytes if largest else 0,
@@ -159,7 +169,7 @@ def accuracy_table(cells: Sequence[Cell]) -> str:
             scores = at[summary.setting, task].scores
             row.append(f"{100 * float(np.mean(scores)):.0f}" if scores else "")
         rows.append([*row, *_summary_cells(summary)])
-    header = ["score, %", *tasks, "mean", "loss", "memory", "hits", "KB/token", "s"]
+    header = ["score, %", *tasks, "mean", "loss", "memory", "hits", "retr.", "KB/token", "s"]
     return format_table(header, rows)
 
 
@@ -172,7 +182,8 @@ def _summary_cells(summary: Summary) -> list[str]:
         loss += f" [{show(summary.loss_low, '.1f')}, {show(summary.loss_high, '.1f')}]"
     return [
         show(summary.mean, ".1f", 100), loss, format_bytes(summary.ledger_bytes),
-        show(summary.hit_rate, ".0%"), show(summary.read_bytes_per_token, ".0f", 1e-3),
+        show(summary.hit_rate, ".0%"), show(summary.retrieving_share, ".0%"),
+        show(summary.read_bytes_per_token, ".0f", 1e-3),
         f"{summary.seconds:.0f}",
     ]  # fmt: skip
 

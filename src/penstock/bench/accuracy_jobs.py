@@ -20,6 +20,8 @@ class Examination:
     dtype: str | None
     data: str | None
     """JSONL file or folder instead of generated tasks."""
+    haystack: tuple[str, ...]
+    """Texts that generated English tasks are hidden in."""
     chat: bool
     chunk: int
     """Tokens per forward pass of a prompt."""
@@ -68,7 +70,9 @@ class Examiner:
         if examination.data:
             self._source = FileTasks(examination.data, tokenizer, chat=examination.chat)
         else:
-            self._source = GeneratedTasks(tokenizer, chat=examination.chat)
+            self._source = GeneratedTasks(
+                tokenizer, chat=examination.chat, texts=examination.haystack
+            )
 
     @property
     def tasks(self) -> Sequence[str]:

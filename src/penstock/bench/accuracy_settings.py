@@ -32,15 +32,29 @@ LOUISKV_PAPER = (
     "louiskv:tau=0.7,sink_tokens=64,window_tokens=256,selected_tokens=1024",
 )
 """LouisKV's section 5.2: long input (Llama-3.1-8B); long output, then both (Qwen3-8B)."""
+_LOUISKV_VARIANTS = (
+    *(f"tau={tau}" for tau in (0.6, 0.7, 0.75, 0.8, 0.85)),
+    *(f"boundaries=stride:{steps}" for steps in (2, 4, 8)),
+    "boundaries=every",
+    "boundaries=every,units=pages",
+)
 LOUISKV_ABLATIONS = (
     "full",
-    *(f"louiskv:selected_tokens=512,tau={tau}" for tau in (0.5, 0.6, 0.7, 0.8, 0.9)),
-    "louiskv:selected_tokens=512,boundaries=stride:5",
-    "louiskv:selected_tokens=512,boundaries=stride:16",
-    "louiskv:selected_tokens=512,boundaries=every",
-    "louiskv:selected_tokens=512,boundaries=every,units=pages",
+    *(
+        setting
+        for budget in (256, 512)
+        for setting in (
+            f"quest:selected_tokens={budget}",
+            f"arkvale:selected_tokens={budget}",
+            *(
+                f"louiskv:selected_tokens={budget},window_tokens=64,sink_tokens=4,{variant}"
+                for variant in _LOUISKV_VARIANTS
+            ),
+        )
+    ),
 )
-"""LouisKV's section 5.4 and appendix D: tau, fixed strides, and pages against its own units."""
+"""LouisKV's section 5.4 and appendix D: tau, fixed strides, and pages against its own units; beside
+the methods of its Tab. 1 that retrieve, with the window and sinks that they have here."""
 
 _UNLIMITED = frozenset({"full", "flexgen"})
 _SUITE_OPTIONS = MappingProxyType({"louiskv": ":window_tokens=64,sink_tokens=4"})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.accuracy_settings import Setting
+from penstock.bench.retrieval_counts import Counts, RetrievalWatch
 from penstock.bench.tasks import Sample
 from penstock.generation.prompts import PromptBatch, make_batch
 from penstock.models.cache_adapter import TieredCache
@@ -51,6 +52,9 @@ class Answers:
     units_hit: int
     ledger_bytes: int
     full_cache_bytes: int
+    units_reused: int = 0
+    retrieval: Counts | None = None
+    """When layers retrieved, for methods that do not at every step (with a shared prefill)."""
 
 
 class WrongAlready:
@@ -164,6 +168,7 @@ def answer(
         if shared is not None:
             shared.put_into(cache)
             extra = {}
+        watch = RetrievalWatch(cache)
         if all(sample.is_all_or_nothing for sample in question.samples):
             extra["stopping_criteria"] = [WrongAlready(question, loaded.tokenizer)]
         with torch.no_grad():
@@ -181,5 +186,18 @@ def answer(
         texts=[str(loaded.tokenizer.decode(row, skip_special_tokens=True)) for row in new],
         seconds=seconds, tokens=decode.tokens, read_bytes=decode.read_bytes,
         units_wanted=decode.units_wanted, units_hit=decode.units_hit,
+        units_reused=decode.units_reused, retrieval=watch.counts(_steps(new, model, question)),
         ledger_bytes=report.used_bytes, full_cache_bytes=report.full_cache_bytes,
     )  # fmt: skip
+
+
+def _steps(new: Tensor, model: Any, question: Question) -> list[int]:
+    """Decode steps of each answer: all its tokens but the first, which comes out of prefill.
+
+    Args:
+        new: what was generated, with padding where an answer had ended. int64 [batch, tokens]
+    """
+    ends = model.generation_config.eos_token_id
+    over = [question.pad_token_id, *([ends] if isinstance(ends, int) else ends or [])]
+    ended = torch.isin(new, torch.tensor(over))
+    return ((~ended).cumprod(dim=1).sum(dim=1) - 1).clamp_min(0).tolist()

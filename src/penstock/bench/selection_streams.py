@@ -203,6 +203,14 @@ class StreamedIndex(KeyIndex):
         self.stream.note_closed(first_token, first_token + keys.shape[1])
         self.inner.append(keys, first_token)
 
+    def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
+        """See `KeyIndex.begin_step`."""
+        self.inner.begin_step(query, first_unit, position)
+
+    def close(self) -> None:
+        """See `KeyIndex.close`."""
+        self.inner.close()
+
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`."""
         return self.inner.score(query, num_units)

@@ -177,7 +177,11 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
 
 def _hit_rate(decode: PhaseStats) -> str:
     if decode.units_wanted:
-        return f"{100 * decode.hit_rate:.0f} % of the wanted groups were in memory"
+        kept = ""
+        if decode.units_reused:
+            share = decode.units_reused / (decode.units_reused + decode.units_wanted)
+            kept = f", {100 * share:.0f} % of all were kept without asking"
+        return f"{100 * decode.hit_rate:.0f} % of the wanted groups were in memory{kept}"
     return "none: every step reads the whole past" if decode.read_bytes else "nothing to fetch"
 
 

@@ -17,3 +17,5 @@ class Selection:
     """Chosen units, ascending in each row, without repeats among the valid ones. [batch, wanted]"""
     valid: NDArray[np.bool_] | None = None
     """False where a row has fewer units to choose from than others; None when all are valid."""
+    reused: NDArray[np.bool_] | None = None
+    """Rows whose units are those of the step before, kept without ranking; None: no row. [batch]"""

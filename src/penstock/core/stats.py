@@ -21,6 +21,9 @@ class PhaseStats:
     """Units that selections asked for."""
     units_hit: int = 0
     """Of those, already resident."""
+    units_reused: int = 0
+    """Units attended to as an earlier step had selected and fetched them, nothing being asked;
+    neither wanted nor hit (LouisKV between semantic boundaries)."""
     stall_s: float = 0.0
     """Time that attention waited for reads."""
     predict_s: float = 0.0

@@ -22,6 +22,17 @@ class KeyIndex(ABC):
             first_token: cache position of the first of them.
         """
 
+    def begin_step(  # noqa: B027 - optional
+        self, query: Tensor, first_unit: NDArray[np.int64], position: int
+    ) -> None:
+        """Learn of a decode step, also of one that has nothing to select; most indexes do not.
+
+        Args:
+            query: as for `score`. [batch, num_heads, head_dim]
+            first_unit: first unit that may be selected, per row. [batch]
+            position: cache position of the step's token.
+        """
+
     @abstractmethod
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """Rank the first `num_units` units; larger is more important.
@@ -83,6 +94,9 @@ class KeyIndex(ABC):
             sample: the keys themselves are appended afterwards. [batch, tokens, kv_heads, head_dim]
             positions: cache positions of the sample's tokens. int64 [tokens]
         """
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Let whatever works beside the decode loop come to its end."""
 
     def look(self, keys: Tensor, first_token: int) -> None:  # noqa: B027 - optional
         """See the prompt's keys once, before any is appended; arguments as in `append`."""

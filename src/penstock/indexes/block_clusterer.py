@@ -1,8 +1,9 @@
-"""BlockClusterer: k-means over a prompt's keys, block by block beside the prefill (LouisKV)."""
+"""BlockClusterer: k-means over a prompt's keys, block by block (LouisKV)."""
 
 import threading
 from concurrent.futures import Future
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +23,26 @@ class Clustering(NamedTuple):
 
 
 class BlockClusterer:
-    """Collects keys and clusters each full block on a thread, while the next one fills.
+    """Collects keys and clusters each block when it is full.
 
-    At most one block of an index is being clustered; the next one waits for it, which is the one
-    place where a prefill can have to wait.
+    Beside the prefill: on a thread, while the next block fills. At most one block of an index is
+    being clustered; the next one waits for it, which is the one place where a prefill can have to
+    wait. Otherwise at once, in memory that is held only while keys wait (`release`).
     """
 
     def __init__(
         self, like: Tensor, *, rows: int, block_tokens: int, cluster_tokens: int, cosine: bool,
-        elements: int, seed: int = 0,
+        elements: int, beside: bool = True, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Allocate both halves.
+        """Allocate both halves, if they are to be held all the time.
 
         Args:
             like: [..., head_dim], of the dtype and on the device of the keys.
             elements: of a chunk's temporaries (`kernels.kmeans.chunk_elements`).
         """
-        self._halves = like.new_empty(2, rows, block_tokens, like.shape[-1])
+        self._like, self._beside = like, beside
+        self._size = (1 + beside, rows, block_tokens, like.shape[-1])
+        self._halves: Tensor | None = like.new_empty(self._size) if beside else None
         self._cluster_tokens, self._cosine = cluster_tokens, cosine
         self._elements, self._seed = elements, seed
         self._filling = 0
@@ -49,23 +53,30 @@ class BlockClusterer:
     @staticmethod
     def num_bytes(
         *, rows: int, block_tokens: int, cluster_tokens: int, head_dim: int, itemsize: int,
-        elements: int,
+        elements: int, beside: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of both halves and of one clustering under way, for the ledger."""
+        """Bytes of the block or both halves and of one clustering under way, for the ledger."""
         clusters = num_clusters(block_tokens, cluster_tokens)
-        held = 2 * rows * block_tokens * head_dim * itemsize
+        held = (1 + beside) * rows * block_tokens * head_dim * itemsize
         made = rows * (4 * clusters * head_dim + 16 * block_tokens)
         return held + made + kmeans_bytes(rows, clusters, head_dim, elements)
 
     @property
     def block_tokens(self) -> int:
         """Keys of a full block."""
-        return self._halves.shape[2]
+        return self._size[2]
 
     @property
     def waiting(self) -> Tensor:
-        """Keys that wait. [rows, count, head_dim]"""
+        """Keys that wait; `count` is not 0. [rows, count, head_dim]"""
+        assert self._halves is not None
         return self._halves[self._filling, :, : self.count]
+
+    def release(self) -> None:
+        """Forget the keys that wait, and give their memory back where it is not kept."""
+        self.count = 0
+        if not self._beside:
+            self._halves = None
 
     def take(self, keys: Tensor, position: int) -> list[tuple[int, Clustering]]:
         """Take keys in; begins to cluster whatever becomes full.
@@ -80,14 +91,20 @@ class BlockClusterer:
         if self.count == 0:
             self.start = position
         end = self.count + keys.shape[1]
+        if self._halves is None:
+            self._halves = self._like.new_empty(self._size)
         self._halves[self._filling, :, self.count : end] = keys
         self.count = end
         if end < self.block_tokens:
             return []
+        if not self._beside:
+            clustered, self.count = self.cluster(self.waiting), 0
+            return [(self.start, clustered)]
         done = self.finish()
         future: Future[Clustering] = Future()
         self._job = (self.start, future)
-        threading.Thread(target=self._run, args=(self.waiting, future), daemon=True).start()
+        args = (self.waiting, future, _in_stream_of(self.waiting))
+        threading.Thread(target=self._run, args=args, daemon=True).start()
         self._filling, self.count = 1 - self._filling, 0
         return done
 
@@ -96,33 +113,54 @@ class BlockClusterer:
         """Keys until the block is full."""
         return self.block_tokens - self.count
 
-    def _run(self, keys: Tensor, future: "Future[Clustering]") -> None:
+    def _run(
+        self, keys: Tensor, future: "Future[Clustering]", stream: AbstractContextManager[Any]
+    ) -> None:
         try:
-            future.set_result(self.cluster(keys))
+            with stream:
+                clustered = self.cluster(keys)
+            future.set_result(clustered)
         except BaseException as error:
             future.set_exception(error)
 
     def cluster(self, keys: Tensor) -> Clustering:
         """Cluster some keys now. keys: [rows, tokens, head_dim]"""
         clusters = num_clusters(keys.shape[1], self._cluster_tokens)
-        how = {"cosine": self._cosine, "elements": self._elements}
+        cosine, elements = self._cosine, self._elements
         with torch.no_grad():
-            means = kmeans(keys, clusters, iterations=ITERATIONS, seed=self._seed, **how)  # type: ignore[arg-type]
-            return Clustering(means, nearest(keys, means, **how))  # type: ignore[arg-type]
+            means = kmeans(
+                keys, clusters, iterations=ITERATIONS, cosine=cosine, seed=self._seed,
+                elements=elements,
+            )  # fmt: skip
+            return Clustering(means, nearest(keys, means, cosine=cosine, elements=elements))
 
     def finish(self) -> list[tuple[int, Clustering]]:
-        """Wait for the block under way, if there is one; raises what its thread raised."""
+        """Wait for the block under way, if there is one.
+
+        What its thread raised is raised here, again and again until the block is forgotten: its
+        tokens belong to no unit.
+        """
         if self._job is None:
             return []
-        (start, future), self._job = self._job, None
-        return [(start, future.result())]
+        start, future = self._job
+        done = [(start, future.result())]
+        self._job = None
+        return done
 
-    def drop(self) -> None:
-        """Give up everything that waits or is under way."""
-        self.count = 0
-        if self._job is not None:
+    def forget_from(self, position: int) -> None:
+        """Forget the keys at and after `position`; waits for a block that begins there."""
+        self.count = max(0, min(self.count, position - self.start))
+        if self._job is not None and self._job[0] >= position:
             self._job[1].exception()
             self._job = None
+
+
+def _in_stream_of(keys: Tensor) -> AbstractContextManager[Any]:
+    """What a thread works in, so that a GPU orders its work after the caller's."""
+    if not keys.is_cuda:
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.current_stream(keys.device))
+    return stream
 
 
 def num_clusters(tokens: int, cluster_tokens: int) -> int:

@@ -40,7 +40,7 @@ class SemanticBoundaries:
         """Token of the newest step."""
         self.boundaries = np.zeros(sequences, dtype=np.int64)
         """Boundaries so far, first steps included. [sequences]"""
-        self.lengths: Counter[int] = Counter()
+        self._lengths: Counter[int] = Counter()
         """Closed segments by their length in steps."""
 
     @staticmethod
@@ -68,18 +68,29 @@ class SemanticBoundaries:
             alike = query_similarity(self._previous, query, self._rows_per_sequence)
             decision = (alike < self._tau).cpu().numpy()
         if self._known:
-            self.lengths.update((position - self._last)[decision].tolist())
+            self._lengths.update((position - self._last)[decision].tolist())
         self.boundaries += decision
         self._last = np.where(decision, position, self._last)
         self._decision, self.position, self._known = decision, position, True
         self._previous.copy_(query)
         return decision
 
+    @property
+    def lengths(self) -> Counter[int]:
+        """Segments by their length in steps, open ones as long as they are by now."""
+        if not self._known:
+            return Counter(self._lengths)
+        return self._lengths + Counter((self.position + 1 - self._last).tolist())
+
     def forget(self) -> None:
         """The next step is a first one: another prompt, or a crop, came between."""
-        if self._known:
-            self.lengths.update((self.position + 1 - self._last).tolist())
+        self._lengths = self.lengths
         self._known, self.position = False, -1
+
+    def clear_counters(self) -> None:
+        """Begin to count anew."""
+        self._lengths.clear()
+        self.boundaries[:] = 0
 
     def take_rows_from(self, other: "SemanticBoundaries", rows: Tensor) -> None:
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
@@ -90,4 +101,4 @@ class SemanticBoundaries:
         self._last = other._last[sequences]
         self._decision = other._decision[sequences]
         self.boundaries = other.boundaries[sequences]
-        self.lengths = Counter(other.lengths)
+        self._lengths = Counter(other._lengths)

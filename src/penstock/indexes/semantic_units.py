@@ -1,6 +1,7 @@
 """SemanticUnitsIndex: prompt clusters and output segments in one pool of units (LouisKV)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,10 +16,14 @@ from penstock.indexes.block_clusterer import BlockClusterer
 from penstock.indexes.prompt_clusters import integer_dtype
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.unit_pool import UnitPool
+from penstock.kernels.kmeans import chunk_elements
 from penstock.kernels.unit_selection import CHUNK_UNITS, take_units, unit_scores
 
 SPARE_UNITS = 8
 """Units of a pool beside one for every `cluster_tokens` tokens and those that are asked for."""
+
+StepObserver = Callable[[int, NDArray[np.bool_], NDArray[np.bool_]], None]
+"""From a step's position, whether it is a boundary, and whether it retrieves. bool [sequences]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,8 @@ class UnitSizes:
     """Pages of `cluster_tokens` consecutive tokens instead of clusters and segments."""
     cosine: bool = False
     """k-means by the cosine instead of the distance."""
+    beside: bool = True
+    """Prompts are clustered while they are taken in; otherwise when the first step wants it."""
 
     def capacity(self, max_tokens: int) -> int:
         """Units of the pool."""
@@ -42,7 +49,7 @@ class UnitSizes:
 
     def elements(self, rows: int) -> int:
         """Elements of a chunk's temporaries in k-means."""
-        return min(1 << 19, max(1 << 13, 16 * rows * self.block_tokens))
+        return chunk_elements(8 * rows * self.block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +61,7 @@ class LayerCounters:
     reuse_steps: tuple[int, ...]
     """Steps that attended to the retrieved set as it was, per sequence."""
     segment_tokens: dict[int, int]
-    """Closed segments by their length in tokens."""
+    """Segments of all sequences by their length in tokens, the open ones as they are by now."""
     fetched_bytes: int
     """KV that was moved into slots, padding of the store's sectors aside."""
 
@@ -63,10 +70,12 @@ class SemanticUnitsIndex(KeyIndex):
     """Ranks clusters of prompt tokens and segments of generated ones by their mean keys.
 
     Source: LouisKV, sections 4.1 and 4.2, algorithm 1. Tokens that come with a decode step's query
-    are generated; all others are a prompt's: they are clustered block by block on a thread while
-    the prompt is still being taken in, and the last, unfinished block when the first step wants it.
-    Fewer than twice `cluster_tokens` of them are one unit as they stand. One KV head a row; all
-    rows of a sequence share its boundaries.
+    are generated; all others are a prompt's. They are clustered block by block: either on a thread
+    while the prompt is still being taken in, and the last, unfinished block when the first step
+    wants it; or all then (`UnitSizes.beside`), from the store and with one layer's keys in memory,
+    and again with all that came between when another prompt follows. Fewer than twice
+    `cluster_tokens` of them are one unit as they stand. One KV head a row; all rows of a sequence
+    share its boundaries.
     """
 
     def __init__(
@@ -90,14 +99,20 @@ class SemanticUnitsIndex(KeyIndex):
         self._blocks = BlockClusterer(
             self._pool.means, rows=batch, block_tokens=sizes.block_tokens,
             cluster_tokens=sizes.cluster_tokens, cosine=sizes.cosine,
-            elements=sizes.elements(batch),
+            elements=sizes.elements(batch), beside=sizes.beside,
         )  # fmt: skip
+        self._ready = self._always_ready = sizes.beside or sizes.pages
+        self._fitting = False
         self._end = 0
         self._kept: Selection | None = None
         self._first_unit = np.zeros(batch, dtype=np.int64)
+        self._boundary = np.zeros(batch // rows_per_sequence, dtype=np.bool_)
+        self._asked_before = False
         self._retrievals = np.zeros(batch // rows_per_sequence, dtype=np.int64)
         self._reuses = np.zeros_like(self._retrievals)
         self._fetched_tokens = 0
+        self.observer: StepObserver | None = None
+        """Told of every step that selects (benchmarks)."""
 
     @staticmethod
     def num_bytes(
@@ -108,10 +123,7 @@ class SemanticUnitsIndex(KeyIndex):
             shape, rows=batch, rows_per_sequence=rows_per_sequence,
             capacity=sizes.capacity(max_tokens), max_tokens=max_tokens,
         )  # fmt: skip
-        blocks = BlockClusterer.num_bytes(
-            rows=batch, block_tokens=sizes.block_tokens, cluster_tokens=sizes.cluster_tokens,
-            head_dim=shape.head_dim, itemsize=shape.dtype.itemsize, elements=sizes.elements(batch),
-        )  # fmt: skip
+        blocks = _block_bytes(shape, sizes, batch) if sizes.beside else 0
         return pool + blocks + SemanticBoundaries.num_bytes(shape, batch)
 
     @staticmethod
@@ -122,17 +134,38 @@ class SemanticUnitsIndex(KeyIndex):
         scores = capacity * (8 * shape.num_query_heads + 48) + chunk
         # A subset of rows copies its part of the table of members.
         members = max_tokens * integer_dtype(max_tokens).itemsize
-        return batch * max(scores + members, 48 * sizes.block_tokens)
+        blocks = 0 if sizes.beside else _block_bytes(shape, sizes, batch)
+        # Merging and moving segments is done row by row.
+        merging = 12 * capacity * shape.head_dim
+        labels = 48 * batch * sizes.block_tokens
+        return max(batch * (scores + members), blocks + labels, merging)
 
     # Keys -------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """See `KeyIndex.ready`."""
+        return self._ready
+
+    def fit(self, sample: Tensor, positions: Tensor) -> None:
+        """See `KeyIndex.fit`: all keys come next, to be clustered before the step that waits."""
+        if self._end:
+            self._crop(0)
+        self._ready = self._fitting = True
 
     def append(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.append`; units of the engine are single tokens here."""
         if first_token < self._end:
             self._crop(first_token)
+            if first_token == 0:
+                self._clear_counters()
         flat = keys[:, :, 0]
-        self._end = first_token + flat.shape[1]
         generated = flat.shape[1] == 1 and first_token == self.boundaries.position
+        if not (generated or self._always_ready or self._fitting):
+            # Another prompt: everything is clustered when its first step wants it.
+            self._ready = False
+            return
+        self._end = first_token + flat.shape[1]
         if self._sizes.pages:
             self._take_pages(flat, first_token)
         elif generated:
@@ -156,13 +189,14 @@ class SemanticUnitsIndex(KeyIndex):
         """Make units of all prompt tokens that wait or are being clustered."""
         for start, clustering in self._blocks.finish():
             self._pool.add_block(start, clustering)
-        waiting, start = self._blocks.waiting, self._blocks.start
-        if waiting.shape[1] >= 2 * self._sizes.cluster_tokens:
-            self._pool.add_block(start, self._blocks.cluster(waiting))
-        elif waiting.shape[1]:
+        count, start = self._blocks.count, self._blocks.start
+        if count >= 2 * self._sizes.cluster_tokens:
+            self._pool.add_block(start, self._blocks.cluster(self._blocks.waiting))
+        elif count:
             self._pool.cut_all(start)
-            self._pool.grow(waiting, start)
-        self._blocks.count = 0
+            self._pool.grow(self._blocks.waiting, start)
+        self._blocks.release()
+        self._fitting = False
 
     def _take_pages(self, keys: Tensor, first: int) -> None:
         size, done = self._sizes.cluster_tokens, 0
@@ -176,39 +210,34 @@ class SemanticUnitsIndex(KeyIndex):
 
     # Retrieval --------------------------------------------------------------------------------
 
-    def begin_step(
-        self, query: Tensor, first_unit: NDArray[np.int64], position: int
-    ) -> NDArray[np.bool_]:
-        """Look for a boundary, and cut the segments where one is; arguments as in `retrieve`.
+    def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
+        """See `KeyIndex.begin_step`: look for a boundary, and cut the segments where one is.
 
-        Returns:
-            Which sequences are at a boundary. bool [sequences]
+        Args:
+            query: the true query. [rows, heads of a row, head_dim]
+            first_unit, position: see `KeyIndex.begin_step`.
         """
         if position < self._end:
             self._crop(position)
         self._finish_prompt()
         self._first_unit = first_unit
-        asked_before = self.boundaries.position == position
-        boundary = self.boundaries.decide(query, position)
-        if not asked_before and not self._sizes.pages and boundary.any():
-            self._pool.cut(boundary, position)
-        return boundary
+        self._asked_before = self.boundaries.position == position
+        self._boundary = self.boundaries.decide(query, position)
+        if not self._asked_before and not self._sizes.pages and self._boundary.any():
+            self._pool.cut(self._boundary, position)
 
     def retrieve(
-        self, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int,
-        position: int,
-    ) -> Selection:  # fmt: skip
-        """Units for one step: anew at a boundary, the same ones as before everywhere else.
+        self, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int
+    ) -> Selection:
+        """Units for the step begun: anew at a boundary, the same ones as before everywhere else.
 
         Where a row has no more tokens than may be selected, it selects them all.
 
         Args:
             query: the true query. [rows, heads of a row, head_dim]
             first_unit, end_unit, wanted: see `SelectionPolicy.select`.
-            position: of the step's token.
         """
-        asked_before = self.boundaries.position == position
-        boundary = self.begin_step(query, first_unit, position)
+        boundary, asked_before = self._boundary, self._asked_before
         available = end_unit - first_unit
         if self._kept is not None and self._kept.unit_ids.shape[1] != wanted:
             self._kept = None
@@ -224,8 +253,10 @@ class SemanticUnitsIndex(KeyIndex):
         rows = due.repeat(self._rows_per_sequence) | (available <= wanted)
         if rows.any() and (self._kept is None or not asked_before):
             self._kept = self._renew(query, rows, end_unit, wanted)
+        if self.observer is not None and not asked_before:
+            self.observer(self.boundaries.position, boundary, due)
         assert self._kept is not None
-        return self._kept
+        return replace(self._kept, reused=~rows)
 
     def _renew(
         self, query: Tensor, rows: NDArray[np.bool_], end_unit: int, wanted: int
@@ -287,17 +318,21 @@ class SemanticUnitsIndex(KeyIndex):
 
     def _crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
+        self._blocks.forget_from(length)
         for start, clustering in self._blocks.finish():
             self._pool.add_block(start, clustering)
-        if self._blocks.count:
-            self._blocks.count = max(0, min(self._blocks.count, length - self._blocks.start))
         self._pool.crop(length, self._sizes.cluster_tokens)
         self._end = length
         self.boundaries.forget()
         self._kept = None
-        if length == 0:
-            self.boundaries.lengths.clear()
-            self._retrievals[:], self._reuses[:], self._fetched_tokens = 0, 0, 0
+
+    def close(self) -> None:
+        """See `KeyIndex.close`: no thread outlives the memory that was booked for it."""
+        self._blocks.forget_from(0)
+
+    def _clear_counters(self) -> None:
+        self.boundaries.clear_counters()
+        self._retrievals[:], self._reuses[:], self._fetched_tokens = 0, 0, 0
 
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`.
@@ -316,6 +351,7 @@ class SemanticUnitsIndex(KeyIndex):
         self._pool.take_rows_from(other._pool, rows)
         self.boundaries.take_rows_from(other.boundaries, rows)
         self._first_unit = other._first_unit[rows.cpu().numpy()]
+        self._ready, self._fitting = other._ready, other._fitting
         self._end, self._fetched_tokens = other._end, other._fetched_tokens
         self._retrievals, self._reuses = other._retrievals[sequences], other._reuses[sequences]
         kept, self._kept = other._kept, None
@@ -323,3 +359,12 @@ class SemanticUnitsIndex(KeyIndex):
             rows_np: NDArray[np.int64] = rows.cpu().numpy()
             valid = None if kept.valid is None else kept.valid[rows_np]
             self._kept = Selection(kept.unit_ids[rows_np], valid)
+
+
+def _block_bytes(shape: KVShape, sizes: UnitSizes, rows: int) -> int:
+    """Keys that wait to be clustered, and what clustering them takes."""
+    return BlockClusterer.num_bytes(
+        rows=rows, block_tokens=sizes.block_tokens, cluster_tokens=sizes.cluster_tokens,
+        head_dim=shape.head_dim, itemsize=shape.dtype.itemsize, elements=sizes.elements(rows),
+        beside=sizes.beside,
+    )  # fmt: skip

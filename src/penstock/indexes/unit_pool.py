@@ -66,8 +66,7 @@ class UnitPool:
         clusters = clustering.means.shape[1]
         self._make_room(clusters)
         base, held = self._clusters.used, self._segments.columns
-        segments = self.means[:, base : base + held].clone()
-        self.means[:, base + clusters : base + clusters + held] = segments
+        self._move(base, base + clusters, held)
         self.means[:, base : base + clusters] = clustering.means.to(self.means.dtype)
         self._clusters.add(start, clustering.labels, clusters)
 
@@ -129,10 +128,16 @@ class UnitPool:
                 raise CacheStateError(
                     "the pool of units is full; give louiskv a larger cluster_tokens"
                 )
-            base = self._clusters.used
-            old = self.means[:, base : base + before].float()
-            merged = _weighted(old, target, self._spread(weights))
-            self.means[:, base : base + before] = merged.to(self.means.dtype)
+            base, spread = self._clusters.used, self._spread(weights)
+            for row in range(len(self.means)):
+                part, at = self.means[row : row + 1, base : base + before], slice(row, row + 1)
+                part.copy_(_weighted(part.float(), target[at], spread[at]))
+
+    def _move(self, start: int, target: int, units: int) -> None:
+        """Move index vectors, row by row: that takes the memory of one row."""
+        if start != target:
+            for row in self.means:
+                row[target : target + units] = row[start : start + units].clone()
 
     def _rows_of(self, sequences: NDArray[np.int64]) -> Tensor:
         """Rows of some sequences, as indices."""
@@ -170,9 +175,8 @@ class UnitPool:
 
     def crop(self, length: int, cluster_tokens: int) -> None:
         """Forget the tokens at and after `length`; a unit of which a part stays keeps its mean."""
-        base, held = self._clusters.used, self._segments.columns
+        before = self._clusters.used
         self._write_open_means()
-        segments = self.means[:, base : base + held].clone()
         folded = self._clusters.crop(length, cluster_tokens)
         if folded is not None:
             block, (into, counts) = folded
@@ -180,7 +184,7 @@ class UnitPool:
             self.means[:, block] = merged.to(self.means.dtype)
         self._segments.crop(length)
         base = self._clusters.used
-        self.means[:, base : base + held] = segments
+        self._move(before, base, self._segments.columns)
         at, tokens = self._open_segments()
         rows = torch.arange(len(self._open_sum), device=self.means.device)
         means = self.means[rows, self._spread(base + at)].float()

@@ -1,7 +1,8 @@
-"""The low-rank adapters that come with the bundled model and with fetched ones."""
+"""The low-rank adapters that come with models: the bundled one, fetched ones, a folder's own."""
 
 from pathlib import Path
 
+from penstock.core.errors import AdapterError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.released import released_models
 
@@ -9,13 +10,22 @@ _BUNDLED = Path(__file__).parent / "recall"
 _NAME = "adapter.safetensors"
 
 
-def find_adapter(fingerprint: str) -> LowRankAdapter | None:
-    """The shipped adapter, if it was made for the model with this fingerprint."""
+def find_adapter(fingerprint: str, folder: str | Path = "") -> LowRankAdapter | None:
+    """The adapter that lies beside a model's weights or ships with it.
+
+    Args:
+        fingerprint: of the model; an adapter that was made for another one is none.
+        folder: that the model was loaded from, if it was one.
+    """
     fetched = [released.folder for released in released_models().values() if released.is_fetched]
-    for folder in (_BUNDLED, *fetched):
-        path = folder / _NAME
+    own = [Path(folder)] if folder else []
+    for place in (*own, _BUNDLED, *fetched):
+        path = place / _NAME
         if path.exists():
-            adapter = LowRankAdapter.load(path)
+            try:
+                adapter = LowRankAdapter.load(path)
+            except AdapterError:  # somebody else's file of that name
+                continue
             if adapter.fingerprint == fingerprint:
                 return adapter
     return None

@@ -200,7 +200,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             return None
         digest = fingerprint(model)
         if adapter is None:
-            adapter = find_adapter(digest)
+            adapter = find_adapter(digest, model.name_or_path)
         if adapter is None:
             self.notices.append(
                 "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "

@@ -71,6 +71,11 @@ class SelectionPolicy(ABC):
             BudgetError: the budget is too small; names the smallest that would do.
         """
 
+    @property
+    def whole_layers(self) -> int:
+        """First layers whose whole cache stays in fast memory; nothing is selected for there."""
+        return 0
+
     def make_index(self, request: IndexRequest) -> KeyIndex:
         """Make one layer's index. Methods that retrieve override this."""
         raise AssertionError(f"{self.name} does not retrieve")

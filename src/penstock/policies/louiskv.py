@@ -1,4 +1,4 @@
-"""LouisKV: clusters of the prompt and segments of the answer, retrieved at semantic boundaries."""
+"""LouisKV: prompt clusters and answer segments, at semantic boundaries. Source: ICLR 2026 draft."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,7 +13,7 @@ from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.semantic_units import SemanticUnitsIndex, UnitSizes
-from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
+from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
 from penstock.policies.sizing import resident_plan
 
@@ -23,6 +23,8 @@ BLOCK_TOKENS = (4096, 2048, 1024, 512, 256, 128)
 """Prompt tokens that are clustered together, best first."""
 GIVING_WAY = (1, 2, 4, 8)
 """By how much clusters grow beyond `CLUSTER_TOKENS` where the budget wants it."""
+FEW_UNITS = 4
+"""Units of average size that a selection should hold."""
 UNITS = ("clusters+segments", "pages")
 NEARNESS = ("distance", "cosine")
 
@@ -46,14 +48,16 @@ class LouisKV(BaselinePolicy):
 
     Differences: KV lies in the store, single tokens of single heads, not in host memory. The prompt
     is clustered in blocks of `block_tokens` and not as a whole, so that memory and work stay
-    bounded; sinks and padding take part in k-means, but are not selected. k-means is plain Lloyd,
-    ten iterations by distance from keys drawn at random: the paper names none of these. The window
-    holds the newest W tokens: they leave it one by one, not a segment at a time, and a segment of
-    which a part has left can be selected for that part. What is generated before anything can be
-    selected (the sequence is no longer than S + W) is clustered with the prompt. Tokens that leave
-    the window are not seen until the next boundary, as in the paper, but where all of the past
-    fits the budget: then they join the selection, so that a full budget is full attention. Every
-    layer is selected for; the paper keeps its first two whole. Where the pool of units is full,
+    bounded; beside the prefill only where the budget holds the keys of two blocks in every layer,
+    when the first step wants it otherwise (`beside`), and then a later prompt is clustered together
+    with all that came before it. Sinks and padding take part in k-means, but are not selected.
+    k-means is plain Lloyd, ten iterations by distance from keys drawn at random: the paper names
+    none of these. Queries are compared after the rotary embedding. The window holds the newest W
+    tokens: they leave it one by one, not a segment at a time, and a segment of which a part has
+    left can be selected for that part. Tokens that leave the window are not seen until the next
+    boundary, as in the paper, but where all of the past fits the budget: then they join the
+    selection, so that a full budget is full attention. The paper keeps its first two layers whole:
+    here that is `full_layers=2`, none unless asked for. Where the pool of units is full,
     neighbouring segments are merged. A selection is never shared between layers, so that the
     smallest memory holds one for each.
     """
@@ -72,8 +76,15 @@ class LouisKV(BaselinePolicy):
     """Tokens of a cluster on average; None: 16, or more where the budget is tight."""
     block_tokens: int | None = None
     """Prompt tokens that are clustered together; None: chosen from the budget."""
+    beside: bool | None = None
+    """Whether the prompt is clustered on a thread beside the prefill, which holds two blocks of
+    keys in every layer, or when the first step wants it, which holds one in all; None: chosen from
+    the budget, beside first."""
     nearness: str = "distance"
     """What k-means goes by: "distance" or "cosine"."""
+    full_layers: int = 0
+    """First layers whose whole cache stays in fast memory (2 in the paper); nothing is selected
+    there."""
     window_tokens: int = 256
     """The paper's W: newest tokens that are always attended to."""
     sink_tokens: int = 64
@@ -95,6 +106,8 @@ class LouisKV(BaselinePolicy):
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{name}={value} is none of {', '.join(known)}")
+        if self.full_layers < 0:
+            raise ConfigError(f"full_layers={self.full_layers} must not be negative")
         cluster, block = self.cluster_tokens, self.block_tokens
         if cluster is not None and cluster < 1:
             raise ConfigError(f"cluster_tokens={cluster} must be at least 1")
@@ -121,6 +134,11 @@ class LouisKV(BaselinePolicy):
         return int(steps)
 
     @property
+    def whole_layers(self) -> int:
+        """See `SelectionPolicy.whole_layers`."""
+        return self.full_layers
+
+    @property
     def _pages(self) -> bool:
         return self.units == "pages"
 
@@ -129,8 +147,8 @@ class LouisKV(BaselinePolicy):
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
         """See `BaselinePolicy.index_sizes`: blocks give way first, then clusters."""
         out = []
-        for cluster, block in self._choices(request.max_tokens):
-            policy = replace(self, cluster_tokens=cluster, block_tokens=block)
+        for cluster, block, beside in self._choices(request.max_tokens):
+            policy = replace(self, cluster_tokens=cluster, block_tokens=block, beside=beside)
             sizes = policy._unit_sizes(request.max_tokens)
             size = {"batch": request.batch, "max_tokens": request.max_tokens}
             held = SemanticUnitsIndex.num_bytes(
@@ -140,8 +158,9 @@ class LouisKV(BaselinePolicy):
             out.append((policy, IndexSize(held, scratch)))
         return out  # type: ignore[return-value]
 
-    def _choices(self, max_tokens: int) -> list[tuple[int, int]]:
-        """Tokens of a cluster and of a block, best first."""
+    def _choices(self, max_tokens: int) -> list[tuple[int, int, bool]]:
+        """Tokens of a cluster and of a block, and where it is clustered; best first."""
+        ways = (True, False) if self.beside is None else (self.beside,)
         clusters = [self.cluster_tokens] if self.cluster_tokens is not None else [
             CLUSTER_TOKENS * factor for factor in GIVING_WAY
         ]  # fmt: skip
@@ -151,7 +170,8 @@ class LouisKV(BaselinePolicy):
             blocks = list(BLOCK_TOKENS) if self.block_tokens is None else [self.block_tokens]
             if self._pages:
                 blocks = [least]
-            out += [(cluster, max(least, min(block, max_tokens))) for block in blocks]
+            sizes = [max(least, min(block, max_tokens)) for block in blocks]
+            out += [(cluster, size, way) for size in sizes for way in ways]
         return list(dict.fromkeys(out))
 
     def _unit_sizes(self, max_tokens: int) -> UnitSizes:
@@ -161,6 +181,7 @@ class LouisKV(BaselinePolicy):
         return UnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=spare, pages=self._pages, cosine=self.nearness == "cosine",
+            beside=bool(self.beside),
         )  # fmt: skip
 
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
@@ -169,19 +190,46 @@ class LouisKV(BaselinePolicy):
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
-        smallest: list[int] = []
-        sizes = self.index_sizes(request)
-        for selected in self._selections(request):
+        tiered = request.shape.num_layers - self.full_layers
+        if tiered < 1:
+            raise ConfigError(
+                f"full_layers={self.full_layers} leaves none of {request.shape.num_layers} layers "
+                "to retrieve for; the policy full keeps all"
+            )
+        rest = replace(request, shape=request.shape.of_layers(tiered))
+        whole = resident_plan(replace(request, shape=request.shape.of_layers(self.full_layers)))
+        limit, choices = request.limit_bytes, self._ranked_choices(rest)
+        if limit is None:
+            # As many clusters as ever, but no more memory than all of the cache would take.
+            limit, finest = resident_plan(request).total_bytes, _cluster_tokens(choices[0][1])
+            choices = [choice for choice in choices if _cluster_tokens(choice[1]) == finest]
+        found: list[tuple[SelectionPolicy, SlotPlan]] = []
+        for selected, policy, size in choices:
             # The selection that is reused: numbers and whether they count, old and new.
-            kept = 18 * request.batch * selected * request.shape.num_layers
-            for policy, size in sizes:
-                with_kept = IndexSize(size.held_bytes, size.scratch_bytes + kept)
-                plan = self._build(request, with_kept, selected, selected, shared=False)
-                if request.limit_bytes is None or plan.total_bytes <= request.limit_bytes:
-                    return policy, plan
-                smallest.append(plan.total_bytes)
-        request.require(min(smallest), self.name)
-        raise AssertionError("require() refuses a budget below the least")
+            kept = 18 * request.batch * selected * tiered
+            with_kept = IndexSize(size.held_bytes, size.scratch_bytes + kept)
+            plan = self._build(rest, with_kept, selected, selected, shared=False)
+            if self.full_layers:
+                plan = replace(
+                    plan, pool_bytes=plan.pool_bytes + whole.pool_bytes,
+                    fixed_bytes=plan.fixed_bytes + whole.fixed_bytes,
+                )  # fmt: skip
+            if plan.total_bytes <= limit:
+                return policy, plan
+            found.append((policy, plan))
+        smallest = min(found, key=lambda pair: pair[1].total_bytes)
+        request.require(smallest[1].total_bytes, self.name)
+        return smallest
+
+    def _ranked_choices(
+        self, request: SizingRequest
+    ) -> list[tuple[int, SelectionPolicy, IndexSize]]:
+        """Units of a selection, and the index to make them of; best first."""
+        sizes = self.index_sizes(request)
+        choices = [(n, *pair) for n in self._selections(request) for pair in sizes]
+        # A selection of less than a few whole units comes last.
+        choices.sort(key=lambda choice: choice[0] < FEW_UNITS * _cluster_tokens(choice[1]))
+        return choices
 
     # Selection --------------------------------------------------------------------------------
 
@@ -203,9 +251,12 @@ class LouisKV(BaselinePolicy):
     ) -> Selection:  # fmt: skip
         """See `SelectionPolicy.select`; between boundaries what it was, without scoring."""
         assert isinstance(index, SemanticUnitsIndex), "louiskv ranks whole units"
-        ring = max(2, ceil_div(self.window_tokens, self.group_tokens) + 1)
-        position = end_unit + ring - 1
         if index.score_is_replaced:
-            index.begin_step(query, first_unit, position)
             return super().select(index, query, first_unit, end_unit, wanted)
-        return index.retrieve(query, first_unit, end_unit, wanted, position)
+        return index.retrieve(query, first_unit, end_unit, wanted)
+
+
+def _cluster_tokens(policy: SelectionPolicy) -> int:
+    assert isinstance(policy, LouisKV)
+    assert policy.cluster_tokens is not None
+    return policy.cluster_tokens

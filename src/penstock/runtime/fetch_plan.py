@@ -1,6 +1,6 @@
 """FetchPlan: what must move for a selection to be resident, and into which slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ class FetchPlan:
     """Where every selected unit is once the fetch has landed. [batch, wanted]"""
     num_wanted: int
     num_hit: int
+    num_reused: int = 0
+    """Of the hits, those that were selected by an earlier step and not ranked again."""
 
 
 def plan_fetch(selection: Selection, table: SlotTable, replacement: ReplacementPolicy) -> FetchPlan:
@@ -34,6 +36,16 @@ def plan_fetch(selection: Selection, table: SlotTable, replacement: ReplacementP
     The table already says where the missing units will be; until the fetch has landed nobody may
     attend to those slots. Slots that hold selected units are never chosen as victims.
     """
+    plan = _plan(selection, table, replacement)
+    reused = selection.reused
+    if reused is None or not reused.any():
+        return plan
+    valid = selection.valid
+    held = reused.sum() * selection.unit_ids.shape[1] if valid is None else valid[reused].sum()
+    return replace(plan, num_reused=int(held) - int(reused[plan.rows].sum()))
+
+
+def _plan(selection: Selection, table: SlotTable, replacement: ReplacementPolicy) -> FetchPlan:
     compiled = kernel("plan_fifo_fetch") if type(replacement) is FIFO else None
     if compiled is not None:
         return _plan_fifo(compiled, selection, table, replacement)  # type: ignore[arg-type]

@@ -77,6 +77,8 @@ class RetrievalLayer(LayerCache):
         start = time.perf_counter()
         self._ensure_index(query)
         end_unit = self.window.first_ring_group(self.length + 1)
+        if self.index.ready:
+            self.index.begin_step(query, self._first_unit, self.length)
         if end_unit <= self._lowest_unit or self._all_resident(end_unit):
             return
         setup = self.setup
@@ -93,14 +95,16 @@ class RetrievalLayer(LayerCache):
             pool_rows = plan.rows * self.pool.slots_per_row + plan.slots
             self.transfer.drain()
             pending = self.transfer.read(units, pool_rows)
-        setup.phase.units_wanted += plan.num_wanted
-        setup.phase.units_hit += plan.num_hit
+        wanted, hit = plan.num_wanted - plan.num_reused, plan.num_hit - plan.num_reused
+        setup.phase.units_wanted += wanted
+        setup.phase.units_hit += hit
+        setup.phase.units_reused += plan.num_reused
         end = time.perf_counter()
         setup.phase.predict_s += end - start
         if setup.tracer is not None:
             setup.tracer.add(
                 "select", "select", int(start * 1e9), int(end * 1e9), layer=self.layer_idx,
-                wanted=plan.num_wanted, hit=plan.num_hit,
+                wanted=wanted, hit=hit,
             )  # fmt: skip
         self._fetch = (selection, plan, pending)
 
@@ -304,3 +308,4 @@ class RetrievalLayer(LayerCache):
     def close(self) -> None:
         """See `LayerCache.close`."""
         self.drop_fetch()
+        self.index.close()

@@ -12,21 +12,18 @@ from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
-from penstock.policies.base import IndexRequest, SelectionPolicy
+from penstock.policies.base import SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
-from penstock.runtime.resident_layer import ResidentLayer
+from penstock.runtime.make_layers import AnyLayer, make_layers, resident_layers
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
-from penstock.runtime.slot_transfer import PoolMemory, Staging
+from penstock.runtime.slot_transfer import Staging
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
 from penstock.storage.store import KVStore
-
-AnyLayer = LayerCache | ResidentLayer
 
 
 class TieredRuntime:
@@ -116,10 +113,9 @@ class TieredRuntime:
         config, plan = self.config, self.plan
         self._reservations = [self._ledger.take(*item) for item in plan.items if item[1]]
         if plan.is_resident:
-            self.layers = [
-                ResidentLayer(i, self._rows.shape, plan.batch, config.max_tokens, config.device)
-                for i in range(config.shape.num_layers)
-            ]
+            self.layers = resident_layers(
+                config.shape.num_layers, self._rows.shape, plan, config.max_tokens, config.device
+            )
             return
         assert self._store is not None
         self._writer = self._writer or Writer(config.tracer)
@@ -132,38 +128,7 @@ class TieredRuntime:
             device=config.device, stats=self.stats, tracer=config.tracer,
             rows_per_sequence=self._rows.per_sequence,
         )  # fmt: skip
-        self.layers = list(self._make_layers(self._setup))
-
-    def _make_layers(self, setup: LayerSetup) -> list[LayerCache]:
-        plan = setup.plan
-        rows = plan.batch * (plan.num_slots + plan.tail_slots)
-        pools: list[PoolMemory] = []
-        compact = CompactPool(setup) if plan.compact else None
-        layers = []
-        for i in range(self.config.shape.num_layers):
-            if not plan.shared_pools or i < 2:
-                pools.append(
-                    PoolMemory.allocate(rows, plan.unit_bytes, setup.store.row_bytes, setup.device)
-                )
-            memory = pools[i % 2] if plan.shared_pools else pools[i]
-            layers.append(self._make_layer(i, setup, memory, compact))
-        return layers
-
-    def _make_layer(
-        self, i: int, setup: LayerSetup, memory: PoolMemory, compact: CompactPool | None
-    ) -> LayerCache:
-        if self.config.exact or not self.policy.retrieves:
-            return LayerCache(i, setup, memory)
-        adapter = self.config.adapter
-        request = IndexRequest(
-            shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
-            group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
-            adapter=None if adapter is None else adapter[i], device=setup.device,
-            score_tokens=setup.plan.score_tokens, selected_groups=setup.plan.selected_groups,
-            rows_per_sequence=self._rows.per_sequence, rotary=self.config.rotary,
-        )  # fmt: skip
-        index = self.policy.make_index(request)
-        return RetrievalLayer(i, setup, memory, self.policy, index, compact)
+        self.layers = make_layers(config, self.policy, self._setup)
 
     # Steps ------------------------------------------------------------------------------------
 

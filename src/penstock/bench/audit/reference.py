@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,31 +146,10 @@ def make_reference(
     }
     log_probs = forward(model, ids[:, prefix_end:], mask[:, :total], cache)
     on_prefill(total)
-    tokens, live, steps, shares = [], [], [], []
-    alive = torch.ones(len(ids), dtype=torch.bool)
-    seen_shares: dict[int, Tensor] = {}
-
-    def see(number: int, call: AttentionCall) -> None:
-        seen_shares[number] = attention_shares(
-            call.query[:, :, 0], call.keys, call.visible, scaling=call.scaling,
-            softcap=call.softcap,
-        ).cpu()  # fmt: skip
-
-    tap = AttentionTap(cache, layers, see)
-    with tap.watching(model):
-        for step in range(new_tokens):
-            fed = log_probs.argmax(dim=-1) if following is None else following[:, step]
-            alive = alive & torch.tensor([token not in ends for token in fed.tolist()])
-            if not alive.any():
-                break
-            seen = mask[:, : total + step + 1]
-            log_probs = forward(model, fed[:, None].to(device), seen, cache)
-            tokens.append(fed)
-            live.append(alive)
-            steps.append(log_probs)
-            tap.check_all_seen()
-            shares.append([seen_shares[number] for number in range(len(layers))])
-            on_step(step + 1)
+    steps = _decode(
+        loaded, cache, mask, log_probs, total=total, new_tokens=new_tokens, ends=ends,
+        following=following, on_step=on_step,
+    )  # fmt: skip
     if not steps:
         raise PromptError(
             "the model ends its answer at once, so that there is no step to audit; ask something, "
@@ -183,6 +162,46 @@ def make_reference(
             prefix.append((keys[:, :, :prefix_end], values[:, :, :prefix_end]))
     return Reference(
         prompt=prompt, mask=mask[:, : total + len(steps)], prefix=prefix, windows=windows,
-        tokens=torch.stack(tokens, dim=1).to(device), live=torch.stack(live, dim=1),
-        log_probs=steps, shares=shares,
+        tokens=torch.stack([step.fed for step in steps], dim=1).to(device),
+        live=torch.stack([step.live for step in steps], dim=1),
+        log_probs=[step.log_probs for step in steps], shares=[step.shares for step in steps],
     )  # fmt: skip
+
+
+class _Taught(NamedTuple):
+    """One decode step; see `Reference`."""
+
+    fed: Tensor
+    live: Tensor
+    log_probs: Tensor
+    shares: list[Tensor]
+
+
+def _decode(
+    loaded: LoadedModel, cache: Any, mask: Tensor, log_probs: Tensor, *, total: int,
+    new_tokens: int, ends: frozenset[int], following: Tensor | None, on_step: Counter,
+) -> list[_Taught]:  # fmt: skip
+    """Decode behind a prompt of `total` tokens; see `make_reference`."""
+    layers = inspect_model(loaded.model).tiered_layers
+    seen: dict[int, Tensor] = {}
+
+    def see(number: int, call: AttentionCall) -> None:
+        seen[number] = attention_shares(
+            call.query[:, :, 0], call.keys, call.visible, scaling=call.scaling,
+            softcap=call.softcap,
+        ).cpu()  # fmt: skip
+
+    alive, steps = torch.ones(len(mask), dtype=torch.bool), list[_Taught]()
+    tap = AttentionTap(cache, layers, see)
+    with tap.watching(loaded.model):
+        for step in range(new_tokens):
+            fed = log_probs.argmax(dim=-1) if following is None else following[:, step]
+            alive = alive & torch.tensor([token not in ends for token in fed.tolist()])
+            if not alive.any():
+                break
+            visible = mask[:, : total + step + 1]
+            log_probs = forward(loaded.model, fed[:, None].to(mask.device), visible, cache)
+            tap.check_all_seen()
+            steps.append(_Taught(fed, alive, log_probs, [seen[n] for n in range(len(layers))]))
+            on_step(step + 1)
+    return steps

@@ -15,6 +15,9 @@ from penstock.bench.figures.method import compares_methods, draw_methods
 from penstock.bench.figures.needle import draw_needles
 from penstock.bench.figures.pareto import draw_pareto, has_front
 from penstock.bench.figures.result_lengths import by_length
+from penstock.bench.figures.retrieval import draw_retrievals, draw_units
+from penstock.bench.figures.retrieval_points import has_retrievals
+from penstock.bench.figures.segments import draw_segments
 from penstock.bench.figures.setting import draw_setting
 from penstock.bench.figures.statistics import draw_statistics
 from penstock.bench.figures.style import STYLE, save
@@ -42,6 +45,11 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
     if result.kind == "setting":
         more = {f"{name}-breakdown": draw_breakdown} if has_breakdown(result) else {}
         return {name: draw_setting, **more}
+    if has_retrievals(result) and _is_ablation(result):
+        return {
+            f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,
+            f"{name}-segments": draw_segments,
+        }  # fmt: skip
     if result.kind != "accuracy" or _is_ablation(result):
         return {}
     front = {f"{name}-pareto": draw_pareto} if has_front(result) else {}

@@ -5,6 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from penstock.bench.result import Result
+
 STYLE: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 110, "savefig.dpi": 160,
@@ -14,6 +16,12 @@ STYLE: dict[Any, Any] = {
 INK, GRID, FAINT = "#30343b", "#e4e6ea", "#8a8f98"
 SERIES = ("#0b6e99", "#c96a2b", "#4b8b3b", "#7a4fa3")
 """Colours of what is compared, our own first."""
+
+
+def model_of(result: Result) -> str:
+    """The measured model's name for a title; older results do not have it."""
+    name = result.settings.get("model")
+    return f" on {name}" if isinstance(name, str) else ""
 
 
 def save(figure: Figure, name: str, folder: Path) -> None:

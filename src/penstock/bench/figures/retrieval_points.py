@@ -1,0 +1,134 @@
+"""Settings of a retrieval ablation as numbers: score and share of retrieving steps (LouisKV)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.bench.accuracy_settings import parse_setting
+from penstock.bench.figures.result_lengths import by_length
+from penstock.bench.intervals import Estimate, bootstrap_mean
+from penstock.bench.result import Result
+from penstock.bench.retrieval_counts import retrieving_share
+from penstock.policies.base import SelectionPolicy
+from penstock.policies.louiskv import LouisKV
+
+REFERENCE = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One setting: how often it retrieves and how well it answers."""
+
+    policy: SelectionPolicy
+    share: float
+    """Steps that retrieve, of all steps of all layers; 1 for methods that always do."""
+    score: Estimate
+    """Mean over the panel's tasks, in per cent."""
+    by_task: dict[str, float]
+    """In per cent."""
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that a step selects."""
+        return getattr(self.policy, "selected_tokens", None)
+
+    @property
+    def place(self) -> float:
+        """By what a line orders its points."""
+        if not isinstance(self.policy, LouisKV):
+            return 0.0
+        return -self.policy.stride if self.policy.stride else self.policy.tau
+
+    @property
+    def family(self) -> str:
+        """What a line of the figure joins: "tau", "stride", "every" or "pages" of LouisKV, or the
+        method's name."""
+        if not isinstance(self.policy, LouisKV):
+            return self.policy.name
+        if self.policy.units == "pages":
+            return "pages"
+        return "stride" if self.policy.stride else (
+            "every" if self.policy.boundaries == "every" else "tau"
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """All settings of one length and one budget, over the tasks that all of them answered."""
+
+    tokens: int
+    budget: int
+    tasks: tuple[str, ...]
+    samples: int
+    """Of the task that has fewest."""
+    full: float | None
+    """Score of full attention, in per cent."""
+    points: tuple[Point, ...]
+
+    def family(self, name: str) -> list[Point]:
+        """Its points, by rising tau or falling stride."""
+        return sorted((p for p in self.points if p.family == name), key=lambda p: p.place)
+
+
+def has_retrievals(result: Result) -> bool:
+    """Whether a result counts at which steps layers retrieved."""
+    return result.kind == "accuracy" and any(
+        cell.get("retrieval") for cell in result.figures.get("cells", [])
+    )
+
+
+def panels_of(result: Result) -> list[Panel]:
+    """Panels by length, then budget; without those of which nothing can be compared."""
+    panels = []
+    for one in by_length(result):
+        cells = [cell for cell in one.figures["cells"] if cell["scores"]]
+        texts = list(dict.fromkeys(cell["setting"] for cell in one.figures["cells"]))
+        policies = {text: parse_setting(text).policy for text in texts}
+        budgets = {getattr(policy, "selected_tokens", None) for policy in policies.values()}
+        for budget in sorted(budget for budget in budgets if budget):
+            chosen = {
+                text: policy for text, policy in policies.items()
+                if getattr(policy, "selected_tokens", None) == budget or text == REFERENCE
+            }  # fmt: skip
+            panel = _panel(one.settings["tokens"], budget, chosen, cells)
+            if panel is not None:
+                panels.append(panel)
+    return panels
+
+
+def _panel(
+    tokens: int, budget: int, policies: dict[str, SelectionPolicy], cells: Sequence[Any]
+) -> Panel | None:
+    at = {(cell["setting"], cell["task"]): cell for cell in cells}
+    answered = {text for text, _ in at if text in policies}
+    tasks = [
+        task for task in dict.fromkeys(cell["task"] for cell in cells)
+        if all((text, task) in at for text in answered)
+    ]  # fmt: skip
+    if not tasks or answered <= {REFERENCE}:
+        return None
+    points = []
+    for text in (text for text in policies if text in answered and text != REFERENCE):
+        mine = [at[text, task] for task in tasks]
+        shares = [retrieving_share(cell.get("retrieval")) for cell in mine]
+        # Every task counts alike, as in the mean score.
+        share = float(np.mean([1.0 if share is None else share for share in shares]))
+        points.append(Point(
+            policy=policies[text], share=share, score=_percent([cell["scores"] for cell in mine]),
+            by_task={cell["task"]: 100 * float(np.mean(cell["scores"])) for cell in mine},
+        ))  # fmt: skip
+    full = None
+    if REFERENCE in answered:
+        full = _percent([at[REFERENCE, task]["scores"] for task in tasks]).value
+    fewest = min(len(at[text, task]["scores"]) for text in answered for task in tasks)
+    return Panel(
+        tokens=tokens, budget=budget, tasks=tuple(tasks), samples=fewest, full=full,
+        points=tuple(points),
+    )  # fmt: skip
+
+
+def _percent(scores: Sequence[Sequence[float]]) -> Estimate:
+    found = bootstrap_mean(*scores, resamples=2000)
+    return Estimate(100 * found.value, 100 * found.low, 100 * found.high)

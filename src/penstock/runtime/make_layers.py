@@ -1,0 +1,61 @@
+"""make_layers() and resident_layers(): the layers that a plan asks for, with their memory."""
+
+import torch
+
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+from penstock.policies.base import IndexRequest, SelectionPolicy
+from penstock.runtime.compact_pool import CompactPool
+from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.resident_layer import ResidentLayer
+from penstock.runtime.retrieval_layer import RetrievalLayer
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.slot_transfer import PoolMemory
+
+AnyLayer = LayerCache | ResidentLayer
+
+
+def resident_layers(
+    count: int, shape: KVShape, plan: SlotPlan, max_tokens: int, device: torch.device
+) -> list[AnyLayer]:
+    """The first `count` layers, all of each in fast memory. shape: of a row."""
+    return [ResidentLayer(i, shape, plan.batch, max_tokens, device) for i in range(count)]
+
+
+def make_layers(
+    config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup
+) -> list[AnyLayer]:
+    """All layers of a tiered cache; those that the policy keeps whole come first.
+
+    Args:
+        policy: with every open choice made, as `plan` returned it.
+    """
+    plan = setup.plan
+    whole = 0 if config.exact else policy.whole_layers
+    rows = plan.batch * (plan.num_slots + plan.tail_slots)
+    size = (rows, plan.unit_bytes, setup.store.row_bytes, setup.device)
+    pools: list[PoolMemory] = []
+    compact = CompactPool(setup) if plan.compact else None
+    layers = resident_layers(whole, setup.shape, plan, config.max_tokens, config.device)
+    for i in range(whole, config.shape.num_layers):
+        if not plan.shared_pools or len(pools) < 2:
+            pools.append(PoolMemory.allocate(*size))
+        memory = pools[(i - whole) % 2] if plan.shared_pools else pools[-1]
+        layers.append(_make_layer(i, config, policy, setup, memory, compact))
+    return layers
+
+
+def _make_layer(
+    i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
+    memory: PoolMemory, compact: CompactPool | None,
+) -> LayerCache:  # fmt: skip
+    if config.exact or not policy.retrieves:
+        return LayerCache(i, setup, memory)
+    request = IndexRequest(
+        shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
+        group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
+        adapter=None if config.adapter is None else config.adapter[i], device=setup.device,
+        score_tokens=setup.plan.score_tokens, selected_groups=setup.plan.selected_groups,
+        rows_per_sequence=setup.rows_per_sequence, rotary=config.rotary,
+    )  # fmt: skip
+    return RetrievalLayer(i, setup, memory, policy, policy.make_index(request), compact)
