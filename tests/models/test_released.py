@@ -221,6 +221,16 @@ def test_unknown_name(home: Path) -> None:
     assert not home.exists()
 
 
+def test_a_system_without_locks(
+    original: Path, model: Released, archive: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Windows has neither fcntl nor handles of folders."""
+    monkeypatch.setattr("penstock.models.fetch.fcntl", None)
+    fetch(model, tmp_path / "m", source=str(archive))
+    assert is_whole(tmp_path / "m", original)
+
+
 def test_a_broken_download_goes_on(
     original: Path, model: Released, site: Site, tmp_path: Path
 ) -> None:

@@ -4,9 +4,9 @@ Killed at any moment, it leaves either the whole model or none; a download goes 
 """
 
 import contextlib
-import fcntl
 import hashlib
 import http.client
+import importlib
 import lzma
 import os
 import shutil
@@ -21,6 +21,12 @@ from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError, ModelLoadError, StorageError
 from penstock.models.released import Released
+
+fcntl: Any
+try:
+    fcntl = importlib.import_module("fcntl")
+except ImportError:  # Windows: neither locks nor handles of folders
+    fcntl = None
 
 _PIECE = 1 << 20
 _TIMEOUT_S = 30.0
@@ -77,6 +83,9 @@ def fetch(
 @contextlib.contextmanager
 def _only_one(target: Path) -> Iterator[None]:
     """Keep other processes from fetching to the same place, and clear up after a killed one."""
+    if fcntl is None:
+        yield
+        return
     handle = os.open(target.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,6 +230,8 @@ def _plain_name(released: Released, member: tarfile.TarInfo) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
+    if fcntl is None:
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
