@@ -58,6 +58,29 @@ def test_accuracy(tmp_path: Path) -> None:
     assert "16,384 tokens" in drawn
 
 
+def settings_drawn(tmp_path: Path, *names: str, **more: Any) -> list[str]:
+    cells = [{"task": "a", "setting": name, "scores": [1.0]} for name in names]
+    summary = [{"setting": name, "loss": 1.0, "loss_error": 0.5} for name in names]
+    settings = {"tokens": 2048, "samples": 1, **more}
+    figures = {"cells": cells, "summary": summary}
+    return draw_all([saved(tmp_path / "a.json", "accuracy", settings, figures)], tmp_path)
+
+
+def test_options_alone_make_no_ablation(tmp_path: Path) -> None:
+    told = "louiskv@1/8:tau=0.85"
+    assert "a-tasks" in settings_drawn(tmp_path, "full", "kvswap@1/8", told)
+    drawn = (tmp_path / "a-tasks.svg").read_text()
+    assert "louiskv@1/8" in drawn
+    assert "tau" not in drawn
+    assert settings_drawn(tmp_path, "full", "kvswap@1/8", "kvswap@1/8:group_tokens=8") == []
+
+
+def test_models_are_not_mixed(tmp_path: Path) -> None:
+    names = settings_drawn(tmp_path, "full", "kvswap@1/8", model="other")
+    assert names == ["a-tasks", "accuracy-by-budget-other"]
+    assert "on other" in (tmp_path / "a-tasks.svg").read_text()
+
+
 def test_nothing_to_draw(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.json", "throughput", {"config": "x"}, {"rows": []})
     with pytest.raises(ConfigError, match="no row"):

@@ -16,7 +16,7 @@ from penstock.bench.machine import (
 from penstock.core.errors import ConfigError
 
 FORMAT = "penstock-result-1"
-_PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup")
+_PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup", "--haystack", "--data")
 
 
 @dataclass(kw_only=True)

@@ -8,9 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from penstock.bench.figures.result_lengths import by_length
-from penstock.bench.figures.style import GRID, INK, SERIES
+from penstock.bench.figures.style import GRID, INK, SERIES, model_of, short_setting
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
+
+_LEGEND_COLUMNS = 4
 
 
 def draw_accuracy(results: Sequence[Result]) -> Figure:
@@ -49,8 +51,8 @@ def draw_accuracy(results: Sequence[Result]) -> Figure:
     axes.set_ylim(max(high, 5.0), min(low, -0.8))
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_xlabel("KV memory as a share of the full cache (less memory to the right)")
-    axes.set_ylabel("exact match lost, points")
-    axes.set_title("What a memory budget costs: KVSwap, mean over the recall tasks")
+    axes.set_ylabel("points lost")
+    axes.set_title("What a memory budget costs: KVSwap, mean over the tasks")
     axes.legend(frameon=False, loc="lower left")
     return figure
 
@@ -70,7 +72,7 @@ def budget_points(result: Result) -> list[tuple[float, float, float, str]]:
 
 
 def draw_tasks(result: Result) -> Figure:
-    """Exact match by task, a bar for each setting, a panel for each prompt length.
+    """Mean score by task, a bar for each setting, a panel for each prompt length.
 
     Raises:
         ConfigError: nothing was answered.
@@ -95,15 +97,17 @@ def _tasks_panel(axes: Axes, result: Result, *, legend: bool) -> None:
         at = {cell["task"]: cell for cell in cells if cell["setting"] == setting}
         here = [n for n, task in enumerate(tasks) if task in at]
         values = [100 * float(np.mean(at[tasks[n]]["scores"])) for n in here]
-        axes.bar(np.array(here) + (i + 0.5) * width - 0.4, values, width, label=setting,
-                 color=shades[i])  # fmt: skip
+        axes.bar(np.array(here) + (i + 0.5) * width - 0.4, values, width,
+                 label=short_setting(setting), color=shades[i])  # fmt: skip
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks], fontsize=9.5)
-    axes.set_ylabel("exact match, %")
+    axes.set_ylabel("score, %")
     axes.set_ylim(0, 104)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.set_title(f"Exact match by task, {_label(result)}", pad=30 if legend else 8)
+    rows = -(-len(settings) // _LEGEND_COLUMNS)
+    pad = 12 + 18 * rows if legend else 8
+    axes.set_title(f"Score by task{model_of(result)}, {_label(result)}", pad=pad)
     if legend:
-        axes.legend(frameon=False, ncols=min(4, len(settings)), loc="lower left",
+        axes.legend(frameon=False, ncols=min(_LEGEND_COLUMNS, len(settings)), loc="lower left",
                     bbox_to_anchor=(0, 1), fontsize=9.5)  # fmt: skip
 
 

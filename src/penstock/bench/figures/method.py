@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from penstock.bench.figures.result_lengths import answered_in_part, by_length
-from penstock.bench.figures.style import GRID, INK, SERIES, short_tokens
+from penstock.bench.figures.style import GRID, INK, SERIES, short_setting, short_tokens
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
@@ -117,7 +117,7 @@ def _points(result: Result) -> list[_Point]:
     found: list[_Point] = []
     summaries: Sequence[Any] = result.figures["summary"]
     for summary in summaries:
-        name, at, budget = summary["setting"].partition("@")
+        name, at, budget = short_setting(summary["setting"]).partition("@")
         if at and summary["loss"] is not None:
             found.append((name, budget, summary))
     return found

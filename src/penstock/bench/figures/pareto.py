@@ -13,7 +13,15 @@ from matplotlib.text import Annotation
 
 from penstock.bench.figures.label_places import LEADER, Box, leader_of, place_labels
 from penstock.bench.figures.result_lengths import answered_in_part, by_length
-from penstock.bench.figures.style import FAINT, GRID, INK, SERIES, short_tokens
+from penstock.bench.figures.style import (
+    FAINT,
+    GRID,
+    INK,
+    SERIES,
+    model_of,
+    short_setting,
+    short_tokens,
+)  # fmt: skip
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
@@ -54,7 +62,7 @@ def dots_of(result: Result) -> list[Dot]:
     unfinished = answered_in_part(result)
     dots = []
     for summary in summaries:
-        method, at, budget = summary["setting"].partition("@")
+        method, at, budget = short_setting(summary["setting"]).partition("@")
         sizes = [each.get("full_cache_bytes") for each in (reference, summary)]
         if not at or summary.get("mean") is None or not summary.get("ledger_bytes"):
             continue
@@ -120,8 +128,9 @@ def draw_pareto(result: Result) -> Figure:
     panels[0].set_ylabel("mean score, %")
     panels[0].set_ylim(-7, 108)
     length = f", {drawn[0][0].settings['tokens']:,} tokens" if len(drawn) == 1 else ""
+    asked = _what_was_asked([one for one, _ in drawn])
     figure.suptitle(
-        f"Accuracy against memory{length}\n{_what_was_asked([one for one, _ in drawn])}",
+        f"Accuracy against memory{model_of(result)}{length}\n{asked}",
         fontsize=12, fontweight="bold", x=0.01, ha="left",
     )  # fmt: skip
     figure.legend(handles=_legend(budgets), frameon=False, loc="outside lower center",

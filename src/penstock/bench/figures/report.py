@@ -26,6 +26,8 @@ from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
 RESULTS, FIGURES = Path("benchmarks/results"), Path("benchmarks/figures")
+BUNDLED = "recall"
+"""The model of results that name none."""
 
 
 def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure]]:
@@ -59,8 +61,13 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
 
 
 def _is_ablation(result: Result) -> bool:
-    """Whether settings carry options: a dozen of them are for a table, not for bars."""
-    return result.kind == "accuracy" and ":" in str(result.settings.get("settings", ""))
+    """Whether one method comes several times at one budget: a dozen of its options are for a
+    table, not for bars."""
+    if result.kind != "accuracy":
+        return False
+    texts = dict.fromkeys(cell["setting"] for cell in result.figures.get("cells", []))
+    kinds = [text.partition(":")[0] for text in texts]
+    return len(set(kinds)) < len(kinds)
 
 
 def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
@@ -70,7 +77,7 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
         ConfigError: a file is not a result, or has nothing to draw.
     """
     names = []
-    over_budget: list[Result] = []
+    over_budget: dict[str, list[Result]] = {}
     with matplotlib.rc_context(STYLE):
         for path in paths:
             result = Result.load(path)
@@ -79,10 +86,14 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
                 save(draw(result), name, folder)
                 names.append(name)
             if draw_tasks in figures.values():
-                over_budget += [one for one in by_length(result) if budget_points(one)]
-        if over_budget:
-            save(draw_accuracy(over_budget), "accuracy-by-budget", folder)
-            names.append("accuracy-by-budget")
+                model = str(result.settings.get("model", BUNDLED))
+                over_budget.setdefault(model, [])
+                over_budget[model] += [one for one in by_length(result) if budget_points(one)]
+        for model, results in over_budget.items():
+            if results:
+                name = "accuracy-by-budget" + ("" if model == BUNDLED else f"-{model}")
+                save(draw_accuracy(results), name, folder)
+                names.append(name)
     return names
 
 

@@ -18,6 +18,11 @@ SERIES = ("#0b6e99", "#c96a2b", "#4b8b3b", "#7a4fa3")
 """Colours of what is compared, our own first."""
 
 
+def short_setting(text: str) -> str:
+    """A setting without its options, for a label: POLICY@BUDGET."""
+    return text.partition(":")[0]
+
+
 def model_of(result: Result) -> str:
     """The measured model's name for a title; older results do not have it."""
     name = result.settings.get("model")
