@@ -128,13 +128,31 @@ def report(cells: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print the tables, save the result."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    args = parse_arguments(words)
+    return run_evaluation(KIND, "training.evaluate", words, parse_arguments(words), evaluate)
+
+
+def run_evaluation(
+    kind: str, program: str, words: Sequence[str], args: argparse.Namespace,
+    evaluate: "Callable[[argparse.Namespace, Result], None]", **more: Any,
+) -> int:  # fmt: skip
+    """Fill a result by `evaluate` and print its cells; what both evaluations do.
+
+    Args:
+        kind: of the result.
+        program: the module, for the result's command.
+        words: the command line.
+        more: settings besides the common ones.
+
+    Returns:
+        The exit status: 0, or 2 when it cannot be done.
+    """
     settings = {
         "tasks": args.tasks, "tokens": args.tokens, "samples": args.samples, "device": args.device,
         "dtype": args.dtype, "generate": args.generate, "generate_most": args.generate_most,
+        **more,
     }  # fmt: skip
     try:
-        result = begin_result(KIND, "training.evaluate", words, settings, args.seed)
+        result = begin_result(kind, program, words, settings, args.seed)
         evaluate(args, result)
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)

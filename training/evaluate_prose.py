@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.tasks import ENGLISH_TASKS
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from training.asked_prose import PlainTokenizer, english_asker, read_holdout
 from training.data import BOS, EOS
-from training.evaluate import add_options, begin_result, chosen, decoded, report
+from training.evaluate import add_options, chosen, run_evaluation
 
 if TYPE_CHECKING:  # torch is not for the processes that make samples, which import this file again
     from penstock.bench.result import Result
@@ -75,6 +75,7 @@ def evaluate(args: argparse.Namespace, result: "Result") -> None:
 
     run.run(english_asker, given, workers=args.workers, keep=keep_cells, end=end)
     keep_cells()
+    print()
 
 
 def report_perplexity(figures: dict[str, Any]) -> str:
@@ -96,23 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print the tables, save the result."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = parse_arguments(words)
-    settings = {
-        "tasks": args.tasks, "tokens": args.tokens, "samples": args.samples, "device": args.device,
-        "dtype": args.dtype, "generate": args.generate, "generate_most": args.generate_most,
-        "window": args.window,
-    }  # fmt: skip
-    try:
-        result = begin_result(KIND, "training.evaluate_prose", words, settings, args.seed)
-        evaluate(args, result)
-    except PenstockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    cells = result.figures["cells"]
-    print(f"\nexact match, full attention, up to {args.samples} samples a cell")
-    print(report(cells))
-    if args.generate:
-        print(f"\n{decoded(cells)}")
-    return 0
+    program = "training.evaluate_prose"
+    return run_evaluation(KIND, program, words, args, evaluate, window=args.window)
 
 
 def _perplexity(
