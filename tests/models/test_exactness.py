@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
-from penstock.policies import FlexGen, Full, Quest, SelectionPolicy
+from penstock.policies import FlexGen, Full, LouisKV, Quest, SelectionPolicy
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 CHUNK = None if version.parse(transformers.__version__) < version.parse("5.21") else 31
@@ -29,7 +29,18 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "kvswap-no-reuse": (KVSwap(window_tokens=8, selected_tokens=10**6, reuse_tokens=0), {}),
     "quest": (Quest(group_tokens=8, window_tokens=8, selected_tokens=10**6), {}),
     "exact": (KVSwap(window_tokens=8), {"exact": True, "memory": SMALL_BUDGET}),
-}
+    "flexgen-device-tier": (FlexGen(group_tokens=8), {"store": "host"}),
+    "kvswap-device-tier": (KVSwap(window_tokens=8, selected_tokens=10**6), {"store": "host"}),
+    "quest-device-tier": (
+        Quest(group_tokens=8, window_tokens=8, selected_tokens=10**6), {"store": "host"},
+    ),
+    "louiskv-device-tier": (
+        LouisKV(window_tokens=8, sink_tokens=4, selected_tokens=10**6), {"store": "host"},
+    ),
+    "exact-device-tier": (
+        KVSwap(window_tokens=8), {"exact": True, "memory": "1/2", "store": "host"},
+    ),
+}  # fmt: skip
 
 
 def prompts(batch: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> dict[str, Tensor]:
@@ -96,9 +107,8 @@ def test_equals_the_plain_model(
     policy, options = SETTINGS[setting]
     model = models[family]
     # Memory stands in for the disk here; test_real_disk runs the same over real files.
-    with TieredCache(
-        model, policy, store="memory", max_tokens=160, batch_size=batch, **options
-    ) as c:
+    options = {"store": "memory", **options}
+    with TieredCache(model, policy, max_tokens=160, batch_size=batch, **options) as c:
         for expected, actual in zip(
             references[family, batch],
             two_turns(model, c, batch, prefill_chunk_size=chunk),

@@ -11,6 +11,7 @@ from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -29,6 +30,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kvswap-no-reuse": ("kvswap", {"reuse_tokens": 0}),
     "kvswap-groups-of-8": ("kvswap", {"group_tokens": 8, "reuse_tokens": 64}),
     "quest-no-reuse": ("quest", {"reuse_tokens": 0}),
+} | {
+    f"device-{name}": (name, {"reuse_tokens": 64})
+    for name, policy in POLICIES.items() if policy.device_tier and policy.retrieves
 }  # fmt: skip
 
 
@@ -41,10 +45,10 @@ def make(name: str, **wanted: Any) -> SelectionPolicy:
 class Watched:
     """A runtime fed with random tokens, twins of its keys and values, and what it tells."""
 
-    def __init__(self, policy: SelectionPolicy) -> None:
+    def __init__(self, policy: SelectionPolicy, *, device_tier: bool = False) -> None:
         config = RuntimeConfig(
             shape=SHAPE, policy=policy, limit_bytes=None, store="memory", max_tokens=200,
-            exact=False, adapter=None, device=torch.device("cpu"),
+            exact=False, adapter=None, device=torch.device("cpu"), device_tier=device_tier,
         )  # fmt: skip
         self.runtime = TieredRuntime(config, len(PADDING))
         self.random = torch.Generator().manual_seed(0)
@@ -66,8 +70,9 @@ class Watched:
             out.append((query, self.runtime.attend(layer, call).transpose(1, 2)))
         return out
 
-    def observe(self) -> list[RetrievalLayer]:
-        layers = [x for x in self.runtime.layers if isinstance(x, RetrievalLayer)]
+    def observe(self) -> list[RetrievalLayer | DeviceLayer]:
+        kinds = RetrievalLayer | DeviceLayer
+        layers = [x for x in self.runtime.layers if isinstance(x, kinds)]
         for layer in layers:
             layer.observer = self.told.__setitem__
         return layers
@@ -76,8 +81,11 @@ class Watched:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_output_is_attention_over_what_was_told(setting: str) -> None:
     name, options = SETTINGS[setting]
+    on_device = setting.startswith("device-")
+    if on_device and name == "louiskv":
+        options = {}
     policy = make(name, **{"selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4, **options})
-    watched = Watched(policy)
+    watched = Watched(policy, device_tier=on_device)
     try:
         watched.step(PROMPT_TOKENS)
         layers = watched.observe()

@@ -1,6 +1,6 @@
 """The ledger's claim is what is really allocated: tensors and buffers, counted one by one."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.shape import KVShape
+from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.indexes.low_rank import LowRankIndex
-from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
+from penstock.policies import FlexGen, Full, KVSwap, LouisKV, Quest, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -36,12 +38,16 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "flexgen": (FlexGen(), {}),
     "flexgen-staged": (FlexGen(group_tokens=7), {}),
     "full": (Full(), {}),
+    "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
+    "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
+    "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
+    "device-flexgen": (FlexGen(), {"device_tier": True}),
 }  # fmt: skip
 
 
 def spans(thing: Any, seen: set[int]) -> set[tuple[int, int]]:
     """(address, bytes) of every tensor storage, array and buffer that is reachable."""
-    if id(thing) in seen or isinstance(thing, (KVStore, UnitRegion, nn.Module)):
+    if id(thing) in seen or isinstance(thing, (KVStore, UnitRegion, nn.Module, HostMemory)):
         return set()
     seen.add(id(thing))
     if isinstance(thing, Tensor):
@@ -92,6 +98,13 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
 def temporary_bytes(runtime: TieredRuntime) -> int:
     """What the plan sets aside for tensors that live during a call only."""
     policy, plan = runtime.policy, runtime.plan
+    if runtime.config.device_tier and isinstance(policy, LouisKV):
+        shape, rows = replace(SHAPE, num_query_heads=2, num_kv_heads=1), plan.batch
+        sizes = policy._device_sizes(MAX_TOKENS)
+        scratch = DeviceSemanticUnits.scratch_bytes(shape, sizes, rows=rows, max_tokens=MAX_TOKENS)
+        return scratch + 4 * rows * MAX_TOKENS
+    if isinstance(policy, Quest):
+        return plan.batch * (16 * plan.max_groups + 4 * MAX_TOKENS)
     if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:
         return 0
     assert policy.rank is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
-from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
+from penstock.policies import FlexGen, Full, KVSwap, LouisKV, Quest, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -38,6 +38,20 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "exact-staged": (KVSwap(group_tokens=3, **SMALL), {"exact": True, "limit_bytes": 60_000}),
     "flexgen": (FlexGen(group_tokens=8), {}),
     "full": (Full(), {}),
+    "device-kvswap": (KVSwap(selected_tokens=ALL, **SMALL), {"device_tier": True}),
+    "device-kvswap-wide-sinks": (
+        KVSwap(window_tokens=4, sink_tokens=11, rank=4, selected_tokens=ALL),
+        {"device_tier": True},
+    ),
+    "device-quest": (
+        Quest(group_tokens=4, window_tokens=5, selected_tokens=ALL), {"device_tier": True},
+    ),
+    "device-louiskv": (
+        LouisKV(window_tokens=5, sink_tokens=4, cluster_tokens=3, selected_tokens=ALL),
+        {"device_tier": True},
+    ),
+    "device-exact": (KVSwap(**SMALL), {"device_tier": True, "exact": True}),
+    "device-flexgen": (FlexGen(group_tokens=8), {"device_tier": True}),
 }  # fmt: skip
 
 

@@ -36,8 +36,8 @@ class SlotPlan:
     score_tokens: int = 0
     """Tokens that the index scores at a time, which bounds its scratch memory."""
     host_bytes: int = 0
-    """Pinned host memory that reads pass through on their way to a GPU; beside the budget, which
-    is for the memory of the cache's device."""
+    """Pinned host memory that reads pass through on their way to a GPU, or (device tier) where all
+    of KV is; beside the budget, which is for the memory of the cache's device."""
     pool_bytes: int
     """Slots, sinks and windows of all layers and rows, in bytes."""
     predictor_bytes: int = 0
@@ -92,6 +92,8 @@ class SizingRequest:
     """A fitted low-rank basis is at hand."""
     rows_per_sequence: int = 1
     """KV heads of a sequence, when each is a row of its own; `batch` then counts rows."""
+    device_tier: bool = False
+    """All of KV is in host memory that the device reads itself, and no step waits for the host."""
     must_tier: bool = False
     """Tokens are on disk already: the plan may not keep everything in memory."""
 

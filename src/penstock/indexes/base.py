@@ -22,6 +22,17 @@ class KeyIndex(ABC):
             first_token: cache position of the first of them.
         """
 
+    def put(self, keys: Tensor, unit: Tensor) -> None:
+        """Take in one unit whose number only the device knows, whole or as far as it goes.
+
+        Only indexes of the device tier's policies can do that.
+
+        Args:
+            keys: post-RoPE. [batch, group_tokens, kv_heads, head_dim]
+            unit: int64 [1]
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no index for the device tier")
+
     def begin_step(  # noqa: B027 - optional
         self, query: Tensor, first_unit: NDArray[np.int64], position: int
     ) -> None:
@@ -43,6 +54,15 @@ class KeyIndex(ABC):
         Returns:
             float [batch, num_units]
         """
+
+    def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
+        """As `score`, where only the device knows how many units there are.
+
+        Args:
+            end: units from here on mean nothing, and what their scores are does not matter.
+                int64 [1]
+        """
+        return self.score(query, num_units)
 
     observes: ClassVar[bool] = False
     """Whether `observe` wants to be told; it costs one more product with the pool's keys."""

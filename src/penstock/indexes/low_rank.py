@@ -165,6 +165,13 @@ class LowRankIndex(KeyIndex):
             self._codes[:, block, :, place : place + size] = part
             done += size
 
+    def put(self, keys: Tensor, unit: Tensor) -> None:
+        """See `KeyIndex.put`."""
+        codes = self._encode(project_keys(keys, self._basis, self._per_step))
+        block = torch.div(unit, BLOCK_GROUPS, rounding_mode="floor")
+        # The two numbers stand together in front: [1, batch, group_tokens, width].
+        self._codes.transpose(1, 3)[:, unit % BLOCK_GROUPS, :, block] = codes.unsqueeze(0)
+
     def _encode(self, components: Tensor) -> Tensor:
         """Components in units of the quantisation step to stored codes, last axis packed."""
         if self._bits == 16:
@@ -204,6 +211,18 @@ class LowRankIndex(KeyIndex):
         if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
             return group_scores(codes, per_head, self._bits, num_units)
         return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units)
+
+    def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
+        """See `KeyIndex.score_before`: units that are not there have no share of a softmax."""
+        if self._head_reduction == "sum":
+            return self.score(query, num_units)
+        kv_heads = self._shape.num_kv_heads
+        per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
+        logits = self._group_logits(per_head, num_units)[:, :num_units]
+        hidden = torch.arange(num_units, device=query.device) >= end
+        # Where there are none at all, scores mean nothing, but are numbers.
+        logits = logits.masked_fill(hidden[:, None], torch.finfo(logits.dtype).min)
+        return torch.softmax(logits, dim=1).sum(dim=2)
 
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.

@@ -69,6 +69,11 @@ class PageSummaryIndex(KeyIndex):
         for held, part in zip(self._summaries, self.summarise(pages), strict=True):
             held[:, first:end] = part
 
+    def put(self, keys: Tensor, unit: Tensor) -> None:
+        """See `KeyIndex.put`."""
+        for held, part in zip(self._summaries, self.summarise(keys.unsqueeze(1)), strict=True):
+            held.index_copy_(1, unit, part.to(held.dtype))
+
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`; query heads of all KV heads of the row are added."""
         shape = self._shape

@@ -1,8 +1,12 @@
 """kmeans() and nearest(): Lloyd's algorithm for many sets of points at once, in bounded memory."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from penstock.kernels.device.available import uses_triton
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 1 << 14, 1 << 19
 MOST_CHUNK_TOKENS = 4096
@@ -25,6 +29,9 @@ def kmeans(
 ) -> Tensor:
     """Centroids of each set: the means of the points that are nearest to them.
 
+    On a GPU it runs in the current stream and never waits for the device (`kmeans_triton`, where
+    there is Triton).
+
     The first centroids are points drawn by `seed`, the same places in every set, so that a set's
     result depends on no other set. A centroid that loses all its points stays where it was.
 
@@ -39,7 +46,10 @@ def kmeans(
     """
     count, dim = points.shape[-2:]
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    drawn = drawn.repeat(-(-clusters // count))[:clusters].to(points.device)
+    drawn = drawn.repeat(-(-clusters // count))[:clusters]
+    if points.is_cuda:
+        # From pageable memory the copy would wait for all that the stream has to do before.
+        drawn = drawn.pin_memory().to(points.device, non_blocking=True)
     centroids = points[..., drawn, :].float().reshape(-1, clusters, dim)
     for _ in range(iterations):
         centroids = _means(points, centroids, cosine=cosine, elements=elements)
@@ -59,6 +69,10 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -
     """
     clusters, dim = centroids.shape[-2:]
     flat = centroids.float().reshape(-1, clusters, dim)
+    if (fast := _triton_form(points)) is not None:
+        room = _scratch_bytes(flat.shape[0], clusters, dim, elements)
+        ids: Tensor = fast.nearest(points, flat, cosine=cosine, scratch_bytes=room)
+        return ids.view(points.shape[:-1])
     prepared = _prepare(flat, cosine=cosine)
     step = _chunk_points(flat.shape[0], clusters, dim, elements)
     out = torch.empty(points.shape[:-1], dtype=torch.int64, device=points.device)
@@ -75,8 +89,22 @@ def kmeans_bytes(sets: int, clusters: int, dim: int, elements: int) -> int:
     Args:
         sets: sets of points, all leading dimensions together.
     """
+    return _scratch_bytes(sets, clusters, dim, elements) + 4 * sets * clusters * (4 * dim + 2)
+
+
+def _scratch_bytes(sets: int, clusters: int, dim: int, elements: int) -> int:
+    """Of a chunk's temporaries."""
     step = _chunk_points(sets, clusters, dim, elements)
-    return 4 * sets * (step * _point_elements(clusters, dim) + clusters * (4 * dim + 2))
+    return 4 * sets * step * _point_elements(clusters, dim)
+
+
+def _triton_form(points: Tensor) -> ModuleType | None:
+    """The module of kernels that can take these points, if there is one."""
+    if not uses_triton(points):
+        return None
+    from penstock.kernels import kmeans_triton
+
+    return kmeans_triton if kmeans_triton.can_take(points) else None
 
 
 def _point_elements(clusters: int, dim: int) -> int:
@@ -103,6 +131,10 @@ def _nearest(chunk: Tensor, columns: Tensor, offset: Tensor) -> Tensor:
 def _means(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
     """One iteration. [sets, clusters, dim]"""
     sets, clusters, dim = centroids.shape
+    if (fast := _triton_form(points)) is not None:
+        room = _scratch_bytes(sets, clusters, dim, elements)
+        moved: Tensor = fast.means(points, centroids, cosine=cosine, scratch_bytes=room)
+        return moved
     prepared = _prepare(centroids, cosine=cosine)
     sums = torch.zeros_like(centroids)
     sizes = centroids.new_zeros(sets, clusters, 1)

@@ -5,13 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from penstock.core.byte_size import parse_memory
 from penstock.core.errors import CacheStateError, ConfigError, UnsupportedModelError
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
@@ -20,11 +18,18 @@ from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.bundled_adapter import find_adapter
+from penstock.models.cache_options import (
+    limit_bytes,
+    named_policy,
+    serves_device_tier,
+    true_query_layers,
+)
 from penstock.models.fingerprint import fingerprint
+from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.rotary import rotary_of
-from penstock.policies import POLICIES, SelectionPolicy
+from penstock.policies import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -107,6 +112,7 @@ class TieredCache(Cache):  # type: ignore[misc]
     _open = False
     _attachment: Attachment | None = None
     _hooks: PrefetchHooks | None = None
+    _decoder: GraphDecoder | None = None
 
     def __init__(
         self,
@@ -119,6 +125,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         batch_size: int = 1,
         exact: bool = False,
         adapter: str | Path | LowRankAdapter | None = None,
+        cuda_graphs: bool = True,
         tracer: Tracer | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -129,7 +136,9 @@ class TieredCache(Cache):  # type: ignore[misc]
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
                 cache at `max_tokens` and `batch_size` ("1/13"), "auto", or None for no limit.
-            store: see `KVStore.create`: "auto", a directory, "memory", or a simulated device.
+            store: see `KVStore.create`: "auto", a directory, "memory", or a simulated device; or
+                "host", host memory that a GPU reads and writes by itself (the device tier; on CUDA
+                "memory" means the same for the policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
                 positions. Sizes the index, so give what you need.
             batch_size: rows expected (beams counted), for the budget; a fraction in `memory` is one
@@ -138,6 +147,7 @@ class TieredCache(Cache):  # type: ignore[misc]
                 at any budget, slowly.
             adapter: low-rank basis for policies that use one (`penstock calibrate`); default: the
                 one shipped with the bundled model, else made from the prompt's own keys.
+            cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
             progress: called with the tokens cached so far after every prefill chunk.
 
@@ -153,19 +163,20 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
         if self.max_tokens < 1 or batch_size < 1:
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
-        chosen = _policy(policy)
+        chosen = named_policy(policy)
         device = model.get_input_embeddings().weight.device
         basis = self._find_adapter(model, shape, chosen, adapter, exact)
-        late = _true_query_layers(chosen, basis)
+        late = true_query_layers(chosen, basis)
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, store=str(store),
-            limit_bytes=_limit_bytes(
+            limit_bytes=limit_bytes(
                 memory, shape.kv.full_cache_bytes(batch_size, self.max_tokens), device
             ),
             max_tokens=self.max_tokens, exact=exact,
             adapter=None if basis is None else basis.layers,
             true_query_layers=late, predictor_bytes=predictor_bytes(model, shape, chosen, late),
             device=device, tracer=tracer, progress=progress, rotary=rotary_of(model),
+            device_tier=serves_device_tier(str(store), chosen, device, exact=exact),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
@@ -174,6 +185,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
+            if cuda_graphs and self._config.device_tier and device.type == "cuda":
+                self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
             self._release()
             raise
@@ -316,6 +329,8 @@ class TieredCache(Cache):  # type: ignore[misc]
     def stats(self) -> RunStats:
         """Bytes, reads, hits, stalls and times so far, of prefill and of decoding."""
         self._runtime.end_step()
+        if self._runtime.device_steps is not None:
+            self._runtime.device_steps.count_into(self._runtime.stats.decode)
         return self._runtime.stats
 
     @property
@@ -349,6 +364,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._release()
 
     def _release(self) -> None:
+        if self._decoder is not None:
+            self._decoder.remove()
         if self._hooks is not None:
             self._hooks.remove()
         if self._attachment is not None:
@@ -364,35 +381,3 @@ class TieredCache(Cache):  # type: ignore[misc]
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             self.close()
-
-
-def _policy(policy: str | SelectionPolicy) -> SelectionPolicy:
-    if isinstance(policy, SelectionPolicy):
-        return policy
-    if policy not in POLICIES:
-        raise ConfigError(f"there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
-    return POLICIES[policy]()
-
-
-def _true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) -> frozenset[int]:
-    """Tiered layers whose query calibration found not worth predicting."""
-    cosines = () if adapter is None else adapter.prediction_cosine
-    return frozenset(i for i, c in enumerate(cosines) if not policy.trusts_prediction(c))
-
-
-def _limit_bytes(
-    memory: int | float | str | None, full_bytes: int, device: torch.device
-) -> int | None:
-    if memory is None:
-        return None
-    limit = parse_memory(memory, full_bytes, _free_bytes(device))
-    # A share of one, and "auto" with memory to spare, mean everything: the full cache's mask
-    # comes on top of its keys and values.
-    whole = not isinstance(memory, int) and limit == full_bytes
-    return limit + full_bytes // 64 + 4096 if whole else limit
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

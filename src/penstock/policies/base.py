@@ -15,6 +15,8 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.adapter import LayerAdapter
 from penstock.indexes.base import KeyIndex
+from penstock.indexes.device_tier.base import DeviceIndex
+from penstock.indexes.device_tier.scored_units import ScoredUnits
 from penstock.kernels import top_units as kernels
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.fifo import FIFO
@@ -62,6 +64,8 @@ class SelectionPolicy(ABC):
     """True for methods that keep the whole cache in fast memory (full)."""
     uses_adapter: ClassVar[bool] = False
     """True for methods that want a low-rank adapter."""
+    device_tier: ClassVar[bool] = False
+    """True for methods that the device tier runs (`store="host"`)."""
 
     @abstractmethod
     def plan(self, request: SizingRequest) -> "tuple[SelectionPolicy, SlotPlan]":
@@ -79,6 +83,13 @@ class SelectionPolicy(ABC):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         """Make one layer's index. Methods that retrieve override this."""
         raise AssertionError(f"{self.name} does not retrieve")
+
+    def make_device_index(self, request: IndexRequest) -> DeviceIndex:
+        """Make one layer's index for the device tier: the same one, every unit scored each step."""
+        return ScoredUnits(
+            self.make_index(request), rows=request.batch, max_units=request.max_groups,
+            wanted=request.selected_groups, device=request.device,
+        )  # fmt: skip
 
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:
         """Make one layer's replacement policy; FIFO unless a method says otherwise."""

@@ -33,6 +33,7 @@ class KVSwap(SelectionPolicy):
 
     name: ClassVar[str] = "kvswap"
     uses_adapter: ClassVar[bool] = True
+    device_tier: ClassVar[bool] = True
 
     group_tokens: int = 4
     """Tokens per group, the paper's G: 4 for NVMe, 8 for eMMC."""

@@ -11,6 +11,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
+from penstock.indexes.device_tier.base import DeviceIndex
+from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits, DeviceUnitSizes
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.semantic_units import SemanticUnitsIndex, UnitSizes
 from penstock.policies.base import IndexRequest, SelectionPolicy
@@ -64,6 +66,7 @@ class LouisKV(BaselinePolicy):
 
     name: ClassVar[str] = "louiskv"
     per_head: ClassVar[bool] = True
+    device_tier: ClassVar[bool] = True
 
     tau: float = 0.7
     """Mean cosine similarity of consecutive queries below which a new segment begins."""
@@ -149,6 +152,9 @@ class LouisKV(BaselinePolicy):
         out = []
         for cluster, block, beside in self._choices(request.max_tokens):
             policy = replace(self, cluster_tokens=cluster, block_tokens=block, beside=beside)
+            if request.device_tier:
+                out.append((policy, policy._device_size(request)))
+                continue
             sizes = policy._unit_sizes(request.max_tokens)
             size = {"batch": request.batch, "max_tokens": request.max_tokens}
             held = SemanticUnitsIndex.num_bytes(
@@ -157,6 +163,26 @@ class LouisKV(BaselinePolicy):
             scratch = SemanticUnitsIndex.scratch_bytes(request.shape, sizes, **size)
             out.append((policy, IndexSize(held, scratch)))
         return out  # type: ignore[return-value]
+
+    def _device_size(self, request: SizingRequest) -> IndexSize:
+        if self._pages:
+            raise ConfigError(
+                "louiskv's units=pages is for stores on disk; the device tier has arkvale"
+            )
+        sizes = self._device_sizes(request.max_tokens)
+        size = {"rows": request.batch, "max_tokens": request.max_tokens}
+        held = DeviceSemanticUnits.num_bytes(
+            request.shape, sizes, rows_per_sequence=request.rows_per_sequence, **size
+        )
+        return IndexSize(held, DeviceSemanticUnits.scratch_bytes(request.shape, sizes, **size))
+
+    def _device_sizes(self, max_tokens: int) -> DeviceUnitSizes:
+        assert self.cluster_tokens is not None, "plan() makes the choices"
+        assert self.block_tokens is not None, "plan() makes the choices"
+        return DeviceUnitSizes(
+            cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
+            spare_units=max_tokens // (8 * self.cluster_tokens), cosine=self.nearness == "cosine",
+        )  # fmt: skip
 
     def _choices(self, max_tokens: int) -> list[tuple[int, int, bool]]:
         """Tokens of a cluster and of a block, and where it is clustered; best first."""
@@ -206,7 +232,7 @@ class LouisKV(BaselinePolicy):
         found: list[tuple[SelectionPolicy, SlotPlan]] = []
         for selected, policy, size in choices:
             # The selection that is reused: numbers and whether they count, old and new.
-            kept = 18 * request.batch * selected * tiered
+            kept = 0 if request.device_tier else 18 * request.batch * selected * tiered
             with_kept = IndexSize(size.held_bytes, size.scratch_bytes + kept)
             plan = self._build(rest, with_kept, selected, selected, shared=False)
             if self.full_layers:
@@ -243,6 +269,15 @@ class LouisKV(BaselinePolicy):
             request.shape, self._unit_sizes(request.max_groups), boundaries, batch=request.batch,
             max_tokens=request.max_groups, rows_per_sequence=request.rows_per_sequence,
             scaling=request.scaling, every_step=self.boundaries == "every", device=request.device,
+        )  # fmt: skip
+
+    def make_device_index(self, request: IndexRequest) -> DeviceIndex:
+        """See `SelectionPolicy.make_device_index`: units and boundaries live on the device."""
+        return DeviceSemanticUnits(
+            request.shape, self._device_sizes(request.max_groups), rows=request.batch,
+            rows_per_sequence=request.rows_per_sequence, max_tokens=request.max_groups,
+            wanted=request.selected_groups, tau=self.tau, stride=self.stride or 0,
+            every_step=self.boundaries == "every", scaling=request.scaling, device=request.device,
         )  # fmt: skip
 
     def select(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.kernels.device.slots import FetchLists
 from penstock.policies.base import ceil_div
 from penstock.tiers.slot_table import SlotTable
 
@@ -13,6 +14,14 @@ STREAM_SLOT_TOKENS = 4096
 """Tokens of the two halves of a stream buffer together."""
 
 
+STREAM_BLOCK_TOKENS = 2048
+"""Most tokens of one block of a row that streams from host memory through a GPU's."""
+STREAM_BLOCK_BYTES = 64 << 20
+"""Most bytes of one such block, all rows together."""
+STREAM_BLOCK_SHARE = 8
+"""A block is at most one part in so many of a sequence."""
+
+
 def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> SlotPlan:
     """Plan for methods that stream everything: two shared pools and a small window per layer.
 
@@ -20,6 +29,8 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
         BudgetError: the budget holds less than two groups per pool.
     """
     slots = max(2, min(STREAM_SLOT_TOKENS, 2 * request.max_tokens) // group_tokens)
+    if request.device_tier:
+        slots = 2  # the past streams through blocks of its own
 
     def build(num_slots: int) -> SlotPlan:
         return make_plan(
@@ -69,6 +80,7 @@ def make_plan(
     max_groups = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
     tail = sink_slots + ring_slots
+    shared_pools = shared_pools and not request.device_tier
     pools = 2 if shared_pools else shape.num_layers
     pool_rows = pools * batch * (num_slots + tail)
     mask_rows = shape.num_layers * batch * (num_slots + tail)
@@ -77,13 +89,20 @@ def make_plan(
         mask_rows += shape.num_layers * batch * tail
     mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
     staging_rows = 0
-    if not request.is_direct(group_tokens):
+    if not (request.is_direct(group_tokens) or request.device_tier):
         staging_rows = batch * max(selected_groups, num_slots // 2, 1)
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_groups
     staging_bytes = 3 * staging_rows * request.row_bytes(group_tokens)
     if request.device_is_cpu:
         fixed += staging_bytes
-    if selected_groups:
+    if request.device_tier:
+        block = stream_block_units(batch, unit_bytes, group_tokens, max_groups)
+        fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes + 8 * batch + 32
+        fixed += shape.num_layers * _device_table_bytes(
+            batch, num_slots, max_groups, max(1, selected_groups)
+        )
+        staging_bytes = shape.num_layers * batch * max_groups * unit_bytes
+    elif selected_groups:
         fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
     if compact:
         fixed += batch * (selected_groups + tail) * (unit_bytes + group_tokens * 4)
@@ -94,6 +113,20 @@ def make_plan(
         unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
     )  # fmt: skip
+
+
+def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_groups: int) -> int:
+    """Units of one block of a row that streams from host memory through a GPU's."""
+    fitting = STREAM_BLOCK_BYTES // (batch * unit_bytes)
+    share = ceil_div(max_groups, STREAM_BLOCK_SHARE)
+    return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share))
+
+
+def _device_table_bytes(batch: int, num_slots: int, max_groups: int, selected: int) -> int:
+    """One layer's tables of the device tier: slots and units, the lists, the selection."""
+    tables = SlotTable.num_bytes(batch, num_slots, max_groups) + 4 * batch
+    selection = batch * (5 * selected + 1) + 4 * max_groups
+    return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
 
 
 def largest_plan(

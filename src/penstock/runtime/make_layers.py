@@ -4,15 +4,18 @@ import torch
 
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
+from penstock.indexes.device_tier.base import StepClock
 from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.runtime.compact_pool import CompactPool
+from penstock.runtime.device_tier.device_layer import DeviceLayer, DeviceSetup
+from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.resident_layer import ResidentLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import PoolMemory
 
-AnyLayer = LayerCache | ResidentLayer
+AnyLayer = LayerCache | ResidentLayer | DeviceLayer
 
 
 def resident_layers(
@@ -45,17 +48,47 @@ def make_layers(
     return layers
 
 
+def device_layers(
+    config: RuntimeConfig, policy: SelectionPolicy, plan: SlotPlan, shape: KVShape,
+    rows_per_sequence: int, clock: StepClock,
+) -> list[AnyLayer]:  # fmt: skip
+    """All layers of the device tier; those that the policy keeps whole come first.
+
+    Args:
+        policy: with every open choice made, as `plan` returned it.
+        shape: of a row.
+    """
+    whole = 0 if config.exact else policy.whole_layers
+    setup = DeviceSetup(
+        shape=shape, plan=plan, device=config.device, clock=clock,
+        workspace=Workspace(plan, shape, config.device),
+    )  # fmt: skip
+    layers = resident_layers(whole, shape, plan, config.max_tokens, config.device)
+    for i in range(whole, config.shape.num_layers):
+        index = None
+        if policy.retrieves and not config.exact:
+            request = _index_request(i, config, plan, shape, rows_per_sequence)
+            index = policy.make_device_index(request)
+        layers.append(DeviceLayer(i, setup, index))
+    return layers
+
+
+def _index_request(
+    i: int, config: RuntimeConfig, plan: SlotPlan, shape: KVShape, rows_per_sequence: int
+) -> IndexRequest:
+    return IndexRequest(
+        shape=shape, batch=plan.batch, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        scaling=shape.head_dim**-0.5, adapter=None if config.adapter is None else config.adapter[i],
+        device=config.device, score_tokens=plan.score_tokens, selected_groups=plan.selected_groups,
+        rows_per_sequence=rows_per_sequence, rotary=config.rotary,
+    )  # fmt: skip
+
+
 def _make_layer(
     i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
     memory: PoolMemory, compact: CompactPool | None,
 ) -> LayerCache:  # fmt: skip
     if config.exact or not policy.retrieves:
         return LayerCache(i, setup, memory)
-    request = IndexRequest(
-        shape=setup.shape, batch=setup.plan.batch, max_groups=setup.plan.max_groups,
-        group_tokens=setup.plan.group_tokens, scaling=setup.shape.head_dim**-0.5,
-        adapter=None if config.adapter is None else config.adapter[i], device=setup.device,
-        score_tokens=setup.plan.score_tokens, selected_groups=setup.plan.selected_groups,
-        rows_per_sequence=setup.rows_per_sequence, rotary=config.rotary,
-    )  # fmt: skip
+    request = _index_request(i, config, setup.plan, setup.shape, setup.rows_per_sequence)
     return RetrievalLayer(i, setup, memory, policy, policy.make_index(request), compact)

@@ -32,6 +32,8 @@ class RuntimeConfig:
     predictor_bytes: int = 0
     """What copies of the predicting weights would take, where they would be faster."""
     device: torch.device
+    device_tier: bool = False
+    """KV is in host memory that the device reads itself; `store` says nothing then."""
     tracer: Tracer | None = None
     progress: Callable[[int], None] | None = None
     """Called with the tokens cached so far after every prefill chunk."""

@@ -15,12 +15,20 @@ from penstock.core.stats import PhaseStats, RunStats
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.device_tier.device_layer import DeviceLayer
+from penstock.runtime.device_tier.device_steps import DeviceSteps
 from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
-from penstock.runtime.make_layers import AnyLayer, make_layers, resident_layers
+from penstock.runtime.make_layers import (
+    AnyLayer,
+    device_layers,
+    make_layers,
+    resident_layers,
+)
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import Staging
+from penstock.runtime.step_meter import StepMeter
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
 from penstock.storage.store import KVStore
@@ -53,11 +61,12 @@ class TieredRuntime:
             self.close()
             raise
         self._setup: LayerSetup | None = None
+        self.device_steps: DeviceSteps | None = None
+        """What the layers of the device tier share, once there are some."""
         self._writer: Writer | None = None
         self._reservations: list[Reservation] = []
         self._ledger = MemoryLedger(self._limit())
-        self._step_start = self._last_exit = 0.0
-        self._step_phase: PhaseStats | None = None
+        self._meter = StepMeter(self.stats)
         self._closed = False
         self._torn = self._lost_writes = False
 
@@ -75,7 +84,8 @@ class TieredRuntime:
         """
         config = self.config
         must_tier = bool(self.layers) and not self.plan.is_resident
-        if self._store is None and (config.exact or not config.policy.stays_resident):
+        stays = config.device_tier or (config.policy.stays_resident and not config.exact)
+        if self._store is None and not stays:
             self._store = self._open_store()
         request = SizingRequest(
             shape=self._rows.shape, batch=batch * self._rows.per_sequence,
@@ -83,7 +93,7 @@ class TieredRuntime:
             limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
             has_adapter=config.adapter is not None, must_tier=must_tier,
-            rows_per_sequence=self._rows.per_sequence,
+            rows_per_sequence=self._rows.per_sequence, device_tier=config.device_tier,
         )  # fmt: skip
         policy: SelectionPolicy = config.policy
         if self.layers and self.plan.is_resident:
@@ -93,7 +103,8 @@ class TieredRuntime:
             plan = streaming_plan(request, self._unit_tokens, "exact mode")
         else:
             policy, plan = config.policy.plan(request)
-            plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
+            if not config.device_tier:
+                plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
         if plan.is_resident and self._store is not None:
             self._store.close()
             self._store = None
@@ -116,6 +127,13 @@ class TieredRuntime:
             self.layers = resident_layers(
                 config.shape.num_layers, self._rows.shape, plan, config.max_tokens, config.device
             )
+            return
+        if config.device_tier:
+            self.device_steps = steps = DeviceSteps(plan, config.device)
+            self.layers = device_layers(
+                config, self.policy, plan, self._rows.shape, self._rows.per_sequence, steps.clock
+            )
+            steps.watch(self.layers)
             return
         assert self._store is not None
         self._writer = self._writer or Writer(config.tracer)
@@ -166,16 +184,18 @@ class TieredRuntime:
             self._begin_step(batch, count)
         try:
             out = self._rows.unfold(self.layers[layer].attend(self._rows.fold_call(call)))
+            if layer + 1 == len(self.layers) and self.device_steps is not None:
+                self.device_steps.end(self.length, step=count == 1 and self.length > 1)
         except BaseException as error:
             self._note_failure(error)
             raise
         if self.config.tracer is not None and layer + 1 == len(self.layers):
             now = time.perf_counter_ns()
             self.config.tracer.add(
-                "step", "compute", int(self._step_start * 1e9), now, tokens=count
+                "step", "compute", int(self._meter.started_s * 1e9), now, tokens=count
             )
         if layer + 1 == len(self.layers):
-            self._last_exit = time.perf_counter()
+            self._meter.leave()
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
         return out
@@ -195,6 +215,8 @@ class TieredRuntime:
             self._allocate(batch)
         with self._failures_noted():
             self.layers[layer].append(*self._rows.fold_tokens(keys, values, visible))
+            if layer + 1 == len(self.layers) and self.device_steps is not None:
+                self.device_steps.end(self.length)
 
     @contextmanager
     def _failures_noted(self) -> Iterator[None]:
@@ -210,7 +232,7 @@ class TieredRuntime:
         lost = isinstance(error, StorageError) and not isinstance(error, FetchError)
         self._lost_writes = self._lost_writes or lost
         for layer in self.layers:
-            if isinstance(layer, LayerCache):
+            if isinstance(layer, LayerCache | DeviceLayer):
                 layer.forget_slots()
 
     def _check(self, layer: int, batch: int, count: int) -> None:
@@ -236,24 +258,32 @@ class TieredRuntime:
 
     def _begin_step(self, batch: int, count: int) -> None:
         decoding = count == 1 and self.length > 0
-        follows = decoding or self._step_phase is self.stats.prefill
-        self.end_step(time.perf_counter() if follows else None)
-        self._step_phase = self.stats.decode if decoding else self.stats.prefill
-        self._step_phase.steps += 1
-        self._step_phase.tokens += batch * count
+        phase = self._meter.begin(batch * count, decoding=decoding)
         if self._setup is not None:
-            self._setup.phase = self._step_phase
-        self._step_start = time.perf_counter()
+            self._setup.phase = phase
+        if self.device_steps is not None and decoding:
+            self.device_steps.begin(self.length)
 
-    def end_step(self, end: float | None = None) -> None:
-        """Close the step under way, at `end` or when its last layer was done.
+    @property
+    def is_torn(self) -> bool:
+        """Whether an earlier step failed halfway."""
+        return self._torn or self._lost_writes or self._closed
 
-        A step that another follows lasts until that one begins, so that the model's own work
-        between the last layer and the next first one counts; idle time between turns does not.
-        """
-        if self._step_phase is not None:
-            self._step_phase.seconds += (end or self._last_exit) - self._step_start
-            self._step_phase = None
+    def recording_failed(self) -> None:
+        """A step could not be recorded in a CUDA graph: nothing of it has run."""
+        self._torn = False
+        self._meter.take_back(self.batch)
+
+    def replayed(self) -> None:
+        """A CUDA graph has run one decode step of all layers: count it here too."""
+        self._meter.begin(self.batch, decoding=True)
+        self._meter.leave()
+        for layer in self.layers:
+            layer.length += 1
+
+    def end_step(self) -> None:
+        """Close the step under way, when its last layer was done."""
+        self._meter.end()
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether a predicted query for this layer would start a fetch now."""
@@ -284,6 +314,8 @@ class TieredRuntime:
                     layer.crop(length)
                 else:
                     layer.reset()  # another padding may follow
+        if self.device_steps is not None:
+            self.device_steps.end(self.length)
         if self._setup is not None:
             self._setup.units.forget_from(length // self.plan.group_tokens)
         self._torn = self._torn and any(layer.length != length for layer in self.layers)
@@ -302,10 +334,10 @@ class TieredRuntime:
             if len(rows) != self.batch:
                 self._change_batch(rows)
             elif not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-                self._take_rows_from(self.layers, rows)
+                self._take_rows_from(self.layers, rows, self.device_steps)
 
     def _change_batch(self, rows: Tensor) -> None:
-        old, old_setup = self.layers, self._setup
+        old, old_setup, old_steps = self.layers, self._setup, self.device_steps
         for layer in old:
             if isinstance(layer, LayerCache):
                 layer.forget_slots()
@@ -315,12 +347,16 @@ class TieredRuntime:
         self._allocate(len(rows))
         if self._setup is not None and old_setup is not None:
             self._setup.units = old_setup.units
-        self._take_rows_from(old, rows)
+        self._take_rows_from(old, rows, old_steps)
 
-    def _take_rows_from(self, others: list[AnyLayer], sequences: Tensor) -> None:
+    def _take_rows_from(
+        self, others: list[AnyLayer], sequences: Tensor, steps: DeviceSteps | None
+    ) -> None:
         rows = self._rows.of(sequences)
         for layer, other in zip(self.layers, others, strict=True):
             layer.take_rows_from(other, rows)  # type: ignore[arg-type]
+        if self.device_steps is not None and steps is not None:
+            self.device_steps.take_rows_from(steps, rows, self.length)
         if self._setup is not None:
             self._setup.units.select_rows(rows.cpu().numpy().astype(np.int64))
 
@@ -343,6 +379,8 @@ class TieredRuntime:
 
     def describe_store(self) -> str:
         """Where the full KV lives."""
+        if self.config.device_tier and not self.plan.is_resident:
+            return "host memory that the device reads itself"
         return "fast memory" if self._store is None else self._store.describe()
 
     @property

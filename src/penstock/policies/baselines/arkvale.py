@@ -29,6 +29,7 @@ class ArkVale(BaselinePolicy):
 
     name: ClassVar[str] = "arkvale"
     per_head: ClassVar[bool] = True
+    device_tier: ClassVar[bool] = True
 
     group_tokens: int = 16
     """Tokens of a page."""

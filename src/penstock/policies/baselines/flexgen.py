@@ -19,6 +19,7 @@ class FlexGen(SelectionPolicy):
 
     name: ClassVar[str] = "flexgen"
     retrieves: ClassVar[bool] = False
+    device_tier: ClassVar[bool] = True
 
     group_tokens: int = 64
     """Tokens per unit on disk; reads of consecutive units are merged anyway."""

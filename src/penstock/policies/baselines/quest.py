@@ -24,6 +24,7 @@ class Quest(BaselinePolicy):
 
     name: ClassVar[str] = "quest"
     per_head: ClassVar[bool] = True
+    device_tier: ClassVar[bool] = True
 
     group_tokens: int = 16
     """Tokens of a page."""

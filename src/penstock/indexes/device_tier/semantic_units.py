@@ -1,0 +1,312 @@
+"""DeviceSemanticUnits: prompt clusters and output segments, kept on the device (LouisKV)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import CacheStateError
+from penstock.core.shape import KVShape
+from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
+from penstock.indexes.device_tier.base import SETTLE_STEPS, DeviceIndex, StepClock, Wanted
+from penstock.indexes.prompt_clusters import integer_dtype
+from penstock.kernels.device.boundaries import (
+    UnitState,
+    find_boundaries,
+    grow_units,
+    leave_window,
+)
+from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
+from penstock.kernels.kmeans import chunk_elements, kmeans, nearest
+
+SEED = 0
+"""Of the tokens that k-means begins with."""
+SPARE_UNITS = 2 * SETTLE_STEPS
+"""Units beside those that tokens ask for: segments that begin between two calls of `settle`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceUnitSizes:
+    """How large one layer's units and tables are."""
+
+    cluster_tokens: int
+    """Tokens of a cluster on average."""
+    block_tokens: int
+    """Prompt tokens that are clustered together at most; never more than one forward pass."""
+    spare_units: int
+    """Units beyond one for every `cluster_tokens` tokens: room for short segments."""
+    cosine: bool = False
+
+    def capacity(self, max_tokens: int) -> int:
+        """Units of a row."""
+        return -(-max_tokens // self.cluster_tokens) + self.spare_units + SPARE_UNITS
+
+
+class DeviceSemanticUnits(DeviceIndex):
+    """LouisKV's units as `SemanticUnitsIndex` has them, without a host in the decode loop.
+
+    Source: LouisKV, sections 4.1 to 4.3, algorithm 1.
+
+    Differences to the paper beyond those of the policy: what one forward pass of the prompt brings
+    is clustered by itself (in blocks), while the pass goes on where there is a second stream; where
+    the pool of units is full between two calls of `settle`, the open segment goes on. The mean of
+    an open segment counts the step's own token.
+    """
+
+    def __init__(
+        self, shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, rows_per_sequence: int,
+        max_tokens: int, wanted: int, tau: float, stride: int, every_step: bool, scaling: float,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Allocate everything.
+
+        Args:
+            shape: of a row, one KV head.
+            wanted: tokens of a selection.
+            stride: a boundary every so many steps; 0: by `tau`.
+            every_step: retrieve at every step; boundaries only cut segments.
+        """
+        assert shape.num_kv_heads == 1, "one KV head a row"
+        self._sizes, self._scaling = sizes, scaling
+        self._tau, self._stride, self._every_step = tau, stride, every_step
+        self._rows_per_sequence = rows_per_sequence
+        sequences, dim = rows // rows_per_sequence, shape.head_dim
+        capacity = sizes.capacity(max_tokens)
+        self._capacity = capacity
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.means = zeros(rows, capacity, dim, dtype=shape.dtype)
+        """Index vectors. [rows, capacity, head_dim]"""
+        self.state = UnitState(
+            count=zeros(rows), open_tokens=zeros(rows), first=zeros(rows, capacity),
+            sizes=zeros(rows, capacity), start=zeros(rows),
+        )  # fmt: skip
+        places = torch.arange(max_tokens, dtype=integer_dtype(max_tokens), device=device)
+        self.members = places.repeat(rows, 1)
+        """Positions, those of a unit side by side. [rows, max_tokens]"""
+        self.unit_of = zeros(rows, max_tokens, dtype=integer_dtype(capacity))
+        """Unit of each position. [rows, max_tokens]"""
+        self._open_sum = zeros(rows, dim, dtype=torch.float32)
+        self._previous = zeros(rows, shape.num_query_heads, dim, dtype=shape.dtype)
+        self._known = zeros(sequences, dtype=torch.bool)
+        self._last = zeros(sequences, dtype=torch.int64)
+        self.boundary = zeros(sequences, dtype=torch.bool)
+        """Whether this step is a semantic boundary. [sequences]"""
+        self.counters = zeros(sequences, 3, dtype=torch.int64)
+        """Steps, boundaries and retrievals of each sequence. [sequences, 3]"""
+        self._scores = zeros(rows, capacity, dtype=torch.float32)
+        self._wanted = Wanted(
+            zeros(rows, wanted), zeros(rows, wanted, dtype=torch.bool),
+            zeros(rows, dtype=torch.bool),
+        )  # fmt: skip
+        self._elements = chunk_elements(8 * rows * sizes.block_tokens)
+        self._units: int | None = 0
+        """Units of every row, where the host knows it."""
+        self._first_segment = 0
+        """Number of the first segment since the last prompt."""
+
+    @staticmethod
+    def num_bytes(
+        shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, rows_per_sequence: int,
+        max_tokens: int,
+    ) -> int:  # fmt: skip
+        """Bytes of one layer's units, for the ledger."""
+        capacity, dim = sizes.capacity(max_tokens), shape.head_dim
+        units = capacity * (dim * shape.dtype.itemsize + 12) + 12
+        tables = max_tokens * (
+            integer_dtype(max_tokens).itemsize + integer_dtype(capacity).itemsize
+        )
+        query = dim * (4 + shape.num_query_heads * shape.dtype.itemsize)
+        return rows * (units + tables + query) + 34 * (rows // rows_per_sequence)
+
+    @staticmethod
+    def scratch_bytes(shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, max_tokens: int) -> int:
+        """Temporaries of a block of the prompt or of a step, for the ledger."""
+        block = min(sizes.block_tokens, max_tokens)
+        prompt = rows * (48 * block + 8 * shape.head_dim * (block // sizes.cluster_tokens + 1))
+        heads, capacity = shape.num_query_heads, sizes.capacity(max_tokens)
+        return max(prompt, UnitScratch.num_bytes(rows, heads, capacity))
+
+    # Prompts ----------------------------------------------------------------------------------
+
+    def take(self, keys: Tensor, first_token: int) -> None:
+        """See `DeviceIndex.take`: block by block into clusters."""
+        flat, done = keys[:, :, 0], 0
+        while done < flat.shape[1]:
+            part = flat[:, done : done + self._sizes.block_tokens]
+            rest = flat.shape[1] - done - part.shape[1]
+            if 0 < rest < 2 * self._sizes.cluster_tokens:
+                part = flat[:, done:]
+            self._add_block(part, first_token + done)
+            done += part.shape[1]
+        self._known.zero_()
+        self.state.open_tokens.zero_()
+
+    def _add_block(self, keys: Tensor, first: int) -> None:
+        """Make units of some consecutive tokens, at the same places in all rows."""
+        count, size = keys.shape[1], self._sizes
+        few = count < 2 * size.cluster_tokens
+        clusters = 1 if few else num_clusters(count, size.cluster_tokens)
+        if self._units is None:
+            self.settle(first, room=clusters)
+            self._units = int(self.state.count.max())
+        base = self._units
+        if base + clusters > self._capacity:
+            raise CacheStateError("the pool of units is full; give louiskv a larger cluster_tokens")
+        places = slice(first, first + count)
+        if few:
+            self.means[:, base] = keys.float().mean(dim=1).to(self.means.dtype)
+            self.unit_of[:, places] = base
+        else:
+            means = kmeans(
+                keys, clusters, iterations=ITERATIONS, cosine=size.cosine, seed=SEED,
+                elements=self._elements,
+            )  # fmt: skip
+            labels = nearest(keys, means, cosine=size.cosine, elements=self._elements)
+            self.means[:, base : base + clusters] = means.to(self.means.dtype)
+            self.unit_of[:, places] = (labels + base).to(self.unit_of.dtype)
+            order = labels.argsort(dim=1, stable=True) + first
+            self.members[:, places] = order.to(self.members.dtype)
+        # All sequences of a batch have the same number of units after a prompt; those that had
+        # fewer have some that are empty.
+        self._units = self._first_segment = base + clusters
+        self.state.count.fill_(self._units)
+
+    def begin_decode(self, length: int, clock: StepClock) -> None:
+        """See `DeviceIndex.begin_decode`: count what may be selected of each unit."""
+        state = self.state
+        state.start.copy_(clock.first_unit)
+        units = self.unit_of[:, :length].long()
+        places = torch.arange(length, device=units.device)
+        hidden = places < state.start[:, None]
+        total = torch.zeros_like(state.sizes)
+        before, taken = torch.zeros_like(total), torch.zeros_like(total)
+        total.scatter_add_(1, units, torch.ones_like(units, dtype=torch.int32))
+        before.scatter_add_(1, units, hidden.int())
+        # What the first step has in its window counts when it leaves.
+        end = max(0, length - clock.ring_slots)
+        taken.scatter_add_(1, units, (~hidden & (places < end)).int())
+        state.first.copy_(total.cumsum(dim=1) - total + before)
+        state.sizes.copy_(taken)
+        self._units = None
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def select(self, query: Tensor, clock: StepClock) -> Wanted:
+        """See `DeviceIndex.select`: look for a boundary, and select anew where one is.
+
+        A row that has no more tokens than may be selected selects them all at every step.
+        """
+        wanted, state = self._wanted, self.state
+        find_boundaries(
+            query, self._previous, self._known, self._last, wanted.due, self.boundary,
+            clock.position, tau=self._tau, stride=self._stride, every=self._every_step,
+            rows_per_sequence=self._rows_per_sequence, counters=self.counters,
+        )  # fmt: skip
+        leave_window(self.unit_of, state, clock.left)
+        few = clock.end_unit - clock.first_unit <= wanted.ids.shape[1]
+        wanted.due.logical_or_(few)
+        score_units(
+            query, self.means, state.sizes, state.count, self._scaling, wanted.due, self._scores
+        )
+        select_tokens(
+            self._scores, state.first, state.sizes, state.count, self.members, wanted.due,
+            wanted.ids, wanted.valid,
+        )  # fmt: skip
+        return wanted
+
+    def put(self, keys: Tensor, clock: StepClock) -> None:
+        """See `DeviceIndex.put`: the open segment goes on, or a new one begins."""
+        grow_units(
+            keys[:, 0, 0], self.boundary, self.means, self._open_sum, self.state, self.unit_of,
+            clock.position, self._rows_per_sequence,
+        )  # fmt: skip
+
+    def settle(self, length: int, room: int = 0) -> None:
+        """See `DeviceIndex.settle`: merge neighbouring segments where units are running out.
+
+        Args:
+            room: units that are asked for beside the usual spare ones.
+        """
+        wanted = max(room, SETTLE_STEPS) + SETTLE_STEPS
+        if int(self.state.count.max()) + wanted > self._capacity:
+            for first in range(0, len(self.means), _MERGED_ROWS):
+                self._merge(slice(first, first + _MERGED_ROWS), length)
+
+    def _merge(self, rows: slice, length: int) -> None:
+        """Make one of every two neighbouring segments since the last prompt, but the open one."""
+        state, base = self.state, self._first_segment
+        count = state.count[rows, None]
+        numbers = torch.arange(self._capacity, dtype=torch.int32, device=count.device)
+        closed = (count - 1 - base).clamp_min(0)
+        pairs = base + torch.minimum(numbers - base, closed + closed % 2) // 2
+        target = torch.where(numbers < base, numbers, pairs).long()
+        units = self.unit_of[rows, :length].long()
+        ones = torch.ones_like(units, dtype=torch.float32)
+        held = torch.zeros(target.shape, device=count.device).scatter_add_(1, units, ones)
+        means = self.means[rows]
+        wide = target.unsqueeze(-1).expand_as(means)
+        sums = torch.zeros(means.shape, device=count.device)
+        sums.scatter_add_(1, wide, means.float() * held.unsqueeze(-1))
+        total = torch.zeros_like(held).scatter_add_(1, target, held).clamp_min_(1)
+        self.means[rows] = (sums / total.unsqueeze(-1)).to(means.dtype)
+        state.sizes[rows] = torch.zeros_like(state.sizes[rows]).scatter_add_(
+            1, target, state.sizes[rows]
+        )
+        first = torch.full_like(state.first[rows], length)
+        used = torch.where(numbers < count, state.first[rows], length)
+        state.first[rows] = first.scatter_reduce_(1, target, used, "amin")
+        self.unit_of[rows, :length] = target.gather(1, units).to(self.unit_of.dtype)
+        merged = base + (closed + 1) // 2 + 1
+        state.count[rows] = torch.where(count > base, merged, count)[:, 0].to(torch.int32)
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """See `DeviceIndex.crop`: a unit of which a part stays keeps its mean."""
+        if length == 0:
+            self.state.count.zero_()
+            self.counters.zero_()
+            self._units, self._first_segment = 0, 0
+        else:
+            units = self.unit_of[:, :length]
+            self.state.count.copy_(units.amax(dim=1) + 1)
+            order = units.long().argsort(dim=1, stable=True)
+            self.members[:, :length] = order.to(self.members.dtype)
+            self._units = None
+            self._first_segment = min(self._first_segment, int(self.state.count.min()))
+        dtype, end = self.members.dtype, self.members.shape[1]
+        self.members[:, length:] = torch.arange(
+            length, end, dtype=dtype, device=self.members.device
+        )
+        self.state.open_tokens.zero_()
+        self._known.zero_()
+
+    def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:
+        """See `DeviceIndex.take_rows_from`.
+
+        Raises:
+            CacheStateError: the two were sized differently.
+        """
+        assert isinstance(other, DeviceSemanticUnits)
+        if self.means.shape[1:] != other.means.shape[1:]:
+            raise CacheStateError(
+                "the batch changed and units of the same size no longer fit the budget; set "
+                "louiskv's cluster_tokens, or give more memory"
+            )
+        sequences = rows[:: self._rows_per_sequence] // self._rows_per_sequence
+        for name in ("means", "members", "unit_of", "_open_sum", "_previous"):
+            getattr(self, name).copy_(getattr(other, name)[rows])
+        for name in ("_known", "_last", "boundary", "counters"):
+            getattr(self, name).copy_(getattr(other, name)[sequences])
+        for name in ("count", "open_tokens", "first", "sizes", "start"):
+            getattr(self.state, name).copy_(getattr(other.state, name)[rows])
+        for mine, theirs in zip(self._wanted, other._wanted, strict=True):
+            mine.copy_(theirs[rows])
+        self._units, self._first_segment = other._units, other._first_segment
+
+
+_MERGED_ROWS = 16
+"""Rows whose segments are merged at a time; their index vectors are made float32."""

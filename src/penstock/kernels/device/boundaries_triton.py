@@ -1,0 +1,142 @@
+"""Triton forms of find_boundaries(), grow_units() and leave_window(): one short launch each."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.device.boundaries import UnitState
+
+
+def find_boundaries(
+    query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
+    boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
+    rows_per_sequence: int, counters: Tensor,
+) -> None:  # fmt: skip
+    """See `boundaries.find_boundaries`: one program a sequence, all its heads in one tile."""
+    rows, heads, dim = query.shape
+    together = triton.next_power_of_2(rows_per_sequence * heads)
+    _find_boundaries[(rows // rows_per_sequence,)](
+        query, previous, known, last, due_rows, boundary, position, counters, tau, stride,
+        query.stride(0), query.stride(1), ROWS=rows_per_sequence,
+        PADDED_ROWS=triton.next_power_of_2(rows_per_sequence), HEADS=heads, TOGETHER=together,
+        DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), BY_STRIDE=stride > 0, EVERY=every,
+        num_warps=8 if together * dim >= 4096 else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find_boundaries(
+    query, previous, known, last, due_rows, boundary, position, counters, tau, stride,
+    query_row, query_head,
+    ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BY_STRIDE: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """One sequence; nothing is stored before all threads have loaded."""
+    sequence = tl.program_id(0)
+    head, lane = tl.arange(0, TOGETHER), tl.arange(0, PADDED_DIM)
+    inside = (head < ROWS * HEADS)[:, None] & (lane < DIM)[None, :]
+    row = (sequence * ROWS + head // HEADS).to(tl.int64)
+    at = row * query_row + (head % HEADS) * query_head
+    new = tl.load(query + at[:, None] + lane[None, :], mask=inside, other=0.0)
+    kept = previous + (sequence * ROWS * HEADS + head)[:, None] * DIM + lane[None, :]
+    here = tl.load(position)
+    before = tl.load(last + sequence)
+    cut = tl.load(known + sequence) == 0
+    counter = counters + sequence * 3
+    steps, cuts, retrievals = tl.load(counter), tl.load(counter + 1), tl.load(counter + 2)
+    if BY_STRIDE:
+        cut = cut | (here - before >= stride)
+    else:
+        asked = new.to(tl.float32)
+        old = tl.load(kept, mask=inside, other=0.0).to(tl.float32)
+        length = tl.maximum(tl.sqrt(tl.sum(asked * asked, axis=1)), 1e-8)
+        old_length = tl.maximum(tl.sqrt(tl.sum(old * old, axis=1)), 1e-8)
+        cosine = tl.sum(asked * old, axis=1) / (length * old_length)
+        cut = cut | (tl.sum(cosine, axis=0) / (ROWS * HEADS) < tau)
+    tl.debug_barrier()
+    tl.store(kept, new, mask=inside)
+    tl.store(boundary + sequence, cut)
+    tl.store(last + sequence, tl.where(cut, here, before))
+    tl.store(known + sequence, True)
+    due = cut
+    if EVERY:
+        due = cut | True
+    own = tl.arange(0, PADDED_ROWS)
+    tl.store(due_rows + sequence * ROWS + own, tl.broadcast_to(due, [PADDED_ROWS]), mask=own < ROWS)
+    tl.store(counter, steps + 1)
+    tl.store(counter + 1, cuts + cut.to(tl.int64))
+    tl.store(counter + 2, retrievals + due.to(tl.int64))
+
+
+def grow_units(
+    keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
+    unit_of: Tensor, position: Tensor, rows_per_sequence: int,
+) -> None:  # fmt: skip
+    """See `boundaries.grow_units`: one program a row."""
+    rows, dim = keys.shape
+    _grow_units[(rows,)](
+        keys, boundary, means, open_sum, state.count, state.open_tokens, state.first, state.sizes,
+        state.start, unit_of, position, keys.stride(0), means.stride(0), state.capacity,
+        unit_of.shape[1], ROWS=rows_per_sequence, DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _grow_units(
+    keys, boundary, means, open_sum, count, open_tokens, first, sizes, start, unit_of,
+    position, keys_row, means_row, capacity, tokens,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """One row; nothing is stored before all threads have loaded."""
+    row = tl.program_id(0)
+    wide = row.to(tl.int64)
+    lane = tl.arange(0, PADDED_DIM)
+    here = tl.load(position)
+    units, length = tl.load(count + row), tl.load(open_tokens + row)
+    from_position = tl.maximum(here, tl.load(start + row).to(tl.int64))
+    cut = (tl.load(boundary + row // ROWS) != 0) | (length == 0)
+    begins = cut & (units < capacity)
+    held = begins | (length > 0)
+    total = tl.load(open_sum + row * DIM + lane, mask=lane < DIM, other=0.0)
+    key = tl.load(keys + wide * keys_row + lane, mask=lane < DIM, other=0.0).to(tl.float32)
+    total = tl.where(begins, 0.0, total) + tl.where(held, key, 0.0)
+    length = tl.where(begins, 0, length) + held.to(tl.int32)
+    units += begins.to(tl.int32)
+    unit = tl.maximum(units - 1, 0)
+    tl.debug_barrier()
+    tl.store(count + row, units)
+    tl.store(open_tokens + row, length)
+    tl.store(open_sum + row * DIM + lane, total, mask=lane < DIM)
+    mean = (total / tl.maximum(length, 1)).to(means.dtype.element_ty)
+    tl.store(means + wide * means_row + unit * DIM + lane, mean, mask=(lane < DIM) & held)
+    at = wide * capacity + unit
+    tl.store(first + at, from_position.to(tl.int32), mask=begins)
+    tl.store(sizes + at, 0, mask=begins)
+    number = tl.where(held, unit, -1).to(unit_of.dtype.element_ty)
+    tl.store(unit_of + wide * tokens + here, number)
+
+
+def leave_window(unit_of: Tensor, state: UnitState, end: Tensor) -> None:
+    """See `boundaries.leave_window`: a lane a row."""
+    rows, tokens = unit_of.shape
+    _leave_window[(triton.cdiv(rows, 32),)](
+        unit_of, state.sizes, state.start, end, rows, tokens, state.capacity, ROWS=32, num_warps=1
+    )
+
+
+@triton.jit
+def _leave_window(
+    unit_of, sizes, start, end, rows, tokens, capacity, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = tl.load(end)
+    begin = tl.load(start + row, mask=row < rows, other=0)
+    leaves = (row < rows) & (here >= 0) & (here >= begin)
+    wide = row.to(tl.int64)
+    unit = tl.load(unit_of + wide * tokens + here, mask=leaves, other=-1).to(tl.int64)
+    leaves = leaves & (unit >= 0)
+    at = sizes + wide * capacity + unit
+    tl.store(at, tl.load(at, mask=leaves, other=0) + 1, mask=leaves)

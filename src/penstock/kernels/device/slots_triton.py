@@ -1,0 +1,188 @@
+"""plan_slots(), gather_units() and gather_range() in Triton."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.device.slots import FetchLists
+
+_TILE_WORDS = 512
+"""Words of 8 bytes that one program copies: 4 KiB, so that short lists still fill the device."""
+_RANGE_WORDS = 2048
+"""Words of one program that copies a range."""
+
+
+@triton.jit
+def _plan(
+    wanted_ptr, valid_ptr, due_ptr, unit_in_ptr, slot_of_ptr, heads_ptr,
+    units_ptr, slots_ptr, counts_ptr, traffic_ptr, pinned_ptr,
+    width, num_slots, num_units,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(due_ptr + row) == 0:
+        tl.store(counts_ptr + row, 0)
+        return
+    column = tl.arange(0, WIDTH)
+    in_list = column < width
+    unit = tl.load(wanted_ptr + row * width + column, mask=in_list, other=0)
+    real = tl.load(valid_ptr + row * width + column, mask=in_list, other=0) != 0
+    slot_of_ptr += row * num_units
+    slot = tl.load(slot_of_ptr + unit, mask=in_list, other=-1)
+    missing = real & (slot < 0)
+    count = tl.sum(missing.to(tl.int32), 0)
+
+    place = tl.arange(0, SLOTS)
+    in_table = place < num_slots
+    pinned_ptr += row * num_slots
+    tl.store(pinned_ptr + place, tl.zeros((SLOTS,), tl.int32), mask=in_table)
+    tl.debug_barrier()
+    tl.store(pinned_ptr + slot, tl.full((WIDTH,), 1, tl.int32), mask=in_list & (slot >= 0))
+    tl.debug_barrier()
+
+    # The slots in the order of the hand; the first `count` free ones are taken.
+    head = tl.load(heads_ptr + row)
+    order = head + place
+    order = tl.where(order >= num_slots, order - num_slots, order)
+    free = in_table & (tl.load(pinned_ptr + order, mask=in_table, other=1) == 0)
+    rank = tl.cumsum(free.to(tl.int32), 0) - 1
+    chosen = free & (rank < count)
+    nth = tl.cumsum(missing.to(tl.int32), 0) - 1
+    tl.store(units_ptr + row * width + nth, unit, mask=missing)
+    tl.store(slots_ptr + row * width + rank, order, mask=chosen)
+
+    unit_in_ptr += row * num_slots
+    held = tl.load(unit_in_ptr + order, mask=chosen, other=-1)
+    tl.store(slot_of_ptr + held, tl.full((SLOTS,), -1, tl.int32), mask=chosen & (held >= 0))
+    tl.debug_barrier()  # the list of units is read back in the order of the slots
+    entering = tl.load(units_ptr + row * width + rank, mask=chosen, other=0)
+    tl.store(unit_in_ptr + order, entering, mask=chosen)
+    tl.store(slot_of_ptr + entering, order, mask=chosen)
+
+    head += tl.max(tl.where(chosen, place + 1, 0), 0)
+    tl.store(heads_ptr + row, tl.where(head >= num_slots, head - num_slots, head))
+    tl.store(counts_ptr + row, count)
+    traffic_ptr += 2 * row
+    tl.store(traffic_ptr, tl.load(traffic_ptr) + tl.sum(real.to(tl.int64), 0))
+    tl.store(traffic_ptr + 1, tl.load(traffic_ptr + 1) + count)
+
+
+def plan_slots_triton(
+    wanted: Tensor,
+    valid: Tensor,
+    due: Tensor,
+    unit_in: Tensor,
+    slot_of: Tensor,
+    heads: Tensor,
+    lists: FetchLists,
+) -> None:
+    """One program per row; see `slots.plan_slots`. Every tensor is contiguous."""
+    rows, width = wanted.shape
+    num_slots, num_units = unit_in.shape[1], slot_of.shape[1]
+    tables = (wanted, valid, due, unit_in, slot_of, heads)
+    assert all(table.is_contiguous() for table in tables)
+    widest = max(width, num_slots)
+    _plan[(rows,)](
+        wanted, valid.view(torch.uint8), due.view(torch.uint8), unit_in, slot_of, heads,
+        lists.units, lists.slots, lists.counts, lists.traffic, lists.pinned,
+        width, num_slots, num_units,
+        WIDTH=triton.next_power_of_2(width), SLOTS=triton.next_power_of_2(num_slots),
+        num_warps=4 if widest <= 512 else 8 if widest <= 2048 else 16,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather(
+    host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
+    width, host_row_words, pool_row_words, mask_row,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts_ptr + row)
+    first = tl.program_id(0) * ENTRIES
+    if first >= count:
+        return
+    entry = first + tl.arange(0, ENTRIES)
+    listed = entry < count
+    unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
+    slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
+    chunk = tl.program_id(2)
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    whole = listed[:, None] & (word < WORDS)[None, :]
+    source = host_ptr + row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
+    target = pool_ptr + row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
+    tl.store(target, tl.load(source, mask=whole, eviction_policy="evict_first"), mask=whole)
+    if chunk == 0:
+        offset = tl.arange(0, GROUP_WIDE)
+        start = tl.load(start_ptr + row)
+        position = unit[:, None] * GROUP + offset[None, :]
+        place = slot[:, None] * GROUP + offset[None, :]
+        shown = tl.where(position >= start, 0.0, -float("inf"))
+        tl.store(
+            mask_ptr + row * mask_row + place,
+            shown.to(mask_ptr.dtype.element_ty),
+            mask=listed[:, None] & (offset < GROUP)[None, :],
+        )
+
+
+def gather_units_triton(
+    host: Tensor,
+    pool: Tensor,
+    mask: Tensor,
+    start: Tensor,
+    lists: FetchLists,
+    group_tokens: int,
+) -> None:
+    """A program per 4 KiB, several small units at a time; see `slots.gather_units`."""
+    rows, width = lists.units.shape
+    words = _words(host.shape[2])
+    source, target = host.view(torch.int64), pool.view(torch.int64)
+    assert source.stride(1) == target.stride(1) == words
+    assert source.stride(2) == target.stride(2) == mask.stride(1) == 1
+    chunk = min(triton.next_power_of_2(words), _TILE_WORDS)
+    entries = max(1, min(_TILE_WORDS // chunk, triton.next_power_of_2(width)))
+    grid = (triton.cdiv(width, entries), rows, triton.cdiv(words, chunk))
+    _gather[grid](
+        source, target, mask, start, lists.units, lists.slots, lists.counts,
+        width, source.stride(0), target.stride(0), mask.stride(0),
+        WORDS=words, CHUNK=chunk, ENTRIES=entries,
+        GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _range(
+    host_ptr, out_ptr, host_row_words, out_row_words, first, count,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted = word < count.to(tl.int64) * WORDS
+    source = host_ptr + row * host_row_words + first.to(tl.int64) * WORDS + word
+    copied = tl.load(source, mask=wanted, eviction_policy="evict_first")
+    tl.store(out_ptr + row * out_row_words + word, copied, mask=wanted)
+
+
+def gather_range_triton(host: Tensor, out: Tensor, first_unit: int, count: int) -> None:
+    """A program per 16 KiB of a row; see `slots.gather_range`."""
+    words = _words(host.shape[2])
+    source, target = host.view(torch.int64), out.view(torch.int64)
+    assert source.stride(1) == target.stride(1) == words
+    assert first_unit + count <= host.shape[1]
+    assert count <= out.shape[1]
+    if count == 0:
+        return
+    _range[(triton.cdiv(count * words, _RANGE_WORDS), host.shape[0])](
+        source, target, source.stride(0), target.stride(0), first_unit, count,
+        WORDS=words, BLOCK=_RANGE_WORDS, num_warps=8,
+    )  # fmt: skip
+
+
+def _words(unit_bytes: int) -> int:
+    assert unit_bytes % 16 == 0, "16 bytes move at a time"
+    return unit_bytes // 8

@@ -1,0 +1,174 @@
+"""Triton forms of score_units() and select_tokens(): two launches for scores, one for tokens."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.device.units import BLOCK_UNITS, UnitScratch
+
+COMBINED_UNITS = 256
+"""Units whose scores one program puts together."""
+
+
+def score_units(
+    query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
+    out: Tensor, scratch: UnitScratch | None = None,
+) -> None:  # fmt: skip
+    """See `units.score_units`: logits block by block with each block's softmax, then all blocks.
+
+    Products are of the dtype that query and means share, added up in float32; where they differ,
+    of float32.
+    """
+    rows, heads, dim = query.shape
+    capacity = sizes.shape[1]
+    scratch = scratch or UnitScratch.allocate(rows, heads, capacity, query.device)
+    blocks = triton.cdiv(capacity, BLOCK_UNITS)
+    # The interpreter multiplies bfloat16 as if it were whole numbers.
+    interpreted = query.dtype == torch.bfloat16 and not query.is_cuda
+    _logits[(rows, blocks)](
+        query, means, sizes, count, due, scratch.logits, scratch.partial[0], scratch.partial[1],
+        scaling, query.stride(0), query.stride(1), means.stride(0), capacity,
+        HEADS=heads, PADDED_HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
+        PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_UNITS,
+        WIDEN=interpreted or query.dtype != means.dtype, num_warps=4,
+    )  # fmt: skip
+    _combine[(rows, triton.cdiv(capacity, COMBINED_UNITS))](
+        scratch.logits, scratch.partial[0], scratch.partial[1], sizes, count, due, out, capacity,
+        blocks, HEADS=heads, PADDED_BLOCKS=triton.next_power_of_2(blocks), BLOCK=COMBINED_UNITS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _logits(
+    query, means, sizes, count, due, logits, largest, total, scaling,
+    query_row, query_head, means_row, capacity,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Scaled logits of one block of units, and each head's maximum and sum over the block."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if tl.load(due + row) == 0:
+        return
+    wide = row.to(tl.int64)
+    units = block * BLOCK + tl.arange(0, BLOCK)
+    head, lane = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
+    held = (size > 0) & (units < tl.load(count + row))
+    keys = tl.load(
+        means + wide * means_row + units[:, None] * DIM + lane[None, :],
+        mask=held[:, None] & (lane < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    asked = tl.load(
+        query + wide * query_row + head[None, :] * query_head + lane[:, None],
+        mask=(head < HEADS)[None, :] & (lane < DIM)[:, None], other=0.0,
+    )  # fmt: skip
+    if WIDEN:
+        keys, asked = keys.to(tl.float32), asked.to(tl.float32)
+    products = tl.dot(keys, asked, input_precision="ieee")
+    products = tl.where(held[:, None], products * scaling, float("-inf"))
+    at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
+    tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
+    maximum = tl.max(products, axis=0)
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    share = tl.sum(tl.exp(products - shift[None, :]), axis=0)
+    at_block = (wide * HEADS + head) * tl.num_programs(1) + block
+    tl.store(largest + at_block, maximum, mask=head < HEADS)
+    tl.store(total + at_block, share, mask=head < HEADS)
+
+
+@triton.jit
+def _combine(
+    logits, largest, total, sizes, count, due, out, capacity, blocks,
+    HEADS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores of some units: what their logits are of the softmax over all blocks, head by head."""
+    row = tl.program_id(0)
+    if tl.load(due + row) == 0:
+        return
+    wide = row.to(tl.int64)
+    units = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, PADDED_BLOCKS)
+    size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
+    held = (size > 0) & (units < tl.load(count + row))
+    score = tl.zeros([BLOCK], dtype=tl.float32)
+    for head in range(HEADS):
+        line = wide * HEADS + head
+        maxima = tl.load(largest + line * blocks + at, mask=at < blocks, other=float("-inf"))
+        sums = tl.load(total + line * blocks + at, mask=at < blocks, other=0.0)
+        shift = tl.max(maxima, axis=0)
+        shift = tl.where(shift == float("-inf"), 0.0, shift)
+        whole = tl.sum(sums * tl.exp(maxima - shift), axis=0)
+        logit = tl.load(logits + line * capacity + units, mask=held, other=float("-inf"))
+        score += tl.exp(logit - shift) / tl.where(whole > 0, whole, 1.0)
+    tl.store(
+        out + wide * capacity + units, tl.where(held, score / HEADS, -1.0), mask=units < capacity
+    )
+
+
+def select_tokens(
+    scores: Tensor, first: Tensor, sizes: Tensor, count: Tensor, members: Tensor, due: Tensor,
+    ids: Tensor, valid: Tensor, scratch: UnitScratch | None = None,
+) -> None:  # fmt: skip
+    """See `units.select_tokens`: one program a row, bisection over the scores' bits, no sort."""
+    rows, capacity = scores.shape
+    ends = scores.new_empty(rows, capacity, dtype=torch.int32) if scratch is None else scratch.ends
+    padded = triton.next_power_of_2(capacity)
+    _select[(rows,)](
+        scores, first, sizes, count, members, due, ids, valid, ends, capacity, members.shape[1],
+        ids.shape[1], PADDED=padded, PADDED_BUDGET=triton.next_power_of_2(ids.shape[1]),
+        STEPS=padded.bit_length() - 1, num_warps=16 if padded >= 4096 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _select(
+    scores, first, sizes, count, members, due, ids, valid, ends, capacity, tokens, budget,
+    PADDED: tl.constexpr, PADDED_BUDGET: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one row: how many each unit gives, where they go, and which they are."""
+    row = tl.program_id(0)
+    if tl.load(due + row) == 0:
+        return
+    wide = row.to(tl.int64)
+    unit = tl.arange(0, PADDED)
+    used = (unit < capacity) & (unit < tl.load(count + row))
+    score = tl.load(scores + wide * capacity + unit, mask=used, other=0.0)
+    size = tl.maximum(tl.load(sizes + wide * capacity + unit, mask=used, other=0), 0)
+    # Floats in order as integers: below zero bits are turned round, and there is one zero.
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    # The largest threshold at which the units that reach it make up the budget, bit by bit.
+    enough = tl.sum(tl.where(rank >= 0, size, 0), axis=0) >= budget
+    threshold = tl.where(enough, 0, -2147483648)
+    for step in range(31):
+        trial = threshold | (1 << (30 - step))
+        enough = tl.sum(tl.where(rank >= trial, size, 0), axis=0) >= budget
+        threshold = tl.where(enough, trial, threshold)
+    whole = tl.where(rank > threshold, size, 0)
+    left = budget - tl.sum(whole, axis=0)
+    equal = tl.where(rank == threshold, size, 0)
+    part = tl.minimum(tl.maximum(left - (tl.cumsum(equal, axis=0) - equal), 0), equal)
+    end = tl.cumsum(whole + part, axis=0)
+    total = tl.max(end, axis=0)
+    line = ends + wide * capacity
+    tl.store(line + unit, end, mask=unit < capacity)
+    tl.debug_barrier()
+    # The unit in which the j-th token lies is the first one that ends behind j.
+    place = tl.arange(0, PADDED_BUDGET)
+    real = place < tl.minimum(total, budget)
+    below = tl.zeros([PADDED_BUDGET], dtype=tl.int32)
+    for step in range(STEPS):
+        trial = below + (1 << (STEPS - 1 - step))
+        reached = tl.load(line + trial - 1, mask=real & (trial <= capacity), other=2147483647)
+        below = tl.where(reached <= place, trial, below)
+    before = tl.load(line + below - 1, mask=real & (below > 0), other=0)
+    begin = tl.load(first + wide * capacity + below, mask=real, other=0)
+    where = tl.minimum(tl.maximum(begin + place - before, 0), tokens - 1)
+    position = tl.load(members + wide * tokens + where, mask=real, other=0).to(tl.int32)
+    tl.store(ids + wide * budget + place, position, mask=place < budget)
+    tl.store(valid + wide * budget + place, real, mask=place < budget)

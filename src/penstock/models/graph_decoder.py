@@ -1,0 +1,144 @@
+"""GraphDecoder: a model's decode step as one CUDA graph, over a cache in the device tier."""
+
+import functools
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from penstock.indexes.device_tier.base import SETTLE_STEPS
+from penstock.runtime.device_tier.device_steps import make_ready
+from penstock.runtime.tiered_runtime import TieredRuntime
+
+if TYPE_CHECKING:
+    from penstock.models.cache_adapter import TieredCache
+
+WARM_UP_STEPS = 3
+"""Steps run one launch at a time first: kernels are compiled and workspaces made in them."""
+_PLAIN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache",
+          "return_dict", "logits_to_keep", "cache_position"}  # fmt: skip
+"""Arguments of `forward` under which a replay says the same as a call."""
+
+
+class GraphDecoder:
+    """Stands before a model's `forward` while its cache is open.
+
+    A step of one token over a cache whose layers are all in the device tier is recorded once and
+    replayed from then on: an 8B model's step is some thousand launches, which Python makes in 30 to
+    40 ms and a graph in three. Whatever else comes goes to the model's own `forward`, and so does
+    every step if recording fails (a model that asks the device in between); a notice says so.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: "weakref.ref[TieredCache]", runtime: TieredRuntime
+    ) -> None:
+        """Put it before `model.forward`; `remove` takes it away again."""
+        self._model: Any = model
+        self._cache, self._runtime = cache, runtime
+        self._forward = model.forward
+        self._takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._layers: list[Any] | None = None
+        self._ids = self._positions = self._logits = torch.empty(0)
+        self._steps = 0
+        self._failed = False
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        model.forward = forward
+
+    def remove(self) -> None:
+        """Give the model its own `forward` back and the graph's memory with it."""
+        self._model.__dict__.pop("forward", None)
+        self._graph, self._layers = None, None
+        self._logits = torch.empty(0)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if args or not self._may_replay(kwargs):
+            return self._forward(*args, **kwargs)
+        ids: Tensor = kwargs["input_ids"]
+        runtime = self._runtime
+        if self._layers is not runtime.layers:
+            self._graph, self._layers, self._steps = None, runtime.layers, 0
+        positions = kwargs.get("position_ids")
+        positions = self._next_positions() if positions is None else positions
+        if self._graph is None:
+            self._steps += 1
+            settling = runtime.length % SETTLE_STEPS == 0
+            if self._steps <= WARM_UP_STEPS or settling or not self._record(ids, positions):
+                return self._forward(*args, **kwargs)
+        else:
+            assert runtime.device_steps is not None
+            runtime.device_steps.settle(runtime.length)
+            self._ids.copy_(ids)
+            self._positions.copy_(positions)
+            runtime.replayed()
+        assert self._graph is not None
+        self._graph.replay()
+        return CausalLMOutputWithPast(
+            logits=self._logits.clone(), past_key_values=kwargs["past_key_values"]
+        )
+
+    def _may_replay(self, kwargs: dict[str, Any]) -> bool:
+        ids, runtime = kwargs.get("input_ids"), self._runtime
+        given = {name for name, value in kwargs.items() if value is not None}
+        return (
+            not self._failed
+            and ids is not None
+            and ids.shape[1] == 1
+            and given <= _PLAIN
+            and kwargs.get("past_key_values") is self._cache()
+            and kwargs.get("return_dict", True) is not False
+            and not torch.is_grad_enabled()
+            and runtime.length > 0
+            and runtime.length < runtime.config.max_tokens
+            and ids.shape[0] == runtime.batch
+            and not runtime.is_torn
+            and self._whole_model()
+            and make_ready(runtime.layers)
+        )
+
+    def _whole_model(self) -> bool:
+        """Whether all of the model's layers are in the tiers (none keeps a sliding window)."""
+        cache = self._cache()
+        return cache is not None and len(cache.layers) == len(self._runtime.layers)
+
+    def _next_positions(self) -> Tensor:
+        """Positions of the step's tokens, padding not counted. int64 [batch, 1]"""
+        steps = self._runtime.device_steps
+        assert steps is not None
+        start = steps.clock.start[:: steps.clock.start.shape[0] // self._runtime.batch]
+        return (steps.clock.position - start).unsqueeze(1)
+
+    def _record(self, ids: Tensor, positions: Tensor) -> bool:
+        """Record the step; nothing of it has run yet when this returns."""
+        runtime = self._runtime
+        self._ids, self._positions = ids.clone(), positions.clone()
+        lengths = [layer.length for layer in runtime.layers]
+        options: dict[str, Any] = {"logits_to_keep": 1} if self._takes_last else {}
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                out = self._forward(
+                    input_ids=self._ids, position_ids=self._positions, attention_mask=None,
+                    past_key_values=self._cache(), use_cache=True, **options,
+                )  # fmt: skip
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._failed = True
+            for layer, length in zip(runtime.layers, lengths, strict=True):
+                layer.length = length
+            runtime.recording_failed()
+            cache = self._cache()
+            if cache is not None:
+                reason = str(error).splitlines()[0]
+                cache.notices.append(f"decoding without a CUDA graph: {reason}")
+            return False
+        self._graph, self._logits = graph, out.logits
+        return True

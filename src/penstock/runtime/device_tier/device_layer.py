@@ -1,0 +1,325 @@
+"""DeviceLayer: a layer whose decode step is a fixed row of launches on the device."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+from penstock.core.stats import PhaseStats
+from penstock.indexes.device_tier.base import DeviceIndex, StepClock
+from penstock.kernels.device.append import append_token, store_tokens
+from penstock.kernels.device.attention import pool_attention
+from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
+from penstock.kernels.reference import NEGATIVE_INFINITY, add_attention_sink
+from penstock.runtime.attended import Observer
+from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.device_tier.host_memory import HostMemory
+from penstock.runtime.device_tier.workspace import Workspace
+from penstock.tiers.pool import TokenPool, copy_rows
+from penstock.tiers.rolling_window import RollingWindow
+
+FIT_SAMPLE_TOKENS = 2048
+"""Keys of the prompt that a basis is made from when no adapter is at hand."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeviceSetup:
+    """What all layers of one cache share."""
+
+    shape: KVShape
+    """Of a row."""
+    plan: SlotPlan
+    device: torch.device
+    clock: StepClock
+    workspace: Workspace
+
+
+class DeviceLayer:
+    """One layer's KV in host memory, a pool of slots and a window on the device, and an index.
+
+    A decode step selects, lists what is missing, gathers it straight from host memory, writes the
+    new token to the window and to host memory, and attends to the whole pool. No step waits for the
+    device or depends on a number that only the host knows, so that a CUDA graph can hold it.
+    Everything else (prompts, exact mode) streams the past block by block.
+
+    Source: LouisKV, section 4 (its GPU-CPU engine); the other methods have the same engine here.
+    """
+
+    def __init__(self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None) -> None:
+        """Allocate the layer.
+
+        Args:
+            index: None for methods that attend to everything.
+        """
+        plan, shape, device = setup.plan, setup.shape, setup.device
+        self.layer_idx, self.setup, self.index = layer_idx, setup, index
+        self.length = 0
+        self.host = HostMemory(plan, shape, device)
+        rows = plan.batch * (plan.num_slots + plan.tail_slots)
+        memory = torch.zeros(rows, plan.unit_bytes, dtype=torch.uint8, device=device)
+        self.pool = TokenPool(
+            memory, shape, batch=plan.batch, num_slots=plan.num_slots, tail_slots=plan.tail_slots,
+            group_tokens=plan.group_tokens,
+        )  # fmt: skip
+        self._units = memory.view(plan.batch, plan.num_slots + plan.tail_slots, plan.unit_bytes)
+        self.window = RollingWindow(
+            self.pool.tail_tokens(), self.pool.mask[:, self.pool.slot_places :],
+            group_tokens=plan.group_tokens, sink_slots=plan.sink_slots, ring_slots=plan.ring_slots,
+        )  # fmt: skip
+        size = (plan.batch, plan.num_slots)
+        self.unit_in = torch.full(size, -1, dtype=torch.int32, device=device)
+        """Unit in each slot, -1 for none. [rows, slots]"""
+        size = (plan.batch, plan.max_groups)
+        self.slot_of = torch.full(size, -1, dtype=torch.int32, device=device)
+        """Slot of each unit, -1 for none. [rows, units]"""
+        self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
+        wanted = max(1, plan.selected_groups)
+        self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
+        self._offsets = torch.arange(plan.group_tokens, device=device)
+        self._may_step = False
+        self._counted = torch.zeros(2, dtype=torch.int64)
+        self.observer: Observer | None = None
+        """Told what each decode step attends to (audits)."""
+
+    # Attention --------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend, and take the new tokens in; one new token decodes over the selection.
+
+        Returns:
+            [rows, new_tokens, heads of a row, head_dim]
+        """
+        if call.query.shape[2] == 1 and self.length > 0 and self.index is not None:
+            self.prepare_step()
+            return self._step(call, self.index)
+        total = AttentionSum(call)
+        mask = None
+        if call.visible is not None:
+            mask = _additive(call.visible[:, self.length :], call.query.dtype)
+        total.add(call.keys, call.values, mask, causal=call.query.shape[2] > 1)
+        self._stream(total, call.visible)
+        self.append(call.keys, call.values, call.visible)
+        return total.result()
+
+    def prepare_step(self) -> bool:
+        """Make ready for decode steps after a prompt; false if there can be none (no index)."""
+        if self.index is None or self.length == 0:
+            return False
+        if not self.index.ready:
+            # The prompt was less than a unit: the basis is of what there is.
+            held = self.host.tokens[:, : self.length, 0].to(self.setup.device)
+            self.index.fit(held, torch.arange(self.length))
+        if not self._may_step:
+            self.index.begin_decode(self.length, self.setup.clock)
+            self._may_step = True
+        return True
+
+    def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
+        plan, clock = self.setup.plan, self.setup.clock
+        query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
+        wanted = index.select(query, clock)
+        plan_slots(
+            wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
+            self.lists,
+        )  # fmt: skip
+        pool = self.pool
+        gather_units(
+            self.host.units, self._units, pool.mask, clock.start, self.lists, plan.group_tokens
+        )
+        append_token(
+            keys, values, self.host.tokens, self.window.tokens, self.window.mask, clock.position,
+            clock.start, sink_places=plan.sink_slots * plan.group_tokens,
+            ring_slots=plan.ring_slots, group_tokens=plan.group_tokens,
+        )  # fmt: skip
+        index.put(self._open_unit(), clock)
+        self.length += 1
+        if self.observer is not None:
+            self.observer(self.layer_idx, self._attended())
+        if call.softcap is not None:
+            total = AttentionSum(call)
+            total.add(pool.keys, pool.values, pool.mask)
+            return total.result()
+        if call.sink_logits is None:
+            out = pool_attention(query, pool.tokens, pool.mask, call.scaling)
+            return out.unsqueeze(1)
+        out, lse = pool_attention(query, pool.tokens, pool.mask, call.scaling, with_lse=True)
+        out, _ = add_attention_sink(out.unsqueeze(2).float(), lse.unsqueeze(2), call.sink_logits)
+        return out.to(call.query.dtype).transpose(1, 2)
+
+    def _open_unit(self) -> Tensor:
+        """Keys of the unit that the step's token belongs to, from the window.
+
+        Returns:
+            [rows, group_tokens, kv_heads, head_dim]
+        """
+        plan, clock = self.setup.plan, self.setup.clock
+        slot = plan.sink_slots + clock.unit % plan.ring_slots
+        places = slot * plan.group_tokens + self._offsets
+        return self.window.tokens[:, :, 0].index_select(1, places)
+
+    def _attended(self) -> Tensor:
+        """True for each token that this step sees. bool [rows, length]"""
+        plan, rows = self.setup.plan, len(self.unit_in)
+        seen = torch.zeros(rows, plan.max_groups * plan.group_tokens + 1, dtype=torch.bool)
+        shown = self.pool.mask.eq(0).cpu()
+        units = self.unit_in.cpu().long()
+        offsets = torch.arange(plan.group_tokens)
+        positions = units[:, :, None] * plan.group_tokens + offsets
+        positions = positions.masked_fill(units[:, :, None] < 0, -1).flatten(1)
+        window = torch.full((rows, plan.tail_slots * plan.group_tokens), -1)
+        first = self.setup.clock.first_unit.cpu().long() - plan.sink_slots
+        sinks = torch.arange(plan.sink_slots * plan.group_tokens)
+        window[:, : len(sinks)] = first[:, None] * plan.group_tokens + sinks
+        newest = torch.arange(
+            self.window.first_ring_group(self.length) * plan.group_tokens, self.length
+        )
+        window[:, self.window.ring_places(newest)] = newest
+        positions = torch.cat([positions, window], dim=1)
+        seen.scatter_(1, positions.masked_fill(~shown, -1) % seen.shape[1], True)
+        return seen[:, : self.length]
+
+    def _stream(self, total: AttentionSum, visible: Tensor | None) -> None:
+        """Add all tokens that are there to a softmax."""
+        group_tokens = self.setup.plan.group_tokens
+        end_unit = -(-self.length // group_tokens)
+        for first, end, tokens in self.setup.workspace.stream(self.host.units, end_unit):
+            count = min(end * group_tokens, self.length) - first * group_tokens
+            mask = None
+            if visible is not None:
+                shown = visible[:, first * group_tokens :][:, :count]
+                mask = _additive(shown, tokens.dtype)
+            keys, values = tokens[:, :count, 0], tokens[:, :count, 1]
+            total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+    # Taking tokens in -------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """Take new tokens in without attending; both [rows, kv_heads, new_tokens, head_dim].
+
+        Args:
+            visible: bool, False at padding, None when nothing is padded. [rows, all tokens]
+        """
+        start, group_tokens = self.length, self.setup.plan.group_tokens
+        if visible is not None:
+            # A row may be all padding so far.
+            first = visible.to(torch.int8).argmax(dim=1)
+            first = torch.where(visible.any(dim=1), first, visible.shape[1])
+        elif start == 0:
+            first = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
+        if visible is not None or start == 0:
+            self.setup.clock.set_start(first)
+            self.window.set_first_groups(first // group_tokens)
+        store_tokens(keys, values, self.host.tokens, start)
+        self._index_keys(keys)
+        self.window.write_many(keys, values, start)
+        self.length = start + keys.shape[2]
+        self.window.refresh(self.length, visible)
+        self._may_step = False
+
+    def _index_keys(self, keys: Tensor) -> None:
+        """Hand the index the units that these tokens close."""
+        if self.index is None:
+            return
+        group_tokens = self.setup.plan.group_tokens
+        start, end = self.length, self.length + keys.shape[2]
+        first, last = start // group_tokens, end // group_tokens
+        if first == last:
+            return
+        closed = keys.transpose(1, 2)[:, : last * group_tokens - start]
+        if start % group_tokens:
+            positions = torch.arange(first * group_tokens, start, device=keys.device)
+            held = self.window.tokens[:, self.window.ring_places(positions), 0]
+            closed = torch.cat([held, closed], dim=1)
+        if not self.index.ready:
+            count = min(closed.shape[1], max(1, FIT_SAMPLE_TOKENS // len(closed)))
+            places = np.linspace(0, closed.shape[1] - 1, count).astype(np.int64)
+            chosen = torch.from_numpy(places)
+            self.index.fit(closed[:, chosen.to(keys.device)], chosen + first * group_tokens)
+        self.index.take(closed, first * group_tokens)
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def count_into(self, decode: PhaseStats) -> None:
+        """Add what steps have asked for and fetched since the last call; waits for the device."""
+        total = self.lists.traffic.sum(dim=0).cpu()
+        wanted, missing = (total - self._counted).tolist()
+        self._counted = total
+        decode.units_wanted += wanted
+        decode.units_hit += wanted - missing
+        decode.reads += missing
+        decode.read_bytes += missing * self.setup.plan.unit_bytes
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def _empty_slots(self) -> None:
+        self.unit_in.fill_(-1)
+        self.slot_of.fill_(-1)
+        self._heads.zero_()
+        self.pool.hide_slots()
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`; the window is read back from host memory."""
+        if length >= self.length:
+            return
+        _wait(self.setup.device)
+        self._empty_slots()
+        group_tokens = self.setup.plan.group_tokens
+        self.length = length
+        first = self.window.first_ring_group(length) * group_tokens
+        tokens = self.host.tokens[:, first:length].to(self.setup.device)
+        places = self.window.ring_places(torch.arange(first, length, device=tokens.device))
+        self.window.tokens[:, places] = tokens
+        self.window.refresh_cropped(length)
+        if self.index is not None:
+            self.index.crop(length)
+        self._may_step = False
+
+    def take_rows_from(self, other: "DeviceLayer", rows: Tensor) -> None:
+        """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
+        _wait(self.setup.device)
+        self.length = other.length
+        places = max(1, self.length)
+        copy_rows(self.host.tokens[:, :places], other.host.tokens[:, :places], rows.cpu())
+        copy_rows(self.window.tokens, other.window.tokens, rows)
+        copy_rows(self.window.mask, other.window.mask, rows)
+        self.window.take_rows_from(other.window, rows)
+        self._empty_slots()
+        if self.index is not None and other.index is not None:
+            self.index.take_rows_from(other.index, rows)
+        self._may_step = False
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.length = 0
+        self._empty_slots()
+        self.window.mask.fill_(NEGATIVE_INFINITY)
+        self.lists.traffic.zero_()
+        self._counted.zero_()
+        if self.index is not None:
+            self.index.crop(0)
+        self._may_step = False
+
+    def forget_slots(self) -> None:
+        """Trust nothing that a failed step may have left in the slots."""
+        self._empty_slots()
+        self._may_step = False
+
+    def close(self) -> None:
+        """Let what is under way end; memory goes with the object."""
+        _wait(self.setup.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """0 where visible, minus infinity elsewhere; None when everything is visible."""
+    if bool(visible.all()):
+        return None
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, NEGATIVE_INFINITY)

@@ -1,0 +1,36 @@
+"""HostMemory: the whole KV of one layer in (pinned) host memory, row by row."""
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import StoreFullError
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+
+
+class HostMemory:
+    """All tokens of one layer, as units and as tokens of the same bytes.
+
+    On CUDA the memory is pinned and kernels read and write it in place.
+    """
+
+    def __init__(self, plan: SlotPlan, shape: KVShape, device: torch.device) -> None:
+        """Take the memory for `plan.max_groups` units of every row.
+
+        Raises:
+            StoreFullError: there is not so much host memory.
+        """
+        size = (plan.batch, plan.max_groups, plan.unit_bytes)
+        try:
+            self.units: Tensor = torch.empty(
+                size, dtype=torch.uint8, pin_memory=device.type == "cuda"
+            )
+        except RuntimeError as error:  # torch names no better one
+            raise StoreFullError(
+                f"no host memory for {plan.batch} rows of {plan.max_groups} units of "
+                f"{plan.unit_bytes} bytes; take a smaller batch or fewer tokens, or a store on disk"
+            ) from error
+        self.tokens: Tensor = self.units.view(shape.dtype).view(
+            plan.batch, -1, 2, shape.num_kv_heads, shape.head_dim
+        )
+        """[rows, units * group_tokens, 2, kv_heads, head_dim]"""
