@@ -1,24 +1,33 @@
-"""Checkpoints that survive being killed at any moment, and the finished model's folder."""
+"""Checkpoints that survive being killed at any moment; finished models, written and read."""
 
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import penstock.models
 from penstock.core.errors import ConfigError, StorageError
+from penstock.models.loader import load
 
 TOKENIZER_FOLDER = Path(penstock.models.__file__).parent / "recall"
 """Whose tokenizer a new model of recall rows has."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NAME = "checkpoint.pt"
 _SUMS = "SHA256SUMS"
+_WEIGHTS = "model.safetensors"
+_SHAPE = (
+    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "vocab_size", "rope_parameters",
+)  # fmt: skip
+"""Settings of a model without which its weights are none of another model."""
 
 
 def save_checkpoint(folder: Path, content: dict[str, Any]) -> None:
@@ -97,6 +106,47 @@ def export(
         os.replace(partial, folder)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def read_weights(
+    folder: Path, config: Qwen3Config, vocabulary: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Weights of a finished model, float32, on the CPU.
+
+    Args:
+        folder: as `export` leaves it.
+        config: of the model that is to have them.
+        vocabulary: its words with their ids.
+
+    Raises:
+        ConfigError: there is no such model, or it has another shape or vocabulary.
+        ModelLoadError: the folder is incomplete or unreadable.
+    """
+    if not (folder / _WEIGHTS).is_file():
+        raise ConfigError(f"--from {folder}: no {_WEIGHTS} there; give the model/ of a run")
+    loaded = load(folder, dtype="float32")
+    assert loaded.tokenizer is not None
+    for name in _SHAPE:
+        theirs, ours = (getattr(one, name, None) for one in (loaded.model.config, config))
+        if theirs != ours:
+            raise ConfigError(
+                f"cannot begin with {folder}: its {name} is {theirs}, the settings have {ours}"
+            )
+    if loaded.tokenizer.get_vocab() != dict(vocabulary):
+        raise ConfigError(f"cannot begin with {folder}: it has another vocabulary")
+    return dict(loaded.model.state_dict())
+
+
+def sum_of(folder: Path) -> str:
+    """SHA-256 of a finished model's weights, in hexadecimal.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        return hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder / _WEIGHTS}: {error.strerror}") from error
 
 
 def write_sums(folder: Path) -> None:

@@ -4,7 +4,10 @@ What a question of the bench teaches in a row of hundreds of tokens is a few tok
 that has found nothing yet to retrieve by does not soon find it from so few. Two runs with few
 questions a row learnt keys of two words after 2,000 and 10,000 steps, one with many within 1,300
 (they differed in other settings too, see `docs/log.md`). `dense_replay` is for keys of two words;
-`dense_copy` and `dense_chains` are the same for single words.
+`dense_copy` and `dense_chains` are the same for single words. `dense_values` is for several values
+of one key, which recall-2's first runs found by looking for keys that come again: asked here, where
+all do, they named other keys' values (see `docs/log.md`). They lost their way where two values had
+the same digit at the same place, which is more frequent here.
 """
 
 import random
@@ -13,7 +16,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from penstock.bench.tasks import TASKS, Sample, Words
-from penstock.bench.tasks.documents import Document, count_tokens, essay, hide
+from penstock.bench.tasks.documents import PREFACE, Document, count_tokens, essay, hide
+from penstock.bench.tasks.needles import Facts
 from penstock.core.errors import ConfigError
 
 Generate = Callable[[int, random.Random, Words], Sample]
@@ -25,6 +29,8 @@ _SHORTEST_LIST = 8
 _VARIABLES = (5, 9)
 _DIGITS = 5
 _FIRST_TOKENS, _LATER_TOKENS = 9, 7
+_VALUES = 4
+_SHARED = 0.1
 
 
 def dense_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -72,6 +78,45 @@ def dense_chains(tokens: int, rng: random.Random, words: Words) -> Sample:
     return Sample("variable_tracking", prompt, f"{answer} .", length + 2, tuple(chains[0]))
 
 
+def dense_values(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """As many keys as fit in, of four values each; one key's values are asked for, in order."""
+    facts = Facts(words, rng)
+    frame = count_tokens(facts.tell("a b", facts.value()))
+    room = Document(tokens, PREFACE, _values_question(facts, "a b"), 0).room
+    count = room // (_VALUES * frame)
+    if count < 2:
+        raise ConfigError(f"tokens={tokens} is too short for this task: no two keys fit in")
+    keys = words.key_pool(rng, count)
+    told = [(key, value) for key in keys for value in _alike_values(facts, rng)]
+    rng.shuffle(told)
+    needles = [facts.tell(key, value) for key, value in told]
+    question = _values_question(facts, keys[0])
+    document = Document(tokens, PREFACE, question, sum(map(count_tokens, needles)))
+    prompt = document.finish(hide(needles, essay(document.room, words, rng), rng))
+    values = tuple(value for key, value in told if key == keys[0])
+    answer = " , ".join(values)
+    return Sample("dense_values", prompt, f"{answer} .", count_tokens(answer) + 2, values)
+
+
+def _alike_values(facts: Facts, rng: random.Random) -> list[str]:
+    """Values of one key; each digit or word may be that of an earlier value at its place."""
+    values: list[list[str]] = []
+    for _ in range(_VALUES):
+        value = facts.value().split()
+        for place in range(len(value)):
+            if values and rng.random() < _SHARED:
+                value[place] = rng.choice(values)[place]
+        values.append(value)
+    return [" ".join(value) for value in values]
+
+
+def _values_question(facts: Facts, key: str) -> str:
+    return (
+        f"Question : What are all the {facts.noun}s for {key} ? "
+        f"Answer : The {facts.noun}s for {key} are"
+    )
+
+
 def _chain_question(value: str, length: int) -> str:
     return (
         f"Question : Find all variables assigned the value {value} . Answer : "
@@ -83,5 +128,6 @@ DENSE: Mapping[str, tuple[Generate, float]] = MappingProxyType({
     "dense_replay": (TASKS["multi_key_full"], 0.5),
     "dense_copy": (dense_copy, 0.0),
     "dense_chains": (dense_chains, 0.4),
+    "dense_values": (dense_values, 0.45),
 })  # fmt: skip
 """By name: what makes the sample, and the share of the row that is kept for further questions."""

@@ -6,7 +6,7 @@ spend its time on taking batches. Seen on an H200: with the data's processes at 
 pinned memory: torch divides them among as many threads as there are cores, and they wait for
 each other while other processes use the cores. On two busy cores such copies of one batch took
 10 to 30 ms, against 0.2 ms on one thread. So numpy, which has no threads, does the copying, and
-a batch goes to the device in one block.
+a batch goes to the device in one block. With this feed four runs took 26 to 30 ms a short step.
 """
 
 import queue

@@ -133,8 +133,15 @@ def _beginning(begins: Sequence[Record], last: Record, parameters: int, *, prose
         else "It is not a language model for people: it answers questions about generated "
         "documents, in the words it was trained on and no others."
     )
+    first = begins[0].get("begun_with")
+    start = (
+        f"Begun with the weights of {first['model']} (SHA-256 {first['sha256'][:16]}...; what "
+        "follows is of this run alone), trained further"
+        if first
+        else "Trained from random weights"
+    )
     return (
-        f"Trained from random weights on {devices}, on {on if prose else bench}: "
+        f"{start} on {devices}, on {on if prose else bench}: "
         f"{last['step']:,} {of}, {last['tokens'] / 1e6:,.1f} M tokens, "
         f"{last['trained_s'] / 60:.1f} minutes of training in {len(begins)} sitting(s), "
         f"{begins[0]['date'][:10]}. {parameters / 1e6:.2f} M parameters, bfloat16. Apache-2.0."

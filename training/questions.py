@@ -39,6 +39,18 @@ def _one_key(document: str, question: str, rng: random.Random) -> Iterator[tuple
         yield question.replace(asked, key), f"{told[key]} ."
 
 
+def _all_values(document: str, question: str, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """All values of another key, in the document's order."""
+    asked = _found(r"for (\S+ \S+) \?", question)
+    told: dict[str, list[str]] = {}
+    for key, value in _FACT.findall(document):
+        told.setdefault(key, []).append(value)
+    others = [key for key in told if key != asked]
+    rng.shuffle(others)
+    for key in others:
+        yield question.replace(asked, key), f"{' , '.join(told[key])} ."
+
+
 def _some_keys(document: str, question: str, rng: random.Random) -> Iterator[tuple[str, str]]:
     """The values of other keys, as many as were asked for."""
     asked = _found(r"for ([^?]+) \?", question)
@@ -86,14 +98,15 @@ _ASKERS = {
     "multi_key_few": _one_key,
     "multi_key_full": _one_key,
     "multi_query": _some_keys,
+    "dense_values": _all_values,
     "variable_tracking": _chains,
     "count_words": _counts,
 }
 """By the task's name. The other tasks ask for all that there is, or, as multi_value, for what is
 alone of its kind: the other keys of its documents have one value each."""
 
-SEVERAL = frozenset(_ASKERS)
-"""Tasks whose documents answer further questions."""
+SEVERAL = frozenset(_ASKERS) - {"dense_values"}
+"""Tasks of the bench whose documents answer further questions."""
 
 
 def _found(pattern: str, question: str) -> str:

@@ -2,7 +2,7 @@
 
 Leaves a folder with `log.jsonl`, `checkpoint.pt` and, at the end, `model/`. Stopped by Ctrl-C,
 by SIGTERM or by `--minutes`, it saves a checkpoint; `--resume` goes on and comes to the same end.
-A prose run reads `--corpus FOLDER` first.
+A prose run reads `--corpus FOLDER` first. `--from` begins with another run's model.
 """
 
 import argparse
@@ -42,6 +42,10 @@ _FIT_HELP = (
     "end the decay so many minutes after the first step began: the rate follows the clock, the "
     "last stage is as long as the time allows; not the same bits twice"
 )
+_FROM_HELP = (
+    "begin with the weights of a finished model of the same shape (a run's model/) instead of "
+    "random ones, the optimizer anew; --resume goes on without it"
+)
 AnySettings = Settings | ProseSettings
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,6 +60,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, help="save and stop when this much time has passed")
     add("--fit", type=float, metavar="MINUTES", help=_FIT_HELP)
     add("--corpus", type=Path, help="folder with books.jsonl.xz and docs.jsonl.xz (prose runs)")
+    add("--from", dest="begin", type=Path, metavar="FOLDER", help=_FROM_HELP)
     add("--resume", action="store_true", help="go on from the folder's checkpoint")
     add("--seed", type=int, help="instead of the settings' own; other text, other weights")
     add("--scale", type=float, default=1.0, help="this many times the steps of every stage")
@@ -258,8 +263,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
         Feed(stream, pin=device == "cuda", ahead=ahead) as batches,
     ):
         trainer = _trainer(settings, source, torch.device(device))
-        if state is not None:
-            trainer.load_state_dict(state)
+        _take_up(trainer, state, args.begin)
         reason = ""
         if not args.export:
             end = began + 60 * args.minutes - _LEAVE_S if args.minutes else float("inf")
@@ -269,6 +273,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
                 "begin", steps_done, settings=settings.as_dict(), machine=describe_machine(),
                 libraries=describe_libraries(), commit=current_commit(), device=_name(device),
                 date=datetime.now(UTC).isoformat(timespec="seconds"), fit_minutes=args.fit,
+                begun_with=trainer.begun_with,
             )  # fmt: skip
             sitting = Sitting(settings, trainer, folder, stop, log, fit)
             say(f"{_name(device)}, attention {trainer.attention}, {workers} processes make data")
@@ -308,6 +313,22 @@ def _trainer(settings: AnySettings, source: Source, device: "torch.device") -> "
 
     assert not isinstance(source, Path)
     return Trainer(settings, source, device)
+
+
+def _take_up(trainer: "Trainer", state: dict[str, Any] | None, begin: Path | None) -> None:
+    """Go on from a checkpoint, begin with a model's weights, or with random ones."""
+    from training.checkpoint import sum_of
+
+    if state is None:
+        if begin is not None:
+            trainer.begin_with(begin)
+        return
+    trainer.load_state_dict(state)
+    if begin is not None and (trainer.begun_with or {}).get("sha256") != sum_of(begin):
+        raise ConfigError(
+            f"the checkpoint is of a run that did not begin with {begin}; leave out --from, or "
+            "give another --out"
+        )
 
 
 def say(line: str) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.bench.tasks import Words
 from penstock.core.errors import ConfigError, PenstockError
+from training.checkpoint import read_weights, sum_of
 from training.data import GENERATORS, Batch
 from training.examine import draw_sample, mark
 from training.feed import Packed
@@ -74,12 +76,27 @@ class Trainer:
         self.optimizers = Optimizers(self.model, settings.optimizer)
         self.steps_done = 0
         self.trained_s = 0.0
+        self.begun_with: dict[str, str] | None = None
         self.spent_s = 0.0  # of all sittings, waiting and glances included; kept by the sitting
         self._tasks = settings.groups
         self._forget()
         compiled = on_gpu and settings.speed.compile
         self._pieces = Pieces.compiled() if compiled else Pieces.plain()
         self._compare_forwards()
+
+    def begin_with(self, folder: Path) -> None:
+        """Take a finished model's weights instead of random ones, before the first step.
+
+        Args:
+            folder: that a run has left as `model/`.
+
+        Raises:
+            ConfigError: it holds no such model, or one of another shape or vocabulary.
+        """
+        assert self.steps_done == 0
+        weights = read_weights(folder, self.model.config, self._vocabulary)
+        self.model.load_state_dict(weights)
+        self.begun_with = {"model": f"{folder.parent.name}/{folder.name}", "sha256": sum_of(folder)}
 
     def step(self, batches: Sequence[Batch | Packed], rate: float | None = None) -> None:
         """One optimizer step over some micro-batches; adds to the figures and the time.
@@ -153,6 +170,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "trained_s": self.trained_s,
             "spent_s": self.spent_s,
+            "begun_with": self.begun_with,
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "cpu_rng": torch.get_rng_state(),
@@ -178,6 +196,7 @@ class Trainer:
         self.steps_done = state["steps_done"]
         self.trained_s = state["trained_s"]
         self.spent_s = state["spent_s"]
+        self.begun_with = state.get("begun_with")
         torch.set_rng_state(state["cpu_rng"])
         if self._device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self._device)

@@ -15,6 +15,8 @@ from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
 
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where there is a GPU the fast kernels and pinned memory are tested, else their meaning."""
 SCALING, PROMPT_TOKENS, STEPS, MAX_TOKENS = 0.25, 150, 60, 400
 BUDGET: dict[str, Any] = {"selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4}
 
@@ -33,7 +35,7 @@ POLICIES: dict[str, SelectionPolicy] = {
 def make_runtime(policy: SelectionPolicy, batch: int = 2, **changes: Any) -> TieredRuntime:
     options: dict[str, Any] = {
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
-        "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
+        "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": DEVICE,
     }  # fmt: skip
     return TieredRuntime(RuntimeConfig(**{**options, **changes}), batch)
 
@@ -49,14 +51,14 @@ class Feed:
         self.query = self.randn(len(padding), 4, 1, SHAPE.head_dim)
 
     def randn(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self.random)
+        return torch.randn(*size, generator=self.random).to(DEVICE)
 
     def step(self, count: int = 1) -> list[list[Tensor]]:
         """What each runtime's layers answered: [rows, tokens, heads, head_dim] by layer."""
         batch = len(self.padding)
         self.length += count
         visible = torch.arange(self.length) >= self.padding[:, None]
-        shown = None if bool(visible.all()) else visible
+        shown = None if bool(visible.all()) else visible.to(DEVICE)
         out: list[list[Tensor]] = [[] for _ in self.runtimes]
         for layer in range(SHAPE.num_layers):
             # Two thirds of the last query: some steps are boundaries, some are not.
@@ -89,7 +91,7 @@ def test_the_engines_agree(name: str) -> None:
             decode_counters(runtime)
         for step in range(STEPS):
             for host, device in zip(*feed.step(), strict=True):
-                assert (host - device).abs().max().item() < 2e-5, step
+                assert (host - device).abs().max().item() < 5e-5, step
         host_counts, device_counts = map(decode_counters, runtimes)
         assert host_counts[0] == STEPS
         assert host_counts[1] > host_counts[2] > 0
@@ -171,7 +173,7 @@ def test_means_of_merged_segments_are_those_of_their_tokens() -> None:
     index, layer = index_of(runtime), runtime.layers[0]
     assert isinstance(layer, DeviceLayer)
     for row in range(2):
-        keys = layer.host.tokens[row, : feed.length, 0, 0]
+        keys = layer.host.tokens[row, : feed.length, 0, 0].to(DEVICE)
         units = index.unit_of[row, : feed.length].long()
         for unit in range(int(index.state.count[row])):
             held = keys[units == unit]

@@ -147,6 +147,34 @@ def test_dense_answers_follow_from_their_rows() -> None:
             assert f"= VAR {names[-1]} ." not in document
 
 
+def test_dense_values_are_all_those_of_their_keys_in_order() -> None:
+    alike = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        sample = DENSE["dense_values"][0](600, rng, WORDS)
+        document, question = sample.prompt.rsplit(" Question : ", 1)
+        asked = [(f"Question : {question}", sample.answer), *further_questions(sample, rng)]
+        assert 2 <= len(asked) == len({text for text, _ in asked})
+        for text, answer in asked:
+            key = text.split(" for ")[1].split(" ?")[0]
+            assert text.endswith(f"s for {key} are")
+            values = [part.split(" .")[0] for part in document.split(f" for {key} is ")[1:]]
+            assert answer == " , ".join(values) + " ."
+            assert len(values) == 4
+            first_words = [value.split()[0] for value in values]
+            alike += len(first_words) - len(set(first_words))
+    assert alike > 10  # a way from one value into another
+
+
+def test_dense_values_fill_their_rows_with_answers() -> None:
+    said = {}
+    for task in ("multi_value", "dense_values"):
+        maker = RowMaker(replace(toy(), mix={task: 1.0}), VOCABULARY)
+        rows = [maker.row(1088, f"v/{seed}") for seed in range(10)]
+        said[task] = sum(int(row.is_answer.sum()) for row in rows)
+    assert said["dense_values"] > 3 * said["multi_value"]
+
+
 def test_a_stage_may_have_its_own_mix(tmp_path: Path) -> None:
     text = (CONFIGS / "toy.toml").read_text()
     path = tmp_path / "own.toml"
@@ -256,14 +284,16 @@ def test_unknown_task_is_refused() -> None:
         RowMaker(replace(toy(), mix={"riddle": 1.0}), VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["recall-7m", "recall-2", "toy"])
+@pytest.mark.parametrize("name", ["recall-7m", "recall-2", "recall-2-second", "toy"])
 def test_settings_are_whole(name: str) -> None:
     settings = read_settings(CONFIGS / f"{name}.toml")
     assert settings.name == name
     RowMaker(settings, VOCABULARY)
     assert settings.rate_at(0) < settings.rate_at(settings.optimizer.warmup_steps)
     assert settings.rate_at(settings.steps - 1) < 0.2
-    assert settings.rate_at(settings.steps // 2) == 1.0
+    whole = settings.steps - settings.optimizer.decay_steps
+    assert settings.optimizer.warmup_steps < whole
+    assert settings.rate_at(whole - 1) == 1.0 > settings.rate_at(whole + 1)
     doubled = settings.scaled(2)
     assert doubled.steps == 2 * settings.steps
     assert doubled.optimizer.decay_steps == 2 * settings.optimizer.decay_steps

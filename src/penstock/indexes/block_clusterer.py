@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.kmeans import kmeans, kmeans_bytes, nearest
 
 ITERATIONS = 10
+FEW_CLUSTERS = 8
 
 
 class Clustering(NamedTuple):
@@ -165,5 +166,11 @@ def _in_stream_of(keys: Tensor) -> AbstractContextManager[Any]:
 
 def num_clusters(tokens: int, cluster_tokens: int) -> int:
     """Clusters of a block: one fewer than `tokens / cluster_tokens`, so that a rest that is too
-    small for clusters has room to be a unit of its own."""
+    small for clusters has room to be a unit of its own.
+
+    A block of a few clusters, the end of a prompt, has as many as its tokens ask for: what is asked
+    stands there, and one mean for 33 tokens was found too coarse (docs/log.md).
+    """
+    if tokens < FEW_CLUSTERS * cluster_tokens:
+        return -(-tokens // cluster_tokens)
     return max(1, tokens // cluster_tokens - 1)

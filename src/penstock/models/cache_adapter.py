@@ -136,17 +136,16 @@ class TieredCache(Cache):  # type: ignore[misc]
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
                 cache at `max_tokens` and `batch_size` ("1/13"), "auto", or None for no limit.
-            store: see `KVStore.create`: "auto", a directory, "memory", or a simulated device; or
-                "host", host memory that a GPU reads and writes by itself (the device tier; on CUDA
-                "memory" means the same for the policies that can).
+            store: see `KVStore.create`; or "host", memory that a GPU reads and writes by itself
+                (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
                 positions. Sizes the index, so give what you need.
             batch_size: rows expected (beams counted), for the budget; a fraction in `memory` is one
                 of this many full sequences.
             exact: stream the past through attention at every step: the tokens of plain attention
                 at any budget, slowly.
-            adapter: low-rank basis for policies that use one (`penstock calibrate`); default: the
-                one shipped with the bundled model, else made from the prompt's own keys.
+            adapter: low-rank basis for policies that use one (`penstock calibrate`); default: a
+                shipped one, else made from the prompt's own keys.
             cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
             progress: called with the tokens cached so far after every prefill chunk.
@@ -166,31 +165,32 @@ class TieredCache(Cache):  # type: ignore[misc]
         chosen = named_policy(policy)
         device = model.get_input_embeddings().weight.device
         basis = self._find_adapter(model, shape, chosen, adapter, exact)
-        late = true_query_layers(chosen, basis)
+        late, full = true_query_layers(chosen, basis), shape.kv.full_cache_bytes
         self._config = RuntimeConfig(
-            shape=shape.kv, policy=chosen, store=str(store),
-            limit_bytes=limit_bytes(
-                memory, shape.kv.full_cache_bytes(batch_size, self.max_tokens), device
-            ),
-            max_tokens=self.max_tokens, exact=exact,
-            adapter=None if basis is None else basis.layers,
-            true_query_layers=late, predictor_bytes=predictor_bytes(model, shape, chosen, late),
-            device=device, tracer=tracer, progress=progress, rotary=rotary_of(model),
+            shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
+            limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device),
+            exact=exact, adapter=None if basis is None else basis.layers, true_query_layers=late,
+            predictor_bytes=predictor_bytes(model, shape, chosen, late), device=device,
+            tracer=tracer, progress=progress, rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
         self._awaited: int | None = None
         super().__init__(layers=self._make_layers(shape))
+        self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
+        self._open = True
+
+    def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
+        """Put on the model what this cache needs there; nothing stays if that fails."""
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
-            if cuda_graphs and self._config.device_tier and device.type == "cuda":
+            if record and self._config.device_tier:
                 self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
             self._release()
             raise
-        self._open = True
 
     def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
         tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}

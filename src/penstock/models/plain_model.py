@@ -44,6 +44,14 @@ def _llama(positions: int) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _qwen3_8b(positions: int) -> PretrainedConfig:
+    return Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+        max_position_embeddings=max(40960, positions),
+    )  # fmt: skip
+
+
 def _tiny(positions: int) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -53,7 +61,12 @@ def _tiny(positions: int) -> PretrainedConfig:
 
 
 ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyType(
-    {"qwen3-0.6b": _qwen3, "llama-3.1-8b": _llama, "tiny": _tiny}
+    {
+        "qwen3-0.6b": _qwen3,
+        "qwen3-8b": _qwen3_8b,
+        "llama-3.1-8b": _llama,
+        "tiny": _tiny,
+    }  # fmt: skip
 )
 """Configurations by name, from the number of positions wanted."""
 

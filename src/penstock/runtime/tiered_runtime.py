@@ -298,11 +298,8 @@ class TieredRuntime:
         assert isinstance(target, RetrievalLayer)
         if target.setup.phase is not self.stats.decode and self._setup is not None:
             self._setup.phase = self.stats.decode
-        try:
+        with self._failures_noted():
             target.begin(self._rows.fold(query))
-        except BaseException as error:
-            self._note_failure(error)
-            raise
 
     # Changes of shape -------------------------------------------------------------------------
 

@@ -11,6 +11,12 @@ from penstock.bench.entry import run_program
 from penstock.bench.figures.accuracy import budget_points, draw_accuracy, draw_tasks
 from penstock.bench.figures.audit import draw_audit
 from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
+from penstock.bench.figures.device_kernels import draw_device_kernels
+from penstock.bench.figures.device_speed import (
+    draw_device_breakdown,
+    draw_device_speed,
+    has_device_breakdown,
+)
 from penstock.bench.figures.method import compares_methods, draw_methods
 from penstock.bench.figures.needle import draw_needles
 from penstock.bench.figures.pareto import draw_pareto, has_front
@@ -47,6 +53,11 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
     if result.kind == "setting":
         more = {f"{name}-breakdown": draw_breakdown} if has_breakdown(result) else {}
         return {name: draw_setting, **more}
+    if result.kind == "device_tier.kernels":
+        return {name: draw_device_kernels}
+    if result.kind == "device_tier.speed":
+        more = {f"{name}-breakdown": draw_device_breakdown} if has_device_breakdown(result) else {}
+        return {name: draw_device_speed, **more}
     if has_retrievals(result) and _is_ablation(result):
         return {
             f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,

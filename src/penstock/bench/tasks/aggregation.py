@@ -5,8 +5,10 @@ training runs of up to 0.69 G tokens in which few questions of these kinds were 
 not marked so is a reason and no result:
 
 * `most_frequent` reads off the average of all tokens, so that no small selection of keys is
-  enough. One word comes at least twice as often as any other of 8 to 20: it has an eighth of the
-  mass at least, and the others about a third of its own each.
+  enough. One word comes at least three times as often as any other of 6 to 16: it has 0.16 of
+  the mass at least, and each other about a quarter of its own. Seen when it was twice as often as
+  any of 8 to 20 others: 30 to 74 % right, and the wrong answers mostly words that are not in the
+  document, what the average of many values looks most like; the second most frequent hardly ever.
 * `frequent_words` is the same for three words, each about half as often again as the next. Seen:
   not learnt (0 to 2 % whole answers), the first word often wrong too. The recall-7m recipe
   had a task of this kind (its documents are not known) and learnt the first word alone: the second
@@ -50,8 +52,8 @@ _MOST_PREFACE = (
     "There is a quiz about the most frequent word later ."
 )
 
-_MOST_OTHERS = (8, 20)
-_MOST_SHARE = (0.15, 0.5)
+_MOST_OTHERS = (6, 16)
+_MOST_SHARE = (0.15, 1 / 3)
 _FEWEST_OF_MOST = 6
 
 _TOP = 3
@@ -75,7 +77,7 @@ _ITEM_TOKENS = 5
 
 
 def most_frequent(tokens: int, rng: random.Random, words: Words) -> Sample:
-    """A document of a few words; the one that comes at least twice as often as any other."""
+    """A document of a few words; the one that comes at least three times as often as any other."""
     question = (
         "Question : What is the most frequent word in the text ? "
         "Answer : The most frequent word in the text is"

@@ -1,6 +1,9 @@
 """DeviceSemanticUnits: prompt clusters and output segments, kept on the device (LouisKV)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,8 +20,10 @@ from penstock.kernels.device.boundaries import (
     leave_window,
 )
 from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
-from penstock.kernels.kmeans import chunk_elements, kmeans, nearest
+from penstock.kernels.kmeans import FEWEST_ELEMENTS, kmeans, kmeans_bytes, nearest
 
+MOST_ELEMENTS = 1 << 22
+"""Of a chunk's temporaries in k-means; a GPU wants more at a time than a CPU."""
 SEED = 0
 """Of the tokens that k-means begins with."""
 SPARE_UNITS = 2 * SETTLE_STEPS
@@ -36,6 +41,10 @@ class DeviceUnitSizes:
     spare_units: int
     """Units beyond one for every `cluster_tokens` tokens: room for short segments."""
     cosine: bool = False
+
+    def elements(self, rows: int) -> int:
+        """Elements of a chunk's temporaries in k-means."""
+        return min(MOST_ELEMENTS, max(FEWEST_ELEMENTS, 8 * rows * self.block_tokens))
 
     def capacity(self, max_tokens: int) -> int:
         """Units of a row."""
@@ -101,7 +110,10 @@ class DeviceSemanticUnits(DeviceIndex):
             zeros(rows, wanted), zeros(rows, wanted, dtype=torch.bool),
             zeros(rows, dtype=torch.bool),
         )  # fmt: skip
-        self._elements = chunk_elements(8 * rows * sizes.block_tokens)
+        self._elements = sizes.elements(rows)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = _clustering_stream(device)
         self._units: int | None = 0
         """Units of every row, where the host knows it."""
         self._first_segment = 0
@@ -126,19 +138,38 @@ class DeviceSemanticUnits(DeviceIndex):
         """Temporaries of a block of the prompt or of a step, for the ledger."""
         block = min(sizes.block_tokens, max_tokens)
         prompt = rows * (48 * block + 8 * shape.head_dim * (block // sizes.cluster_tokens + 1))
+        clusters = max(1, block // sizes.cluster_tokens)
+        prompt += kmeans_bytes(rows, clusters, shape.head_dim, sizes.elements(rows))
         heads, capacity = shape.num_query_heads, sizes.capacity(max_tokens)
         return max(prompt, UnitScratch.num_bytes(rows, heads, capacity))
 
     # Prompts ----------------------------------------------------------------------------------
 
     def take(self, keys: Tensor, first_token: int) -> None:
-        """See `DeviceIndex.take`: block by block into clusters."""
-        flat, done = keys[:, :, 0], 0
+        """See `DeviceIndex.take`: block by block into clusters, beside the prefill on CUDA."""
+        with self._beside(keys):
+            self._take(keys[:, :, 0], first_token)
+
+    @contextmanager
+    def _beside(self, keys: Tensor) -> Iterator[None]:
+        """Queue what follows on the stream of the clustering, behind all that was queued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        keys.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _join(self) -> None:
+        """Queue what follows behind the clustering."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _take(self, flat: Tensor, first_token: int) -> None:
+        done = 0
         while done < flat.shape[1]:
             part = flat[:, done : done + self._sizes.block_tokens]
-            rest = flat.shape[1] - done - part.shape[1]
-            if 0 < rest < 2 * self._sizes.cluster_tokens:
-                part = flat[:, done:]
             self._add_block(part, first_token + done)
             done += part.shape[1]
         self._known.zero_()
@@ -147,8 +178,8 @@ class DeviceSemanticUnits(DeviceIndex):
     def _add_block(self, keys: Tensor, first: int) -> None:
         """Make units of some consecutive tokens, at the same places in all rows."""
         count, size = keys.shape[1], self._sizes
-        few = count < 2 * size.cluster_tokens
-        clusters = 1 if few else num_clusters(count, size.cluster_tokens)
+        clusters = num_clusters(count, size.cluster_tokens)
+        few = clusters == 1
         if self._units is None:
             self.settle(first, room=clusters)
             self._units = int(self.state.count.max())
@@ -176,6 +207,7 @@ class DeviceSemanticUnits(DeviceIndex):
 
     def begin_decode(self, length: int, clock: StepClock) -> None:
         """See `DeviceIndex.begin_decode`: count what may be selected of each unit."""
+        self._join()
         state = self.state
         state.start.copy_(clock.first_unit)
         units = self.unit_of[:, :length].long()
@@ -266,6 +298,7 @@ class DeviceSemanticUnits(DeviceIndex):
 
     def crop(self, length: int) -> None:
         """See `DeviceIndex.crop`: a unit of which a part stays keeps its mean."""
+        self._join()
         if length == 0:
             self.state.count.zero_()
             self.counters.zero_()
@@ -296,6 +329,7 @@ class DeviceSemanticUnits(DeviceIndex):
                 "the batch changed and units of the same size no longer fit the budget; set "
                 "louiskv's cluster_tokens, or give more memory"
             )
+        self._join()
         sequences = rows[:: self._rows_per_sequence] // self._rows_per_sequence
         for name in ("means", "members", "unit_of", "_open_sum", "_previous"):
             getattr(self, name).copy_(getattr(other, name)[rows])
@@ -306,6 +340,12 @@ class DeviceSemanticUnits(DeviceIndex):
         for mine, theirs in zip(self._wanted, other._wanted, strict=True):
             mine.copy_(theirs[rows])
         self._units, self._first_segment = other._units, other._first_segment
+
+
+@cache
+def _clustering_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers and caches: prompts are clustered beside the prefill."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 _MERGED_ROWS = 16

@@ -1,0 +1,77 @@
+"""k-means of a prompt beside the prefill of the same prompt."""
+
+import time
+from typing import Any
+
+import torch
+
+from penstock.bench.device_tier.kernel_cases import DIM, Cases, Grid, KernelCase
+from penstock.bench.device_tier.step_timer import new_event
+from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
+from penstock.kernels.kmeans import chunk_elements, kmeans, nearest
+from penstock.models.plain_model import random_model
+from penstock.models.query_projection import decoder_layers
+
+CLUSTER_TOKENS = 16
+KMEANS = "kmeans"
+
+
+def cluster_cases(grid: Grid, device: torch.device) -> Cases:
+    """A layer's prompt keys into clusters, as a whole or block after block."""
+    rows = grid.kv_heads
+    points = torch.randn(rows, grid.tokens, DIM, device=device).to(torch.bfloat16)
+    for block in grid.cluster_blocks:
+        clusters, elements = num_clusters(block, CLUSTER_TOKENS), chunk_elements(8 * rows * block)
+
+        def cluster(block: int = block, clusters: int = clusters, elements: int = elements) -> None:
+            for part in torch.split(points, block, dim=1):
+                means = kmeans(
+                    part, clusters, iterations=ITERATIONS, cosine=False, seed=0, elements=elements
+                )
+                nearest(part, means, cosine=False, elements=elements)
+
+        products = 2 * rows * grid.tokens * clusters * DIM * (ITERATIONS + 1)
+        yield KernelCase(
+            kernel=KMEANS, size=f"{rows} heads x {grid.tokens} keys, blocks of {block}",
+            calls=[cluster],
+            twins=[cluster] if block == grid.cluster_blocks[0] else [], flops=products,
+            ceiling="matmul",
+        )  # fmt: skip
+
+
+def prefill_layer_s(config: str, tokens: int, device: torch.device, seed: int = 0) -> float:
+    """Seconds of one layer in a prefill of `tokens` tokens in one pass, without a cache.
+
+    Of the second of two layers, the faster of two passes after a first one.
+    """
+    model: Any = random_model(config, max_positions=tokens, device=device, seed=seed, layers=2)
+    layer = decoder_layers(model)[1]
+    marks: list[Any] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: marks.append(_now(device))),
+        layer.register_forward_hook(lambda *_: marks.append(_now(device))),
+    ]
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    pairs = list(zip(marks[::2], marks[1::2], strict=True))[1:]
+    return min(_between(a, b) for a, b in pairs)
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = new_event()
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    if isinstance(first, float):
+        return float(second - first)
+    return float(first.elapsed_time(second)) / 1e3

@@ -1,0 +1,71 @@
+"""DecodeBench: what the rows of `device_tier.speed` share, and the state of the GPU."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.bench.device_tier.streamed_index import QueryStream
+from penstock.bench.synthetic_kv import SyntheticKV
+from penstock.core.shape import KVShape
+from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.loader import CausalLM
+
+
+@dataclass(kw_only=True)
+class DecodeBench:
+    """What the rows of a run share."""
+
+    model: CausalLM
+    adapter: LowRankAdapter
+    shape: KVShape
+    device: torch.device
+    steps: int
+    segment: int
+    sameness: float
+    most_s: float
+    breakdown_steps: int
+    host_bytes: int
+    """Most pinned memory of a row."""
+    seed: int
+    _noise: dict[int, SyntheticKV] = field(default_factory=dict)
+    _streams: dict[int, QueryStream] = field(default_factory=dict)
+
+    def noise(self, batch: int) -> SyntheticKV:
+        """Keys and values of documents; drawn once for a batch."""
+        if batch not in self._noise:
+            self._noise.clear()
+            self._noise[batch] = SyntheticKV(self.shape, batch, self.device, self.seed)
+        return self._noise[batch]
+
+    def stream(self, batch: int) -> QueryStream:
+        """Queries that select; drawn once for a batch."""
+        if batch not in self._streams:
+            self._streams.clear()
+            self._streams[batch] = QueryStream(
+                sequences=batch, heads=self.shape.num_query_heads, head_dim=self.shape.head_dim,
+                layers=self.shape.num_layers, segment=self.segment, sameness=self.sameness,
+                dtype=self.shape.dtype, device=self.device, seed=self.seed,
+            )  # fmt: skip
+        return self._streams[batch]
+
+
+def power_of_two(num_bytes: int) -> int:
+    """What torch pins for so many bytes."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
+
+
+def is_lost() -> bool:
+    """Whether the GPU answers nothing any more (after an illegal access)."""
+    try:
+        torch.cuda.synchronize()
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def release_pinned() -> None:
+    """Give the pinned memory that PyTorch keeps for later back to the system."""
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.cuda.is_available():
+        empty()

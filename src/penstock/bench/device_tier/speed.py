@@ -1,0 +1,251 @@
+"""`python -m penstock.bench.device_tier.speed`: end-to-end decoding in the device tier.
+
+Source: LouisKV, section 5.3 (Figs. 6 and 7) and 5.4 (Fig. 8d).
+
+A random model's queries point anywhere, so what selects are queries of a stated likeness
+(`streamed_index`); attention uses the model's own. The prompt's keys and values, and those of the
+answer up to the places where steps are measured, are synthetic and put in without a prefill.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.bench.device_tier.decode_bench import DecodeBench, is_lost, release_pinned
+from penstock.bench.device_tier.decode_row import DecodeRow
+from penstock.bench.device_tier.methods import (
+    ABLATION,
+    Pattern,
+    method_texts,
+    parse_batches,
+    parse_method,
+    parse_patterns,
+)
+from penstock.bench.device_tier.speed_table import speed_table
+from penstock.bench.entry import run_program
+from penstock.bench.progress import Progress
+from penstock.bench.result import Result
+from penstock.core.errors import BudgetError, ConfigError, StoreFullError
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
+
+KIND = "device_tier.speed"
+METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
+_SHARED = ("config", "layers", "steps", "segment", "sameness", "on", "seed")
+"""Settings that a result which is gone on with must have in common."""
+
+Job = tuple[Pattern, int, str]
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m penstock.bench.{KIND}", description=__doc__)
+    add = parser.add_argument
+    add("--config", default="llama-3.1-8b", choices=list(ARCHITECTURES))
+    add("--layers", type=int, help="layers of the model (default: all)")
+    add("--patterns", default="32768/512,500/16384,32768/16384", help="PROMPT/OUTPUT tokens")
+    add("--batches", default="1,4,8")
+    add("--methods", default=METHODS, help="POLICY[@MEMORY][:options][!torch][!eager], full-...")
+    add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
+    add("--steps", type=int, default=64, help="measured steps at each place of the answer")
+    add("--step-seconds", type=float, default=4.0, help="fewer steps when they take this long")
+    add("--breakdown", type=int, default=0, metavar="STEPS", help="time a layer's parts as well")
+    add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
+    add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
+    add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
+    add("--minutes", type=float, help="begin no row when this much time has passed")
+    add("--on", default="cuda", choices=["cpu", "cuda"])
+    add("--seed", type=int, default=0)
+    add("--out", help="file for the result, saved as it grows")
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    if min(args.steps, args.segment) < 1 or args.breakdown < 0 or not 0 <= args.sameness <= 1:
+        raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
+    if args.layers is not None and args.layers < 1:
+        raise ConfigError("--layers must be at least 1")
+    if args.on == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here; try --on cpu")
+    return args
+
+
+class SpeedBenchmark:
+    """All rows of a run, and the model that they share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what is to be measured; the model is built by `run`."""
+        self._args = args
+        patterns, batches = parse_patterns(args.patterns), parse_batches(args.batches)
+        texts = list(ABLATION) if args.ablation else method_texts(args.methods)
+        self._max_tokens = max(pattern.prompt + pattern.output for pattern in patterns)
+        # Rows of one pattern and batch follow on one another: they pin the same memory.
+        self.jobs: list[Job] = [
+            (pattern, batch, text) for pattern in patterns for batch in batches for text in texts
+        ]
+        for pattern, _, text in self.jobs:
+            parse_method(text, pattern)
+        self.rows: list[dict[str, Any]] = []
+
+    def take_up(self, former: Result) -> None:
+        """Keep what an interrupted run has measured; rows that failed are tried again, last.
+
+        Raises:
+            ConfigError: that run was another one.
+        """
+        for name in _SHARED:
+            if former.settings.get(name) != getattr(self._args, name):
+                raise ConfigError(
+                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
+                )
+        jobs, rows = {_job_key(job) for job in self.jobs}, former.figures["rows"]
+        failed = {_key(row) for row in rows if "error" in row}
+        self.rows = [row for row in rows if "error" not in row or _key(row) not in jobs]
+        self.jobs.sort(key=lambda job: _job_key(job) in failed)
+
+    def run(self, keep: Callable[[], None]) -> None:
+        """Measure what is left; a row that fails says why, and the next one follows."""
+        done, began = {_key(row) for row in self.rows}, time.perf_counter()
+        left = [job for job in self.jobs if _job_key(job) not in done]
+        progress = Progress(len(self.jobs))
+        progress.skip(len(self.jobs) - len(left))
+        if not left:
+            return
+        bench = self._build()
+        before: tuple[str, int] | None = None
+        for pattern, batch, text in left:
+            minutes = (time.perf_counter() - began) / 60
+            if self._args.minutes is not None and minutes > self._args.minutes:
+                _say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+                return
+            if before not in (None, (pattern.text, batch)):
+                release_pinned()
+            before = (pattern.text, batch)
+            progress.say(f"{pattern.text}, batch {batch}, {text}")
+            row = self._measure(bench, pattern, batch, text)
+            self.rows.append(row)
+            progress.step(1)
+            keep()
+            if row.get("device_lost"):
+                raise ConfigError(
+                    f"the GPU is lost after {text}: {row['error']}; --resume goes on with the rest"
+                )
+
+    def _build(self) -> DecodeBench:
+        args, began = self._args, time.perf_counter()
+        device = torch.device(args.on)
+        if args.on == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        _say(f"building {args.config} with random weights")
+        model = random_model(
+            args.config, max_positions=self._max_tokens, seed=args.seed, device=device,
+            layers=args.layers,
+        )  # fmt: skip
+        with torch.no_grad():  # what libraries take for good is no cache's
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        bench = DecodeBench(
+            model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
+            device=device, steps=args.steps, segment=args.segment, sameness=args.sameness,
+            most_s=args.step_seconds, breakdown_steps=args.breakdown,
+            host_bytes=int(args.host_gib * 2**30), seed=args.seed,
+        )  # fmt: skip
+        _say(f"built in {time.perf_counter() - began:.1f} s")
+        return bench
+
+    def _measure(
+        self, bench: DecodeBench, pattern: Pattern, batch: int, text: str
+    ) -> dict[str, Any]:
+        began = time.perf_counter()
+        row: dict[str, Any] = {"pattern": pattern.text, "batch": batch, "method": text}
+        live: DecodeRow | None = None
+        try:
+            method = parse_method(text, pattern)
+            row["options"] = {} if method.policy is None else _plain(vars(method.policy))
+            live = DecodeRow(bench, method, pattern, batch)
+            row.update(live.run())
+        except (BudgetError, StoreFullError) as error:
+            row["skipped"] = str(error)
+        except Exception as error:  # the other rows are worth having
+            row["error"] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+            if live is not None:
+                row.update({k: v for k, v in live.figures.items() if k not in row})
+        finally:
+            if live is not None:
+                try:
+                    live.close()
+                except RuntimeError as error:
+                    row.setdefault("error", f"closing: {error}")
+        if "error" in row and bench.device.type == "cuda":
+            row["device_lost"] = is_lost()
+        row["row_s"] = time.perf_counter() - began
+        return row
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if isinstance(v, bool | int | float | str)}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row["pattern"], row["batch"], row["method"]
+
+
+def _job_key(job: Job) -> tuple[str, int, str]:
+    return job[0].text, job[1], job[2]
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    began, minutes = time.perf_counter(), 0.0
+    benchmark = SpeedBenchmark(args)
+    private = ("out", "json", "resume", "minutes")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
+    result = Result.begin(KIND, arguments, settings, seed=args.seed)
+    former = _former(args)
+    if former is not None:
+        benchmark.take_up(former)
+        minutes = former.figures["minutes"]
+
+    def keep() -> None:
+        result.figures = {
+            "rows": benchmark.rows,
+            "minutes": minutes + (time.perf_counter() - began) / 60,
+        }
+        if args.out:
+            result.save(args.out)
+
+    try:
+        benchmark.run(keep)
+    finally:
+        keep()
+        print(speed_table(benchmark.rows))
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+def _former(args: argparse.Namespace) -> Result | None:
+    if not (args.resume and args.out):
+        return None
+    try:
+        return Result.load(args.out)
+    except ConfigError:
+        return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run_program(run)

@@ -1,0 +1,86 @@
+"""A recorded decode step gives the tokens of one that is launched piece by piece."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from penstock import KVSwap, TieredCache
+from penstock.policies import ArkVale, LouisKV, Quest, SelectionPolicy
+from penstock.testing.tiny_models import VOCABULARY, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+BUDGET: dict[str, Any] = {"selected_tokens": 32, "window_tokens": 8, "sink_tokens": 4}
+ALL: dict[str, Any] = {**BUDGET, "selected_tokens": 10**6}
+POLICIES: dict[str, SelectionPolicy] = {
+    "louiskv": LouisKV(tau=0.9, cluster_tokens=8, **BUDGET),
+    "quest": Quest(group_tokens=8, **BUDGET),
+    "arkvale": ArkVale(group_tokens=8, **BUDGET),
+    "kvswap": KVSwap(**BUDGET),
+}
+
+
+def inputs(batch: int, tokens: int = 120) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (batch, tokens), generator=random)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        ids[row, : 10 * row], mask[row, : 10 * row] = 0, 0
+    return {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
+
+
+def answer(model: Any, cache: Any, batch: int) -> Any:
+    return model.generate(
+        **inputs(batch), past_key_values=cache, max_new_tokens=50, do_sample=False,
+        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_replay_says_what_a_step_says(name: str, batch: int) -> None:
+    model = tiny_model("llama").cuda()
+    told = []
+    for graphs in (False, True):
+        with TieredCache(
+            model, POLICIES[name], store="host", max_tokens=200, batch_size=batch,
+            cuda_graphs=graphs,
+        ) as cache:  # fmt: skip
+            out = answer(model, cache, batch)
+            told.append((out.sequences, torch.stack(out.logits), cache.stats.decode.units_hit))
+            assert (cache._decoder is not None and cache._decoder._graph is not None) == graphs
+            assert cache.notices == [] or "adapter" in cache.notices[0]
+            assert cache.get_seq_length() == 169
+    (plain, logits, hits), (recorded, again, hits_again) = told
+    assert torch.equal(plain, recorded)
+    assert (logits - again).abs().max().item() < 1e-4
+    assert hits == hits_again
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt_neox"])
+def test_a_recorded_step_at_full_budget_equals_full_attention(family: str) -> None:
+    model = tiny_model(family).cuda()
+    expected = answer(model, DynamicCache(config=model.config), 2)
+    with TieredCache(
+        model, LouisKV(cluster_tokens=8, **ALL), store="host", max_tokens=200, batch_size=2
+    ) as cache:
+        actual = answer(model, cache, 2)
+        assert cache._decoder is not None
+        assert cache._decoder._graph is not None
+    assert torch.equal(expected.sequences, actual.sequences)
+    difference = torch.stack(expected.logits) - torch.stack(actual.logits)
+    assert difference.abs().max().item() < 1e-3
+
+
+def test_a_model_that_cannot_be_recorded_goes_on_without() -> None:
+    """Sliding windows keep a cache of their own, which a graph would freeze."""
+    model = tiny_model("gemma2").cuda()
+    with TieredCache(
+        model, LouisKV(cluster_tokens=8, **ALL), store="host", max_tokens=200, batch_size=1
+    ) as cache:
+        answer(model, cache, 1)
+        assert cache._decoder is not None
+        assert cache._decoder._graph is None
+    assert "forward" not in model.__dict__
