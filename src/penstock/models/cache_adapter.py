@@ -253,6 +253,10 @@ class TieredCache(Cache):  # type: ignore[misc]
 
         mark_keys(keys, attend)
 
+    def forget_awaited(self) -> None:
+        """A forward pass was given up between a layer's keys and its attention."""
+        self._awaited = None
+
     # What generate asks -----------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -137,6 +137,7 @@ class GraphDecoder:
             runtime.recording_failed()
             cache = self._cache()
             if cache is not None:
+                cache.forget_awaited()
                 reason = str(error).splitlines()[0]
                 cache.notices.append(f"decoding without a CUDA graph: {reason}")
             return False

@@ -66,7 +66,7 @@ ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyTyp
         "qwen3-8b": _qwen3_8b,
         "llama-3.1-8b": _llama,
         "tiny": _tiny,
-    }  # fmt: skip
+    }
 )
 """Configurations by name, from the number of positions wanted."""
 

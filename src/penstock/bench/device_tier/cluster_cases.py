@@ -8,7 +8,8 @@ import torch
 from penstock.bench.device_tier.kernel_cases import DIM, Cases, Grid, KernelCase
 from penstock.bench.device_tier.step_timer import new_event
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
-from penstock.kernels.kmeans import chunk_elements, kmeans, nearest
+from penstock.indexes.device_tier.semantic_units import DeviceUnitSizes
+from penstock.kernels.kmeans import kmeans, nearest
 from penstock.models.plain_model import random_model
 from penstock.models.query_projection import decoder_layers
 
@@ -21,14 +22,17 @@ def cluster_cases(grid: Grid, device: torch.device) -> Cases:
     rows = grid.kv_heads
     points = torch.randn(rows, grid.tokens, DIM, device=device).to(torch.bfloat16)
     for block in grid.cluster_blocks:
-        clusters, elements = num_clusters(block, CLUSTER_TOKENS), chunk_elements(8 * rows * block)
+        clusters = num_clusters(block, CLUSTER_TOKENS)
+        sizes = DeviceUnitSizes(cluster_tokens=CLUSTER_TOKENS, block_tokens=block, spare_units=0)
 
-        def cluster(block: int = block, clusters: int = clusters, elements: int = elements) -> None:
-            for part in torch.split(points, block, dim=1):
-                means = kmeans(
-                    part, clusters, iterations=ITERATIONS, cosine=False, seed=0, elements=elements
-                )
-                nearest(part, means, cosine=False, elements=elements)
+        def cluster(
+            block: int = block, clusters: int = clusters, elements: int = sizes.elements(rows)
+        ) -> None:
+            part = points.view(rows, -1, block, DIM)  # all blocks at once, as the index does
+            means = kmeans(
+                part, clusters, iterations=ITERATIONS, cosine=False, seed=0, elements=elements
+            )
+            nearest(part, means, cosine=False, elements=elements)
 
         products = 2 * rows * grid.tokens * clusters * DIM * (ITERATIONS + 1)
         yield KernelCase(

@@ -22,8 +22,8 @@ from penstock.kernels.device.boundaries import (
 from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
 from penstock.kernels.kmeans import FEWEST_ELEMENTS, kmeans, kmeans_bytes, nearest
 
-MOST_ELEMENTS = 1 << 22
-"""Of a chunk's temporaries in k-means; a GPU wants more at a time than a CPU."""
+ROW_ELEMENTS = 1 << 19
+"""Of a row's share of a chunk's temporaries in k-means; a GPU wants more at a time than a CPU."""
 SEED = 0
 """Of the tokens that k-means begins with."""
 SPARE_UNITS = 2 * SETTLE_STEPS
@@ -44,7 +44,7 @@ class DeviceUnitSizes:
 
     def elements(self, rows: int) -> int:
         """Elements of a chunk's temporaries in k-means."""
-        return min(MOST_ELEMENTS, max(FEWEST_ELEMENTS, 8 * rows * self.block_tokens))
+        return min(ROW_ELEMENTS * rows, max(FEWEST_ELEMENTS, 8 * rows * self.block_tokens))
 
     def capacity(self, max_tokens: int) -> int:
         """Units of a row."""
@@ -167,42 +167,49 @@ class DeviceSemanticUnits(DeviceIndex):
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _take(self, flat: Tensor, first_token: int) -> None:
-        done = 0
-        while done < flat.shape[1]:
-            part = flat[:, done : done + self._sizes.block_tokens]
-            self._add_block(part, first_token + done)
-            done += part.shape[1]
+        """Cluster keys, [rows, tokens, head_dim]: whole blocks at once, then what is left."""
+        block = self._sizes.block_tokens
+        whole = flat.shape[1] // block
+        done = whole * block
+        if whole:
+            self._add_blocks(flat[:, :done].view(len(flat), whole, block, -1), first_token)
+        if done < flat.shape[1]:
+            self._add_blocks(flat[:, done:].unsqueeze(1), first_token + done)
         self._known.zero_()
         self.state.open_tokens.zero_()
 
-    def _add_block(self, keys: Tensor, first: int) -> None:
-        """Make units of some consecutive tokens, at the same places in all rows."""
-        count, size = keys.shape[1], self._sizes
+    def _add_blocks(self, keys: Tensor, first: int) -> None:
+        """Make units of consecutive tokens, at the same places in all rows.
+
+        Args:
+            keys: [rows, blocks, tokens of a block, head_dim]
+        """
+        rows, blocks, count, _ = keys.shape
+        size = self._sizes
         clusters = num_clusters(count, size.cluster_tokens)
-        few = clusters == 1
+        units = blocks * clusters
         if self._units is None:
-            self.settle(first, room=clusters)
+            self.settle(first, room=units)
             self._units = int(self.state.count.max())
         base = self._units
-        if base + clusters > self._capacity:
+        if base + units > self._capacity:
             raise CacheStateError("the pool of units is full; give louiskv a larger cluster_tokens")
-        places = slice(first, first + count)
-        if few:
-            self.means[:, base] = keys.float().mean(dim=1).to(self.means.dtype)
-            self.unit_of[:, places] = base
-        else:
-            means = kmeans(
-                keys, clusters, iterations=ITERATIONS, cosine=size.cosine, seed=SEED,
-                elements=self._elements,
-            )  # fmt: skip
-            labels = nearest(keys, means, cosine=size.cosine, elements=self._elements)
-            self.means[:, base : base + clusters] = means.to(self.means.dtype)
-            self.unit_of[:, places] = (labels + base).to(self.unit_of.dtype)
-            order = labels.argsort(dim=1, stable=True) + first
-            self.members[:, places] = order.to(self.members.dtype)
+        places = slice(first, first + blocks * count)
+        means = kmeans(
+            keys, clusters, iterations=ITERATIONS, cosine=size.cosine, seed=SEED,
+            elements=self._elements,
+        )  # fmt: skip
+        labels = nearest(keys, means, cosine=size.cosine, elements=self._elements)
+        self.means[:, base : base + units] = means.flatten(1, 2).to(self.means.dtype)
+        order = labels.to(self.unit_of.dtype).argsort(dim=2, stable=True)
+        starts = torch.arange(blocks, device=keys.device).unsqueeze(1)
+        unit_of = labels + (starts * clusters + base)
+        members = order + (starts * count + first)
+        self.unit_of[:, places] = unit_of.view(rows, -1).to(self.unit_of.dtype)
+        self.members[:, places] = members.view(rows, -1).to(self.members.dtype)
         # All sequences of a batch have the same number of units after a prompt; those that had
         # fewer have some that are empty.
-        self._units = self._first_segment = base + clusters
+        self._units = self._first_segment = base + units
         self.state.count.fill_(self._units)
 
     def begin_decode(self, length: int, clock: StepClock) -> None:
