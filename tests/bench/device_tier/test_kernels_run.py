@@ -36,8 +36,9 @@ def test_every_kernel_is_measured_beside_its_twin(measured: Path) -> None:
     for row in figures["rows"]:
         assert "error" not in row
         assert row["us"] > 0
-        whole = row["kernel"] == "kmeans" and "blocks of 512" in row["size"]
-        assert ("twin_us" in row) is not whole
+        alone = row["kernel"] == "gather_range"  # it is torch's own copy
+        alone |= row["kernel"] == "kmeans" and "blocks of 512" in row["size"]
+        assert ("twin_us" in row) is not alone
     gathers = [row for row in figures["rows"] if row["kernel"] == "gather_units"]
     assert len(gathers) == len(SMALL.unit_bytes) * len(SMALL.wanted)
     first, rate = gathers[0], figures["ceilings"]["pinned to GPU"]

@@ -91,8 +91,7 @@ def gather_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
     out = torch.empty(rows, count, unit_bytes, dtype=torch.uint8, device=device)
     yield KernelCase(
         kernel="gather_range", size=f"{rows} rows x {count} units of {unit_bytes} B",
-        calls=[partial(slots.gather_range, there, out, 0, count)],
-        twins=[partial(slots.gather_range_reference, there, out, 0, count)],
+        calls=[partial(slots.gather_range, there, out, 0, count)], twins=[],
         num_bytes=rows * count * unit_bytes, ceiling="pinned to GPU",
     )  # fmt: skip
 

@@ -11,8 +11,6 @@ from penstock.core.errors import ConfigError
 
 _LINE = 0.25
 """Height of a row, in inches."""
-_BESIDE = 0.78
-"""Bars longer than this have their figures beyond the line of the ceiling."""
 
 
 def draw_device_kernels(result: Result) -> Figure:
@@ -57,7 +55,7 @@ def _panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
                  zorder=3, label="plain torch twin")  # fmt: skip
     for place, row in zip(places, rows, strict=True):
         rate = row.get("flops_per_s") or row["bytes_per_s"]
-        end = row["of_ceiling"] if row["of_ceiling"] < _BESIDE else max(1.0, row["of_ceiling"])
+        end = max(1.0, row["of_ceiling"])
         axes.annotate(
             f"{_rate(row['ceiling'], rate)}, {_time(row['us'])}", (end, place),
             xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=INK,

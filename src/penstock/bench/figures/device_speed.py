@@ -34,7 +34,7 @@ def draw_device_speed(result: Result) -> Figure:
     patterns = list(dict.fromkeys(row["pattern"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
-    figure = Figure(figsize=(1.2 + 4.4 * len(patterns), 7.4), layout="constrained")
+    figure = Figure(figsize=(1.2 + 4.4 * len(patterns), 7.8), layout="constrained")
     panels = figure.subplots(2, len(patterns), squeeze=False, sharey="row")
     for column, pattern in enumerate(patterns):
         here = [row for row in rows if row["pattern"] == pattern]
@@ -50,7 +50,7 @@ def draw_device_speed(result: Result) -> Figure:
             axes.grid(axis="y", color=GRID, linewidth=0.8)
             axes.margins(y=0.16)
     panels[0][0].set_ylabel("tokens per second (log scale)")
-    panels[1][0].set_ylabel("GPU memory of the cache, GiB (log scale)")
+    panels[1][0].set_ylabel("GPU memory, GiB (log scale)")
     handles = [panels[0][0].bar(0, 0, color=colours[name], label=name) for name in methods]
     figure.legend(
         handles, methods, frameon=False, loc="outside lower center", ncols=min(4, len(methods))
@@ -121,8 +121,10 @@ def draw_device_breakdown(result: Result) -> Figure:
     for axes, pattern in zip(panels[:, 0], patterns, strict=True):
         axes.set_title(f"{_spoken(pattern)}, batch {shown[pattern][0]['batch']}")
         _stacked(axes, shown[pattern])
+    cut = any(text.get_text().startswith("//") for axes in panels[:, 0] for text in axes.texts)
     panels[-1][0].set_xlabel(
-        "device time of one layer in a decode step, us (share of select and gather; //: cut)"
+        "device time of one layer in a decode step, us (share of select and gather"
+        f"{'; //: cut' if cut else ''})"
     )
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=len(names))
@@ -173,6 +175,6 @@ def _title(result: Result, what: str) -> str:
     where = result.machine.get("gpu") if settings.get("on") == "cuda" else "CPU"
     return (
         f"{what}: {settings['config']}{layers}, {where}\n"
-        f"random weights; selecting queries drawn: segments of {settings['segment']} steps, "
-        f"cosine {settings['sameness']:g} within"
+        "random weights; queries that select are drawn:\n"
+        f"segments of {settings['segment']} steps, cosine {settings['sameness']:g} within"
     )

@@ -183,21 +183,13 @@ def gather_units_reference(
 def gather_range(host: Tensor, out: Tensor, first_unit: int, count: int) -> None:
     """Copy units that lie side by side, of every row (a prefill chunk streams the past with it).
 
+    torch's own copy from pinned memory reaches the link's rate; a kernel of ours was 10 % slower.
+
     Args:
         host: as for `gather_units`. uint8 [rows, units, unit_bytes]
         out: on the device. uint8 [rows, at least `count`, unit_bytes]
         first_unit: the first one to copy.
         count: how many.
     """
-    if uses_triton(out):
-        from penstock.kernels.device.slots_triton import gather_range_triton
-
-        gather_range_triton(host, out, first_unit, count)
-    else:
-        gather_range_reference(host, out, first_unit, count)
-
-
-def gather_range_reference(host: Tensor, out: Tensor, first_unit: int, count: int) -> None:
-    """The meaning of `gather_range` in plain torch."""
     there = host_view(host, out.device)
     out[:, :count].copy_(there[:, first_unit : first_unit + count])

@@ -1,4 +1,4 @@
-"""plan_slots(), gather_units() and gather_range() in Triton."""
+"""plan_slots() and gather_units() in Triton."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -11,8 +11,6 @@ from penstock.kernels.device.slots import FetchLists
 
 _TILE_WORDS = 512
 """Words of 8 bytes that one program copies: 4 KiB, so that short lists still fill the device."""
-_RANGE_WORDS = 2048
-"""Words of one program that copies a range."""
 
 
 @triton.jit
@@ -152,34 +150,6 @@ def gather_units_triton(
         WORDS=words, CHUNK=chunk, ENTRIES=entries,
         GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
         num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["first", "count"])
-def _range(
-    host_ptr, out_ptr, host_row_words, out_row_words, first, count,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wanted = word < count.to(tl.int64) * WORDS
-    source = host_ptr + row * host_row_words + first.to(tl.int64) * WORDS + word
-    copied = tl.load(source, mask=wanted, eviction_policy="evict_first")
-    tl.store(out_ptr + row * out_row_words + word, copied, mask=wanted)
-
-
-def gather_range_triton(host: Tensor, out: Tensor, first_unit: int, count: int) -> None:
-    """A program per 16 KiB of a row; see `slots.gather_range`."""
-    words = _words(host.shape[2])
-    source, target = host.view(torch.int64), out.view(torch.int64)
-    assert source.stride(1) == target.stride(1) == words
-    assert first_unit + count <= host.shape[1]
-    assert count <= out.shape[1]
-    if count == 0:
-        return
-    _range[(triton.cdiv(count * words, _RANGE_WORDS), host.shape[0])](
-        source, target, source.stride(0), target.stride(0), first_unit, count,
-        WORDS=words, BLOCK=_RANGE_WORDS, num_warps=8,
     )  # fmt: skip
 
 
