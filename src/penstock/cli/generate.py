@@ -36,8 +36,9 @@ MemoryOption = Annotated[
 DiskOption = Annotated[
     str,
     typer.Option(
-        metavar="PATH|nvme|ufs|emmc|memory|auto",
-        help="Where the KV cache lies: a folder, a simulated device, or the temporary folder.",
+        metavar="PATH|nvme|ufs|emmc|memory|host|auto",
+        help="Where the KV cache lies: a folder, a simulated device, memory, memory that a GPU "
+        "reads by itself (host), or the temporary folder.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]

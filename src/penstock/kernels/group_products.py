@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.device.available import uses_triton
+
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Multiply every token's code with every query and keep each group's largest product.
 
     The twin of `group_products_reference`. On a CPU, 8-bit codes are multiplied as integers (the
     query is quantised too, one scale per head), which reads a quarter of the bytes and converts
-    nothing; 4-bit codes are unpacked to 8.
+    nothing; 4-bit codes are unpacked to 8. On a GPU codes are converted in registers.
 
     Args:
         codes: floating, int8, or uint8 with two components in a byte (the first half of the
@@ -24,6 +26,10 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     has_integers = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if bits != 16 and codes.device.type == "cpu" and has_integers:
         return _integer_products(codes, queries, bits)
+    if uses_triton(codes):
+        from penstock.kernels import group_products_triton
+
+        return group_products_triton.group_products(codes, queries, bits)
     return group_products_reference(codes, queries, bits)
 
 
