@@ -50,6 +50,12 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
         LouisKV(window_tokens=5, sink_tokens=4, cluster_tokens=3, selected_tokens=ALL),
         {"device_tier": True},
     ),
+    "device-louiskv-whole-layer": (
+        LouisKV(
+            window_tokens=5, sink_tokens=4, cluster_tokens=3, selected_tokens=ALL, full_layers=1
+        ),
+        {"device_tier": True},
+    ),
     "device-exact": (KVSwap(**SMALL), {"device_tier": True, "exact": True}),
     "device-flexgen": (FlexGen(group_tokens=8), {"device_tier": True}),
 }  # fmt: skip

@@ -18,7 +18,7 @@ STREAM_BLOCK_TOKENS = 2048
 """Most tokens of one block of a row that streams from host memory through a GPU's."""
 STREAM_BLOCK_BYTES = 64 << 20
 """Most bytes of one such block, all rows together."""
-STREAM_BLOCK_SHARE = 8
+STREAM_BLOCK_SHARE = 32
 """A block is at most one part in so many of a sequence."""
 
 
