@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
+INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -24,10 +25,15 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/nati
 	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[bench,dev]'
 	@touch $@
 
+# For the tests alone: the kernels for GPUs are tested in Triton's interpreter.
+$(INTERPRETER): $(INSTALLED)
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[interpreter]'
+	@touch $@
+
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
 	@$(VENV)/bin/penstock demo
 
-test: $(INSTALLED) ## Lint, then run the tests.
+test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
 	$(PY) -m pytest -q
 
