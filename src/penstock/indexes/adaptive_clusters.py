@@ -1,0 +1,387 @@
+"""AdaptiveClusters: which cluster each entry is in, and when clusters split (DynaKV, section 4)."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import CacheStateError
+from penstock.indexes.centroid_scan import CentroidScan
+from penstock.indexes.cluster_members import ClusterMembers
+from penstock.indexes.cluster_split import two_means
+from penstock.indexes.cluster_statistics import (
+    ClusterStatistics,
+    Float32Array,
+    Float64Array,
+    Int64Array,
+)
+from penstock.indexes.clustered_labels import clustered_labels, head_threshold, labels_bytes
+
+UpdateRule: TypeAlias = Literal["adaptive", "static", "local"]
+Load: TypeAlias = Callable[[int, int], tuple[Tensor, Int64Array]]
+"""Row and cluster to the keys [entries, dim] and positions [entries] of all its entries: members
+and buffered ones, in any order."""
+
+
+class Split(NamedTuple):
+    """What became of a cluster whose entries were in memory together."""
+
+    row: int
+    cluster: int
+    child: int
+    """Number of the new cluster; -1 where the cluster stayed whole and took its buffer in."""
+    moves: NDArray[np.bool_]
+    """Which of the entries went to the child, in the order in which they were given. [entries]"""
+
+
+class Adaptation(NamedTuple):
+    """What one decode step did beside taking its entry in."""
+
+    splits: list[Split]
+    loaded: list[tuple[int, int]]
+    """Row and cluster of those that were loaded only because the buffers were full."""
+
+
+class AdaptiveClusters:
+    """A partition of every row's entries into clusters that follows what is decoded.
+
+    Source: DynaKV, sections 4.1, 4.2 and Algorithm 1. `fit` partitions the prompt; `append` takes
+    a step's entry to its nearest cluster: a member where the variance stays within the row's
+    threshold, otherwise buffered, which flags the cluster; `adapt` splits flagged clusters that
+    were retrieved, and whatever must be loaded because the buffers reach `buffer_entries`.
+
+    Differences, where the paper is silent or says two things:
+
+    * A threshold is a quantile of the variances of the initial clusters, weighted by size, times a
+      factor. A variance is a mean squared distance to the centroid.
+    * An entry over the threshold whose cluster is in memory is buffered and split within the same
+      `adapt`: Algorithm 1's second branch, with one split where it would make two.
+    * All entries of a flagged cluster are buffered (the text), also those that the variance would
+      allow again (Algorithm 1). Statistics are those of the members until the split.
+    * Buffers are counted over all rows together, and as many clusters are loaded in a step as it
+      takes (Algorithm 1 loads one): every row adds an entry a step.
+    * The larger part of a split keeps the cluster's number. A part above the threshold waits for
+      its next entry. Equal keys stay together; so does everything in a row that has no number
+      left: it appends whatever comes (`unsplit` counts both).
+
+    `update="static"` appends to the nearest initial centroid, which stays where it is (as DynaKV
+    describes PQCache); variances are then about that point. `update="local"` buffers entries until
+    there are `recluster_tokens`, which become clusters of their own (ClusterKV). Distances decide
+    in both, so that they differ in nothing else.
+
+    A row is a KV head of a sequence. Positions of a row are 0, 1, 2, ... and each is in one cluster
+    at any time, as a member or buffered; buffered entries are part of it for retrieval. No KV is
+    held here but the keys of `recluster_tokens`.
+    """
+
+    def __init__(
+        self, *, rows: int, dim: int, max_tokens: int, max_clusters: int, tokens_per_cluster: int,
+        buffer_entries: int = 16, update: UpdateRule = "adaptive", recluster_tokens: int = 320,
+        threshold_quantile: float = 0.9, threshold_factor: float = 1.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Allocate everything; nothing grows later.
+
+        Args:
+            max_clusters: of a row; with all in use nothing is split any more.
+            tokens_per_cluster: of an initial cluster, on average.
+            buffer_entries: B_max; buffered entries of all rows at which clusters are loaded.
+            recluster_tokens: for "local" alone; at least `tokens_per_cluster`.
+            threshold_quantile: of the initial variances, by size; from 0 to 1.
+        """
+        assert buffer_entries >= 1
+        assert max_clusters >= 1
+        assert update != "local" or recluster_tokens >= tokens_per_cluster
+        self.update, self._seed = update, seed
+        self._max_clusters = max_clusters
+        self._tokens_per_cluster = tokens_per_cluster
+        self._recluster_tokens = recluster_tokens
+        self._buffer_entries = buffer_entries
+        self._quantile, self._factor = threshold_quantile, threshold_factor
+        self.statistics = ClusterStatistics(rows, max_clusters, dim)
+        self.entries = ClusterMembers(rows, max_tokens, max_clusters)
+        self.thresholds = np.zeros(rows, dtype=np.float32)
+        """tau of each row; may be changed between steps. [rows]"""
+        self.num_splits, self.num_loaded, self.unsplit = 0, 0, 0
+        self._scan = CentroidScan(self.statistics.centroids)
+        self._first_places = np.arange(rows) * max_clusters
+        waiting = recluster_tokens if update == "local" else 0
+        self._new_keys = np.zeros((rows, waiting, dim), dtype=np.float32)
+        self._num_new = 0
+
+    @staticmethod
+    def num_bytes(
+        *, rows: int, dim: int, max_tokens: int, max_clusters: int,
+        update: UpdateRule = "adaptive", recluster_tokens: int = 320,
+    ) -> int:  # fmt: skip
+        """Bytes of a partition of this size, for the ledger."""
+        waiting = 4 * rows * dim * (recluster_tokens if update == "local" else 0)
+        tables = ClusterMembers.num_bytes(rows, max_tokens, max_clusters) + 4 * rows
+        held = ClusterStatistics.num_bytes(rows, max_clusters, dim)
+        return waiting + tables + held + CentroidScan.num_bytes(rows, max_clusters, dim)
+
+    @staticmethod
+    def scratch_bytes(*, rows: int, dim: int, tokens: int, tokens_per_cluster: int) -> int:
+        """Temporaries of `fit` for a prompt of so many tokens, for the ledger."""
+        labels = labels_bytes(rows, tokens, dim, max(1, tokens // tokens_per_cluster))
+        return labels + tokens * (20 * dim + 32)
+
+    @property
+    def length(self) -> int:
+        """Entries of each row."""
+        return self.entries.length
+
+    # The prompt -------------------------------------------------------------------------------
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of the row that has most, numbers of empty ones included."""
+        return int(self.statistics.counts.max())
+
+    def fit(self, keys: Tensor) -> None:
+        """Begin anew with the partition of a prompt.
+
+        Args:
+            keys: one or more tokens, at most `max_tokens`. [rows, tokens, dim]
+        """
+        self.reset()
+        tokens = keys.shape[1]
+        assert 1 <= tokens <= self.entries.cluster_of.shape[1]
+        wanted = max(1, min(tokens // self._tokens_per_cluster, self._max_clusters))
+        labels, wide = clustered_labels(keys, wanted, self._seed)
+        statistics = self.statistics
+        for row, points in enumerate(wide):
+            taken = statistics.add_clusters(row, points, labels[row], np.arange(wanted))
+            self.entries.cluster_of[row, :tokens] = labels[row]
+            sizes = statistics.sizes[row, : len(taken)]
+            variances = statistics.variances()[row, : len(taken)]
+            tau = head_threshold(points, variances, sizes, self._quantile)
+            self.thresholds[row] = tau * self._factor
+        self.entries.length = tokens
+        self._scan.begin(statistics.counts)
+
+    # One decode step --------------------------------------------------------------------------
+
+    def append(self, keys: Tensor) -> Int64Array:
+        """Take in each row's next entries.
+
+        Args:
+            keys: [rows, tokens, dim]
+
+        Returns:
+            The cluster of each; -1 - c where it was buffered for cluster c. [rows, tokens]
+
+        Raises:
+            CacheStateError: there is no room, or a key is not finite.
+        """
+        assert self.length > 0, "fit() comes first"
+        first, end = self.length, self.length + keys.shape[1]
+        room = self.entries.cluster_of.shape[1]
+        if end > room:
+            raise CacheStateError(
+                f"the clusters have room for {room} tokens, not {end}; give a larger max_tokens"
+            )
+        for key in keys.detach().float().cpu().unbind(1):
+            self._append(key.numpy())
+        return self.entries.cluster_of[:, first:end].astype(np.int64)
+
+    def _append(self, keys: Float32Array) -> None:
+        """Take in one entry of each row. [rows, dim]"""
+        clusters = self._scan.nearest(keys, self.num_clusters)
+        places = self._first_places + clusters
+        if self.update == "static":
+            self.statistics.take_unmoved(places, keys)
+            joins = np.ones(len(places), dtype=np.bool_)
+        elif self.update == "local":
+            self._new_keys[:, self._num_new] = keys
+            self._num_new += 1
+            joins = np.zeros(len(places), dtype=np.bool_)
+        else:
+            grown = self.statistics.grown(places, keys)
+            fits = (grown.variances <= self.thresholds) | (self.statistics.free == 0)
+            joins = fits & (self.entries.buffer_counts.take(places) == 0)
+            if not joins.all():
+                places, grown = places[joins], grown.some(joins)
+            if len(places):
+                self.statistics.take(places, grown)
+                self._scan.update(places)
+        self.entries.add(clusters, joins)
+        if self.update == "local" and self._num_new == self._recluster_tokens:
+            self._cluster_new()
+
+    def adapt(self, in_memory: NDArray[np.bool_], load: Load) -> Adaptation:
+        """The rest of a decode step: split what is due, then load and split what is overfull.
+
+        Args:
+            in_memory: clusters that this step retrieved. [rows, num_clusters or more]
+            load: called once for each cluster that is split, just before.
+        """
+        splits = [self.split(*at, *load(*at)) for at in self.due(in_memory)]
+        loaded = self.overfull()
+        splits += [self.split(*at, *load(*at)) for at in loaded]
+        self.num_loaded += len(loaded)
+        return Adaptation(splits, loaded)
+
+    def due(self, in_memory: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """Row and cluster of the flagged clusters that are in memory, to be split now.
+
+        Args:
+            in_memory: [rows, num_clusters or more]
+        """
+        if self.entries.num_buffered == 0 or self.update == "local":
+            return []
+        return [at for at in self.entries.flagged() if in_memory[at]]
+
+    def overfull(self) -> list[tuple[int, int]]:
+        """Row and cluster of what must be loaded and split, the fullest buffers first, until fewer
+        than `buffer_entries` are buffered in all; to be asked when what was due has been split."""
+        if self.entries.num_buffered < self._buffer_entries or self.update == "local":
+            return []
+        return self.entries.fullest(self._buffer_entries)
+
+    def split(self, row: int, cluster: int, keys: Tensor, positions: Int64Array) -> Split:
+        """Make two clusters of one, its buffer included; where that cannot be, one whole one.
+
+        Args:
+            keys, positions: of all its entries (see `Load`). [entries, dim] and [entries]
+
+        Raises:
+            CacheStateError: these are not the cluster's entries.
+        """
+        assert self.update == "adaptive"
+        self._check_entries(row, cluster, positions)
+        points = keys.detach().double().cpu().numpy()
+        free = self.statistics.free_numbers(row)
+        moves = two_means(points) if len(free) else None
+        self.entries.empty_buffer(row, cluster)
+        owners = self.entries.cluster_of[row]
+        if moves is None:
+            owners[positions] = cluster
+            self.statistics.set(row, cluster, points)
+            self._scan.update(np.array([row * self._max_clusters + cluster]))
+            self.unsplit += 1
+            return Split(row, cluster, -1, np.zeros(len(positions), dtype=np.bool_))
+        twice = 2 * int(np.count_nonzero(moves))
+        if twice > len(moves) or (twice == len(moves) and moves[positions.argmin()]):
+            moves = ~moves
+        child = int(free[0])
+        owners[positions] = np.where(moves, child, cluster)
+        self.statistics.set(row, cluster, points[~moves])
+        self.statistics.set(row, child, points[moves])
+        self._scan.update(np.array([cluster, child]) + row * self._max_clusters)
+        self.statistics.recount(row)
+        self.num_splits += 1
+        return Split(row, cluster, child, moves)
+
+    def _check_entries(self, row: int, cluster: int, positions: Int64Array) -> None:
+        buffered = self.entries.buffer_counts[row, cluster]
+        held = int(self.statistics.sizes[row, cluster] + buffered)
+        if not self.entries.is_all(row, cluster, positions, held):
+            raise CacheStateError(
+                f"cluster {cluster} of row {row} has {held} entries, and what was loaded is not "
+                "those; the cache's files do not agree with its index"
+            )
+
+    def _cluster_new(self) -> None:
+        """Make clusters of the entries that waited ("local"); where numbers run out, they stay."""
+        wanted = self._recluster_tokens // self._tokens_per_cluster
+        first = self.length - self._num_new
+        labels, wide = clustered_labels(torch.from_numpy(self._new_keys), wanted, self._seed)
+        for row, points in enumerate(wide):
+            free = self.statistics.free_numbers(row)
+            owners = self.entries.cluster_of[row, first : self.length]
+            if len(free) > labels[row].max():
+                taken = self.statistics.add_clusters(row, points, labels[row], free)
+                owners[:] = taken[labels[row]]
+                self._scan.update(taken + row * self._max_clusters)
+                continue
+            owners[:] = ~owners
+            for cluster, key in zip(owners, points, strict=True):
+                place = np.array([row * self._max_clusters + int(cluster)])
+                self.statistics.take_unmoved(place, key[None])
+            self.unsplit += 1
+        self.entries.empty_buffers()
+        self._num_new = 0
+
+    # Looking up -------------------------------------------------------------------------------
+
+    @property
+    def representatives(self) -> Tensor:
+        """The centroids, a view; those of empty clusters mean nothing.
+        float32 [rows, num_clusters, dim]"""
+        return torch.from_numpy(self.statistics.centroids[:, : self.num_clusters])
+
+    def entry_counts(self) -> NDArray[np.int32]:
+        """Entries of each cluster, members and buffered; 0 where it is empty.
+        [rows, num_clusters]"""
+        used = self.num_clusters
+        waiting = self.entries.buffer_counts[:, :used]
+        counts: NDArray[np.int32] = self.statistics.sizes[:, :used] + waiting
+        return counts
+
+    def members(self, row: int, cluster: int) -> Int64Array:
+        """Positions of a cluster's members, ascending. [members]"""
+        return self.entries.members(row, cluster)
+
+    def buffered(self, row: int, cluster: int) -> Int64Array:
+        """Positions of the entries that wait for a cluster's split, ascending. [buffered]"""
+        return self.entries.buffered(row, cluster)
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int, load: Load | None = None) -> None:
+        """Forget the entries at and after `length`.
+
+        Args:
+            load: gives the entries that stay, for each cluster that lost a member and kept one;
+                statistics are computed anew from them. Without it those clusters keep their
+                centroid and variance.
+
+        Raises:
+            CacheStateError: what was loaded is not what stays.
+        """
+        assert 0 <= length <= self.length
+        if length == 0:
+            return self.reset()
+        self._num_new = max(0, self._num_new - (self.length - length))
+        for row, cluster in self.entries.crop(length):
+            self._forget_members(row, cluster, load)
+        for row in range(len(self.thresholds)):
+            self.statistics.recount(row)
+        return None
+
+    def _forget_members(self, row: int, cluster: int, load: Load | None) -> None:
+        """Bring a cluster up to date that has lost members."""
+        place = row * self._max_clusters + cluster
+        self.statistics.lose(row, cluster, len(self.members(row, cluster)))
+        if self.statistics.sizes[row, cluster] == 0:
+            return self._scan.remove(place)
+        if load is None:
+            return None
+        keys, positions = load(row, cluster)
+        self._check_entries(row, cluster, positions)
+        stays = self.entries.cluster_of[row, positions] == cluster
+        points: Float64Array = keys.detach().double().cpu().numpy()[stays]
+        self.statistics.set(row, cluster, points, moves=self.update == "adaptive")
+        return self._scan.update(np.array([place]))
+
+    def reset(self) -> None:
+        """Forget everything; `fit` comes next."""
+        self.entries.reset()
+        self._num_new = 0
+        self.statistics.reset()
+        self.num_splits, self.num_loaded, self.unsplit = 0, 0, 0
+
+    def take_rows_from(self, other: "AdaptiveClusters", rows: Tensor) -> None:
+        """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
+        at = rows.cpu().numpy()
+        self.statistics.take_rows_from(other.statistics, at)
+        self._scan.take_rows_from(other._scan, at)
+        self.entries.take_rows_from(other.entries, at)
+        for name in ("thresholds", "_new_keys"):
+            getattr(self, name)[:] = getattr(other, name)[at]
+        self._num_new = other._num_new
+        self.num_splits, self.num_loaded = other.num_splits, other.num_loaded
+        self.unsplit = other.unsplit

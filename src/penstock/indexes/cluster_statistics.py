@@ -1,0 +1,192 @@
+"""ClusterStatistics: size, centroid and spread of clusters, in constant time for each new entry."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+
+
+class Grown(NamedTuple):
+    """What clusters would be with one entry more each."""
+
+    gaps: Float32Array
+    """The entry minus the present centroid. [entries, dim]"""
+    sizes: Float32Array
+    """[entries]"""
+    deviations: Float32Array
+    """Sum of squared distances to the new centroid. [entries]"""
+
+    @property
+    def variances(self) -> Float32Array:
+        """[entries]"""
+        found: Float32Array = self.deviations / self.sizes
+        return found
+
+    def some(self, which: NDArray[np.bool_]) -> "Grown":
+        """Some of the entries."""
+        return Grown(self.gaps[which], self.sizes[which], self.deviations[which])
+
+
+class ClusterStatistics:
+    """Size, centroid and sum of squared deviations of every cluster of every row, in float32.
+
+    Source: DynaKV, section 4.2 ("quickly computed from the centroid, the variance, and the new
+    entry"): Welford's update, here with the sum of squared deviations in place of the variance.
+
+    The variance of a cluster is the mean squared distance of its entries to its centroid: the sum
+    over the components, divided by the size (not by the size less one).
+    """
+
+    def __init__(self, rows: int, capacity: int, dim: int) -> None:
+        self.sizes = np.zeros((rows, capacity), dtype=np.int32)
+        """[rows, capacity]"""
+        self.centroids = np.zeros((rows, capacity, dim), dtype=np.float32)
+        """[rows, capacity, dim]"""
+        self._flat = self.centroids.reshape(-1, dim)
+        self.deviations = np.zeros((rows, capacity), dtype=np.float32)
+        """Sum of squared distances to the centroid. [rows, capacity]"""
+        self.counts = np.zeros(rows, dtype=np.int64)
+        """Numbers that are or were in use: those from here on have no cluster. [rows]"""
+        self.free = np.full(rows, capacity, dtype=np.int64)
+        """Numbers without a cluster. [rows]"""
+
+    @staticmethod
+    def num_bytes(rows: int, capacity: int, dim: int) -> int:
+        """Bytes of the statistics, for the ledger."""
+        return rows * (capacity * (4 * dim + 8) + 16)
+
+    def variances(self) -> Float32Array:
+        """Mean squared distance to the centroid; 0 where a cluster is empty. [rows, capacity]"""
+        sizes = np.maximum(self.sizes, 1).astype(np.float32)
+        found: Float32Array = self.deviations / sizes
+        return found
+
+    def free_numbers(self, row: int) -> Int64Array:
+        """Numbers of a row without a cluster, ascending. [free]"""
+        capacity, count = self.sizes.shape[1], int(self.counts[row])
+        if self.free[row] == capacity - count:
+            return np.arange(count, capacity)
+        return np.flatnonzero(self.sizes[row] == 0)
+
+    def recount(self, row: int) -> None:
+        """Clusters of a row have come or gone."""
+        live = np.flatnonzero(self.sizes[row])
+        self.counts[row] = live[-1] + 1 if len(live) else 0
+        self.free[row] = self.sizes.shape[1] - len(live)
+
+    def add_clusters(
+        self, row: int, keys: Float32Array, labels: Int64Array, numbers: Int64Array
+    ) -> Int64Array:
+        """Make clusters of some keys.
+
+        Args:
+            keys: [entries, dim]
+            labels: from 0 on without a gap. [entries]
+            numbers: free ones, at least as many as there are labels.
+
+        Returns:
+            The numbers that were taken, by label.
+        """
+        taken = numbers[: int(labels.max()) + 1]
+        sizes, means, deviations = grouped_statistics(keys, labels, len(taken))
+        self.sizes[row, taken] = sizes
+        self.centroids[row, taken] = means
+        self.deviations[row, taken] = deviations
+        self.recount(row)
+        return taken
+
+    def grown(self, places: Int64Array, keys: Float32Array) -> Grown:
+        """What clusters would be with one key more; nothing is changed.
+
+        Args:
+            places: of the clusters: row times capacity plus number. [entries]
+            keys: [entries, dim]
+        """
+        gaps = keys - self._flat.take(places, axis=0)
+        before = self.sizes.take(places).astype(np.float32)
+        after = before + np.float32(1.0)
+        squares = np.einsum("ij,ij->i", gaps, gaps)
+        return Grown(gaps, after, self.deviations.take(places) + squares * (before / after))
+
+    def take(self, places: Int64Array, grown: Grown) -> None:
+        """Let clusters grow as was asked; none of them twice.
+
+        Args:
+            places: [entries]
+        """
+        self._flat[places] += grown.gaps / grown.sizes[:, None]
+        self.deviations.put(places, grown.deviations)
+        self.sizes.put(places, grown.sizes)
+
+    def take_unmoved(self, places: Int64Array, keys: Float32Array) -> None:
+        """Let clusters grow by one key each and leave their centroids where they are.
+
+        The variance is then about that point, and not about the mean. Arguments as in `grown`.
+        """
+        gaps = keys - self._flat.take(places, axis=0)
+        squares = np.einsum("ij,ij->i", gaps, gaps)
+        self.deviations.put(places, self.deviations.take(places) + squares)
+        self.sizes.put(places, self.sizes.take(places) + 1)
+
+    def set(self, row: int, cluster: int, keys: Float64Array, *, moves: bool = True) -> None:
+        """Compute a cluster's statistics anew from all its keys.
+
+        Args:
+            keys: one or more. [entries, dim]
+            moves: otherwise the centroid stays where it is.
+        """
+        old = self.centroids[row, cluster]
+        centroid = np.add.reduce(keys, axis=0) / len(keys) if moves else old
+        gaps = keys - centroid
+        self.sizes[row, cluster] = len(keys)
+        self.centroids[row, cluster] = centroid
+        self.deviations[row, cluster] = np.vdot(gaps, gaps)
+
+    def lose(self, row: int, cluster: int, left: int) -> None:
+        """A cluster keeps so many of its entries; centroid and variance stay as they are."""
+        self.deviations[row, cluster] *= left / max(1, int(self.sizes[row, cluster]))
+        self.sizes[row, cluster] = left
+
+    def reset(self) -> None:
+        """Forget all clusters."""
+        self.sizes[:] = 0
+        self.deviations[:] = 0.0
+        self.counts[:] = 0
+        self.free[:] = self.sizes.shape[1]
+
+    def take_rows_from(self, other: "ClusterStatistics", rows: Int64Array) -> None:
+        """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
+        self.sizes[:] = other.sizes[rows]
+        self.centroids[:] = other.centroids[rows]
+        self.deviations[:] = other.deviations[rows]
+        self.counts[:] = other.counts[rows]
+        self.free[:] = other.free[rows]
+
+
+def grouped_statistics(
+    keys: Float32Array, labels: Int64Array, clusters: int
+) -> tuple[Int64Array, Float64Array, Float64Array]:
+    """Sizes, means and sums of squared deviations from the means, computed in float64.
+
+    Args:
+        keys: [entries, dim]
+        labels: cluster of each entry, less than `clusters`. [entries]
+
+    Returns:
+        [clusters], [clusters, dim] and [clusters]; zeros where a cluster has no entry.
+    """
+    sizes = np.bincount(labels, minlength=clusters).astype(np.int64)
+    wide = keys.astype(np.float64)
+    means = np.zeros((clusters, keys.shape[1]))
+    filled = sizes.nonzero()[0]
+    starts = np.cumsum(sizes)[filled] - sizes[filled]
+    means[filled] = np.add.reduceat(wide[labels.argsort(kind="stable")], starts, axis=0)
+    means[filled] /= sizes[filled, None]
+    wide -= means[labels]
+    squares = np.einsum("ij,ij->i", wide, wide)
+    deviations = np.bincount(labels, weights=squares, minlength=clusters).astype(np.float64)
+    return sizes, means, deviations

@@ -1,0 +1,185 @@
+"""co_retrievals() and orders: which clusters are retrieved together, and side by side (DynaKV).
+
+Plain functions on the clusters of one row (KV head): `retrieved` → `co_retrievals` →
+`chain_order` or `pool_order`.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+EMPTY = -1
+"""In an order: a place that stays free."""
+
+
+def retrieved(
+    queries: Tensor, centroids: Tensor, sizes: Tensor, budget_tokens: int, scaling: float
+) -> Tensor:
+    """The clusters that each query would take: by falling score until the budget is reached.
+
+    Scores are softmax over clusters per query head, mean over the heads of the row, as the engine
+    ranks clusters (`kernels.unit_selection.unit_scores`). A cluster that begins below the budget is
+    taken, in the engine perhaps in part. Empty clusters are not.
+
+    Args:
+        queries: post-RoPE, of prompt tokens. [samples, heads of the row, head_dim]
+        centroids: [clusters, head_dim]
+        sizes: tokens of each. int [clusters]
+        scaling: of the logits.
+
+    Returns:
+        bool [samples, clusters]
+    """
+    logits = queries.float() @ centroids.float().T * scaling
+    logits = logits.masked_fill(sizes == 0, float("-inf"))
+    order = logits.softmax(dim=-1).mean(dim=1).argsort(dim=-1, descending=True, stable=True)
+    taken = sizes[order]
+    wanted = (taken.cumsum(dim=-1) - taken < budget_tokens) & (taken > 0)
+    return torch.zeros_like(wanted).scatter_(1, order, wanted)
+
+
+def co_retrievals(taken: Tensor) -> NDArray[np.int64]:
+    """How often each two clusters were retrieved by one query: f of Eq. 8, its diagonal zero.
+
+    Source: DynaKV, section 5.1 (adjacency matrix, once before decoding).
+
+    Differences: f(C_i, C_i) is left at 0: it says nothing of neighbours.
+
+    Args:
+        taken: bool [samples, clusters]
+
+    Returns:
+        int64 [clusters, clusters], symmetric; add those of several calls.
+    """
+    counts = (taken.T.float() @ taken.float()).cpu().numpy().round().astype(np.int64)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def probabilities(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """P(ij) of DynaKV's Eq. 8: frequencies over their sum; all 0 where nothing was retrieved.
+
+    Args:
+        counts: [clusters, clusters]
+    """
+    return counts / max(1, int(counts.sum()))
+
+
+def chain_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All clusters in a row, with many co-retrievals between neighbours.
+
+    A query's clusters take one access less for every two neighbours among them, so what is to be
+    as large as possible is the sum of f over neighbours: a longest path through all clusters. That
+    is NP-hard; this is the greedy chain: the strongest pair first, then always the strongest that
+    joins two ends of chains. A spectral order (Fiedler vector) brings many correlated clusters
+    near each other, but what it minimises is squared distance, while an access is saved only by
+    those that touch.
+
+    Source: DynaKV, section 5.1 ("co-locates highly correlated clusters adjacently"); the paper does
+    not say how.
+
+    Args:
+        counts: symmetric, not negative. [clusters, clusters]
+
+    Returns:
+        int64 [clusters], a permutation
+    """
+    chains = _Chains(len(counts))
+    for i, j in _strongest_first(counts):
+        chains.join(i, j)
+    return chains.order(range(len(counts)))
+
+
+def pool_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An order for dual-head pools, whose places are filled two by two, with EMPTY in it.
+
+    In a pool with room to grow the two clusters do not touch; the upper one of a pool and the
+    lower one of the next do. So the strongest pairs are matched first (greedily), and matched
+    clusters take places 2i + 1 and 2i + 2; then the pairs are chained as in `chain_order`, so that
+    the clusters of one pool are correlated too, which `gap_bytes` of a `ClusterFile` makes use of
+    and which counts when a pool is nearly full.
+
+    Source: DynaKV, section 5.2 ("a dedicated memory pool for each pair of co-retrieved clusters").
+
+    Differences: the strongest link is across the border of two pools, not inside one.
+
+    Args:
+        counts: symmetric, not negative. [clusters, clusters]
+
+    Returns:
+        int64 [places]: each cluster once; at place 0 the one that has no match, or EMPTY.
+    """
+    number = len(counts)
+    edges = _strongest_first(counts)
+    chains = _Chains(number)
+    matched = np.zeros(number, dtype=np.bool_)
+    for i, j in edges:
+        if not matched[i] and not matched[j]:
+            chains.join(i, j)
+            matched[i] = matched[j] = True
+    alone = (~matched).nonzero()[0].tolist()
+    for i, j in zip(alone[1::2], alone[2::2], strict=False):  # never retrieved with a free one
+        chains.join(i, j)
+    if alone and len(alone) % 2 == 0:
+        chains.join(alone[0], alone[-1])
+        first = EMPTY
+    else:
+        first = alone[0] if alone else EMPTY
+    for i, j in edges:
+        if first not in (i, j):
+            chains.join(i, j)
+    rest = chains.order(c for c in range(number) if c != first)
+    return np.concatenate([np.array([first], dtype=np.int64), rest])
+
+
+def neighbours_sum(order: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
+    """Co-retrievals between neighbours: accesses that an order saves on the queries counted.
+
+    Args:
+        order: int64 [places]; EMPTY has no neighbours.
+    """
+    left, right = order[:-1], order[1:]
+    both = (left != EMPTY) & (right != EMPTY)
+    return int(counts[left[both], right[both]].sum())
+
+
+def _strongest_first(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Pairs i < j that were retrieved together, the most frequent first."""
+    i, j = np.triu(counts, 1).nonzero()
+    by_count = np.argsort(-counts[i, j], kind="stable")
+    return list(zip(i[by_count].tolist(), j[by_count].tolist(), strict=True))
+
+
+class _Chains:
+    """Clusters in chains, joined end to end."""
+
+    def __init__(self, number: int) -> None:
+        self._links: list[list[int]] = [[] for _ in range(number)]
+        self._other_end = list(range(number))  # right for ends of chains
+
+    def join(self, i: int, j: int) -> None:
+        """Link two clusters where both are ends, and not of one chain."""
+        links, ends = self._links, self._other_end
+        if len(links[i]) == 2 or len(links[j]) == 2 or ends[i] == j:
+            return
+        links[i].append(j)
+        links[j].append(i)
+        first, last = ends[i], ends[j]
+        ends[first], ends[last] = last, first
+
+    def order(self, clusters: Iterable[int]) -> NDArray[np.int64]:
+        """Chain after chain, each from its end that comes first in `clusters` to the other."""
+        found: list[int] = []
+        seen: set[int] = set()
+        for start in clusters:
+            if start in seen or len(self._links[start]) == 2:
+                continue
+            at: int | None = start
+            while at is not None:
+                found.append(at)
+                seen.add(at)
+                at = next((other for other in self._links[at] if other not in seen), None)
+        return np.array(found, dtype=np.int64)

@@ -1,0 +1,151 @@
+"""ClusterRead and LayoutCounters: clusters on their way from a file, and what they cost."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import ByteArray, Int64Array, Ticket
+
+
+@dataclass(slots=True)
+class LayoutCounters:
+    """What a layout has cost since it was made, or since the counters were set to new ones."""
+
+    placed_bytes: int = 0
+    """Entries put by `place`, padding excluded."""
+    appended_bytes: int = 0
+    """Entries that came one by one, or with a split."""
+    moved_bytes: int = 0
+    """Entries that were stored already and got another place, padding excluded."""
+    num_moves: int = 0
+    """Clusters that outgrew their place, or made way."""
+    num_splits: int = 0
+    written_bytes: int = 0
+    """Handed to the file, padding and parts of sectors written again included."""
+    num_writes: int = 0
+    reread_bytes: int = 0
+    """Read because something had to be written: parts of sectors, clusters that move."""
+    read_bytes: int = 0
+    """Read for retrieval, padding and gaps included."""
+    read_entries: int = 0
+    """Entries asked for that came from the file; those in write buffers are not counted."""
+    gap_bytes: int = 0
+    """Of `read_bytes`, what nobody asked for between two clusters read as one."""
+    access_lengths: dict[int, int] = field(default_factory=dict)
+    """Accesses by the number of asked-for entries in each (DynaKV, Fig. 12)."""
+
+    @property
+    def num_accesses(self) -> int:
+        """Contiguous reads for retrieval."""
+        return sum(self.access_lengths.values())
+
+    @property
+    def mean_access_entries(self) -> float:
+        """Entries per access, on average; 0 before the first."""
+        return self.read_entries / max(1, self.num_accesses)
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written per byte of new entries; 0 before the first."""
+        new = self.placed_bytes + self.appended_bytes
+        return self.written_bytes / new if new else 0.0
+
+
+class Spans(NamedTuple):
+    """Ranges of bytes merged where they touch, ascending."""
+
+    lows: Int64Array
+    """[spans]"""
+    highs: Int64Array
+    """[spans]"""
+    span_of: Int64Array
+    """Which span each range is in. [ranges]"""
+
+
+def merge(lows: Int64Array, highs: Int64Array, gap_bytes: int = 0) -> Spans:
+    """Merge the ranges [lows[i], highs[i]) that touch, overlap, or leave `gap_bytes` or less.
+
+    Args:
+        lows, highs: int64 [ranges], in any order
+    """
+    if not len(lows):
+        return Spans(lows, highs, lows)
+    order = lows.argsort(kind="stable")
+    low = lows[order]
+    reach = np.maximum.accumulate(highs[order])
+    begins = np.ones(len(low), dtype=np.bool_)
+    begins[1:] = low[1:] > reach[:-1] + gap_bytes
+    first = begins.nonzero()[0]
+    span_of = np.empty(len(low), dtype=np.int64)
+    span_of[order] = begins.cumsum() - 1
+    last = np.append(first[1:], len(low)) - 1
+    return Spans(low[first], reach[last], span_of)
+
+
+class ClusterRead:
+    """The entries of some clusters, on their way into a buffer or there.
+
+    Attributes:
+        counts: entries of each cluster asked for. int64 [clusters]
+        offsets: byte of the buffer at which each entry begins, cluster by cluster in the order
+            asked for, in a cluster in its own order. int64 [entries]
+    """
+
+    def __init__(
+        self, buffer: AlignedBuffer, ticket: Ticket | None, counts: Int64Array,
+        offsets: Int64Array, entry_bytes: int, patches: list[tuple[int, ByteArray]],
+    ) -> None:  # fmt: skip
+        """Take over a submitted batch.
+
+        Args:
+            ticket: None where all entries were in memory.
+            patches: (byte of the buffer, bytes) of sectors that are newer in memory.
+        """
+        self.buffer = buffer
+        self.counts = counts
+        self.offsets = offsets
+        self._ticket = ticket
+        self._entry_bytes = entry_bytes
+        self._patches = patches
+
+    def done(self) -> bool:
+        """Whether every read has ended, well or not. Never blocks."""
+        return self._ticket is None or self._ticket.done()
+
+    def wait(self) -> None:
+        """Block until the entries are in the buffer; a second call answers the same at once.
+
+        Raises:
+            FetchError: a read failed or came up short.
+        """
+        if self._ticket is not None:
+            self._ticket.wait()
+        flat = self.buffer.array.reshape(-1)
+        for at, data in self._patches:
+            flat[at : at + len(data)] = data
+        self._patches = []
+
+    def gather(self) -> ByteArray:
+        """Wait, and copy all entries: uint8 [entries, entry_bytes].
+
+        Raises:
+            FetchError: as `wait`.
+        """
+        self.wait()
+        num_rows = max(0, self.buffer.num_bytes - self._entry_bytes + 1)
+        if not len(self.offsets):
+            return np.zeros((0, self._entry_bytes), dtype=np.uint8)
+        rows: np.ndarray[tuple[int], np.dtype[np.void]] = np.ndarray(
+            (num_rows,), dtype=f"V{self._entry_bytes}", buffer=self.buffer.array, strides=(1,)
+        )
+        return rows[self.offsets].view(np.uint8).reshape(-1, self._entry_bytes)
+
+    def split(self) -> list[ByteArray]:
+        """Wait, and copy each cluster's entries: a list of uint8 [count, entry_bytes].
+
+        Raises:
+            FetchError: as `wait`.
+        """
+        return np.split(self.gather(), self.counts.cumsum())[:-1]
