@@ -14,6 +14,8 @@ from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
 _COLOURS = 20
+_MANY = 400
+"""Clusters whose marks would hide the keys."""
 
 
 def draw_cluster_keys(result: Result) -> Figure:
@@ -52,7 +54,7 @@ def draw_cluster_keys(result: Result) -> Figure:
     found = result.figures
     figure.suptitle(
         f"Keys of {found['model']}, {short_tokens(found['prompt_tokens'])} tokens of prompt and "
-        f"{short_tokens(found['output_tokens'])} of output: PCA of two heads",
+        f"{short_tokens(found['output_tokens'])} of output, in the plane where they differ most",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
     return figure
@@ -86,10 +88,13 @@ def _joined(axes: Axes, one: dict[str, Any], kind: str, title: str) -> None:
     axes.scatter(x[~output], y[~output], s=6, color="#c3c7cd", linewidths=0)
     axes.scatter(x[output], y[output], s=6, color=colours[output], linewidths=0)
     new = numbers(one[kind]["first_token"]) >= one["prompt_tokens"]
+    size = 20 if len(centres) < _MANY else 7
     for which, marker, edge, name in (
-        (~new, "o", INK, "centre of a cluster"),
-        (new, "D", SERIES[1], "of output keys alone"),
+        (~new, "o", INK, "centre of a cluster with prompt keys"),
+        (new, "D", SERIES[1], "with output keys alone"),
     ):
-        look: dict[str, Any] = {"marker": marker, "facecolors": "white", "edgecolors": edge}
-        axes.scatter(*centres[which].T, s=20, linewidths=0.9, zorder=3, label=name, **look)
+        axes.scatter(
+            centres[which, 0], centres[which, 1], s=size, marker=marker, facecolors="white",
+            edgecolors=edge, linewidths=0.9, zorder=3, label=name,
+        )  # fmt: skip
     axes.set_title(f"{title}: {len(centres)}", fontsize=10.5)

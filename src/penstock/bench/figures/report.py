@@ -11,6 +11,9 @@ from penstock.bench.entry import run_program
 from penstock.bench.figures.accuracy import budget_points, draw_accuracy, draw_tasks
 from penstock.bench.figures.audit import draw_audit
 from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
+from penstock.bench.figures.cluster_costs import draw_cluster_costs
+from penstock.bench.figures.cluster_drift import draw_cluster_drift
+from penstock.bench.figures.cluster_keys import draw_cluster_keys
 from penstock.bench.figures.device_kernels import draw_device_kernels
 from penstock.bench.figures.device_speed import (
     draw_device_breakdown,
@@ -53,6 +56,11 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
     if result.kind == "setting":
         more = {f"{name}-breakdown": draw_breakdown} if has_breakdown(result) else {}
         return {name: draw_setting, **more}
+    if result.kind == "clusters":
+        return {
+            name: draw_cluster_costs, f"{name}-drift": draw_cluster_drift,
+            f"{name}-keys": draw_cluster_keys,
+        }  # fmt: skip
     if result.kind == "device_tier.kernels":
         return {name: draw_device_kernels}
     if result.kind == "device_tier.speed":
