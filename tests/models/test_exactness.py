@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
-from penstock.policies import FlexGen, Full, LouisKV, Quest, SelectionPolicy
+from penstock.policies import FlexGen, Full, Quest, SelectionPolicy
+from penstock.policies.louiskv import LouisKV
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 CHUNK = None if version.parse(transformers.__version__) < version.parse("5.21") else 31

@@ -7,7 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from penstock import KVSwap, TieredCache
-from penstock.policies import ArkVale, LouisKV, Quest, SelectionPolicy
+from penstock.policies import Quest, SelectionPolicy
+from penstock.policies.baselines.arkvale import ArkVale
+from penstock.policies.louiskv import LouisKV
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.gpu

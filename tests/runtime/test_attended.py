@@ -22,7 +22,12 @@ PROMPT_TOKENS, STEPS = 150, 25
 PADDING = (0, 21)
 REBUILDS_KEYS = "shadowkv"  # attends to approximations of the keys it selects
 
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+Setting = tuple[str, dict[str, Any]]
+DEVICE_TIER: dict[str, Setting] = {
+    f"device-{name}": (name, {"reuse_tokens": 64})
+    for name, policy in POLICIES.items() if policy.device_tier and policy.retrieves
+}  # fmt: skip
+SETTINGS: dict[str, Setting] = DEVICE_TIER | {
     name: (name, {}) for name, policy in POLICIES.items() if policy.retrieves
 } | {
     "kvswap": ("kvswap", {"reuse_tokens": 32}),
@@ -30,9 +35,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kvswap-no-reuse": ("kvswap", {"reuse_tokens": 0}),
     "kvswap-groups-of-8": ("kvswap", {"group_tokens": 8, "reuse_tokens": 64}),
     "quest-no-reuse": ("quest", {"reuse_tokens": 0}),
-} | {
-    f"device-{name}": (name, {"reuse_tokens": 64})
-    for name, policy in POLICIES.items() if policy.device_tier and policy.retrieves
 }  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
-from penstock.policies import ArkVale, KVSwap, LouisKV, Quest, SelectionPolicy
+from penstock.policies import KVSwap, Quest, SelectionPolicy
+from penstock.policies.baselines.arkvale import ArkVale
+from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.runtime_config import RuntimeConfig

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from penstock.core.shape import KVShape
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.indexes.low_rank import LowRankIndex
-from penstock.policies import FlexGen, Full, KVSwap, LouisKV, Quest, SelectionPolicy
+from penstock.policies import FlexGen, Full, KVSwap, Quest, SelectionPolicy
+from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.runtime_config import RuntimeConfig

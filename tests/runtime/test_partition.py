@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
-from penstock.policies import FlexGen, Full, KVSwap, LouisKV, Quest, SelectionPolicy
+from penstock.policies import FlexGen, Full, KVSwap, Quest, SelectionPolicy
+from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
