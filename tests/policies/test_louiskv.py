@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
-from penstock.indexes.block_clusterer import BlockClusterer
+from penstock.indexes.block_clusterer import BlockClusterer, num_clusters
 from penstock.indexes.semantic_units import SemanticUnitsIndex
 from penstock.policies.base import IndexRequest
 from penstock.policies.louiskv import LouisKV
@@ -153,7 +153,7 @@ def test_a_block_on_a_thread_is_clustered_as_in_the_open() -> None:
     )
     for i in range(4):
         expected = alone.cluster(keys[:, 16 * i : 16 * (i + 1)])
-        assert torch.equal(step.index._pool.means[:, 3 * i : 3 * (i + 1)], expected.means)
+        assert torch.equal(step.index._pool.means[:, 4 * i : 4 * (i + 1)], expected.means)
     # Every mean is the mean of its tokens.
     check_means(step.index, keys)
 
@@ -201,7 +201,7 @@ def test_close_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(made(block_tokens=16))
     step.prompt(torch.randn(1, 20, 2))
     step.index.close()
-    assert ended == [3]
+    assert ended == [4]
 
 
 def test_neighbours_are_merged_when_the_pool_is_full() -> None:
@@ -292,3 +292,9 @@ def test_what_is_paid_for_is_what_is_allocated() -> None:
 def test_refuses_what_makes_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LouisKV(**options)
+
+
+def test_the_end_of_a_prompt_has_as_many_clusters_as_its_tokens_ask_for() -> None:
+    """One mean for all of a question's tokens finds none of them."""
+    assert [num_clusters(tokens, 16) for tokens in (1, 16, 17, 33, 127)] == [1, 1, 2, 3, 8]
+    assert [num_clusters(tokens, 16) for tokens in (128, 1024, 4096)] == [7, 63, 255]
