@@ -31,7 +31,7 @@ class KeyIndex(ABC):
             keys: post-RoPE. [batch, group_tokens, kv_heads, head_dim]
             unit: int64 [1]
         """
-        raise NotImplementedError(f"{type(self).__name__} is no index for the device tier")
+        raise AssertionError(f"{type(self).__name__} is no index for the device tier")
 
     def begin_step(  # noqa: B027 - optional
         self, query: Tensor, first_unit: NDArray[np.int64], position: int

@@ -1,5 +1,6 @@
 """TokenOrder and PackedClusters: the layouts that DynaKV's ablations compare with."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,8 +33,9 @@ class _OrderedEntries(ClusterFile):
     def flush(self) -> None:
         """See `ClusterFile`: nothing is kept back."""
 
+    @abstractmethod
     def _slots(self, cluster: int) -> Int64Array:
-        raise NotImplementedError
+        """Where a cluster's entries lie, in entries from the start of the file. [entries]"""
 
     def _sectors_end(self, num_bytes: int) -> int:
         return -(-num_bytes // self.sector_bytes) * self.sector_bytes
