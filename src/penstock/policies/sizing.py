@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.indexes.device_tier.base import StepClock
+from penstock.indexes.device_tier.scored_units import ScoredUnits
 from penstock.kernels.device.slots import FetchLists
 from penstock.policies.base import ceil_div
 from penstock.tiers.slot_table import SlotTable
@@ -97,7 +99,8 @@ def make_plan(
         fixed += staging_bytes
     if request.device_tier:
         block = stream_block_units(batch, unit_bytes, group_tokens, max_groups)
-        fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes + 8 * batch + 32
+        fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes
+        fixed += StepClock.num_bytes(batch)
         fixed += shape.num_layers * _device_table_bytes(
             batch, num_slots, max_groups, max(1, selected_groups)
         )
@@ -125,7 +128,7 @@ def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_group
 def _device_table_bytes(batch: int, num_slots: int, max_groups: int, selected: int) -> int:
     """One layer's tables of the device tier: slots and units, the lists, the selection."""
     tables = SlotTable.num_bytes(batch, num_slots, max_groups) + 4 * batch
-    selection = batch * (5 * selected + 1) + 4 * max_groups
+    selection = ScoredUnits.num_bytes(rows=batch, max_units=max_groups, wanted=selected)
     return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
 
 

@@ -1,11 +1,16 @@
-"""AttentionCall: what a model hands over when one layer attends."""
+"""AttentionCall: what a model hands over when one layer attends, and how it is added up."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attention_block
-from penstock.kernels.reference import add_attention_sink, merge_attention
+from penstock.kernels.reference import (
+    NEGATIVE_INFINITY,
+    add_attention_sink,
+    merge_attention,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +62,11 @@ class AttentionSum:
         if self._call.sink_logits is not None:
             out, _ = add_attention_sink(out.float(), self._lse, self._call.sink_logits)
         return out.to(self._call.query.dtype).transpose(1, 2)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """0 where visible, minus infinity elsewhere; None when everything is visible."""
+    if bool(visible.all()):
+        return None
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, NEGATIVE_INFINITY)

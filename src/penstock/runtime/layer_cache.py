@@ -14,7 +14,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.core.trace import Tracer
 from penstock.kernels.reference import NEGATIVE_INFINITY
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.attention_call import AttentionCall, AttentionSum, additive_mask
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
@@ -106,7 +106,7 @@ class LayerCache:
         start, count = self.length, call.query.shape[2]
         new_mask = None
         if call.visible is not None:
-            new_mask = _additive(call.visible[:, start:], call.query.dtype)
+            new_mask = additive_mask(call.visible[:, start:], call.query.dtype)
         total = AttentionSum(call)
         total.add(call.keys, call.values, new_mask, causal=count > 1)
         if start > 0:
@@ -137,7 +137,7 @@ class LayerCache:
                 mask = None
                 if visible is not None:
                     shown = visible[:, first * group_tokens : end * group_tokens]
-                    mask = _additive(shown, self.setup.shape.dtype)
+                    mask = additive_mask(shown, self.setup.shape.dtype)
                 total.add(self.pool.keys[:, :, places], self.pool.values[:, :, places], mask)
         except BaseException:
             pending.drop()
@@ -321,11 +321,3 @@ class LayerCache:
 
     def close(self) -> None:
         """Let pending transfers end; errors that were not asked for stay unsaid."""
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """0 where visible, minus infinity elsewhere; None when everything is visible."""
-    if bool(visible.all()):
-        return None
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, NEGATIVE_INFINITY)

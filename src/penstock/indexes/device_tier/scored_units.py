@@ -31,11 +31,6 @@ class ScoredUnits(DeviceIndex):
         """Bytes of what stands beside the wrapped index, for the ledger."""
         return 4 * max_units + rows * (5 * wanted + 1)
 
-    @staticmethod
-    def scratch_bytes(*, rows: int, max_units: int, wanted: int) -> int:
-        """Temporaries of one selection beside those of the index's scores, for the ledger."""
-        return rows * (10 * max_units + 32 * wanted)
-
     @property
     def ready(self) -> bool:
         """See `DeviceIndex.ready`."""

@@ -88,10 +88,7 @@ class DeviceSemanticUnits(DeviceIndex):
 
         self.means = zeros(rows, capacity, dim, dtype=shape.dtype)
         """Index vectors. [rows, capacity, head_dim]"""
-        self.state = UnitState(
-            count=zeros(rows), open_tokens=zeros(rows), first=zeros(rows, capacity),
-            sizes=zeros(rows, capacity), start=zeros(rows),
-        )  # fmt: skip
+        self.state = UnitState.allocate(rows, capacity, device)
         places = torch.arange(max_tokens, dtype=integer_dtype(max_tokens), device=device)
         self.members = places.repeat(rows, 1)
         """Positions, those of a unit side by side. [rows, max_tokens]"""
@@ -126,12 +123,13 @@ class DeviceSemanticUnits(DeviceIndex):
     ) -> int:  # fmt: skip
         """Bytes of one layer's units, for the ledger."""
         capacity, dim = sizes.capacity(max_tokens), shape.head_dim
-        units = capacity * (dim * shape.dtype.itemsize + 12) + 12
+        units = capacity * (dim * shape.dtype.itemsize + 4)  # index vectors and scores
         tables = max_tokens * (
             integer_dtype(max_tokens).itemsize + integer_dtype(capacity).itemsize
         )
         query = dim * (4 + shape.num_query_heads * shape.dtype.itemsize)
-        return rows * (units + tables + query) + 34 * (rows // rows_per_sequence)
+        counted = 34 * (rows // rows_per_sequence)
+        return rows * (units + tables + query) + UnitState.num_bytes(rows, capacity) + counted
 
     @staticmethod
     def scratch_bytes(shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, max_tokens: int) -> int:

@@ -15,14 +15,12 @@ from penstock.kernels.device.attention import pool_attention
 from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
 from penstock.kernels.reference import NEGATIVE_INFINITY, add_attention_sink
 from penstock.runtime.attended import Observer
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.attention_call import AttentionCall, AttentionSum, additive_mask
 from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.device_tier.workspace import Workspace
+from penstock.runtime.retrieval_layer import FIT_SAMPLE_TOKENS
 from penstock.tiers.pool import TokenPool, copy_rows
 from penstock.tiers.rolling_window import RollingWindow
-
-FIT_SAMPLE_TOKENS = 2048
-"""Keys of the prompt that a basis is made from when no adapter is at hand."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +96,7 @@ class DeviceLayer:
         total = AttentionSum(call)
         mask = None
         if call.visible is not None:
-            mask = _additive(call.visible[:, self.length :], call.query.dtype)
+            mask = additive_mask(call.visible[:, self.length :], call.query.dtype)
         total.add(call.keys, call.values, mask, causal=call.query.shape[2] > 1)
         self._stream(total, call.visible)
         self.append(call.keys, call.values, call.visible)
@@ -190,7 +188,7 @@ class DeviceLayer:
             mask = None
             if visible is not None:
                 shown = visible[:, first * group_tokens :][:, :count]
-                mask = _additive(shown, tokens.dtype)
+                mask = additive_mask(shown, tokens.dtype)
             keys, values = tokens[:, :count, 0], tokens[:, :count, 1]
             total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
 
@@ -315,11 +313,3 @@ class DeviceLayer:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """0 where visible, minus infinity elsewhere; None when everything is visible."""
-    if bool(visible.all()):
-        return None
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, NEGATIVE_INFINITY)
