@@ -241,6 +241,16 @@ class StreamedIndex(KeyIndex):
         """See `KeyIndex.look`."""
         self.inner.look(keys, first_token)
 
+    @property
+    def core(self) -> KeyIndex:
+        """See `KeyIndex.core`."""
+        return self.inner.core
+
+    def fitted(self, end_token: int) -> None:
+        """See `KeyIndex.fitted`."""
+        self.stream.note_closed(0, end_token)
+        self.inner.fitted(end_token)
+
 
 # Overlap ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """AdaptiveClusters: which cluster each entry is in, and when clusters split (DynaKV, section 4)."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -12,15 +12,11 @@ from penstock.core.errors import CacheStateError
 from penstock.indexes.centroid_scan import CentroidScan
 from penstock.indexes.cluster_members import ClusterMembers
 from penstock.indexes.cluster_split import two_means
-from penstock.indexes.cluster_statistics import (
-    ClusterStatistics,
-    Float32Array,
-    Float64Array,
-    Int64Array,
-)
+from penstock.indexes.cluster_statistics import ClusterStatistics, Int64Array, grouped_bytes
+from penstock.indexes.cluster_step import ClusterStep
+from penstock.indexes.cluster_step import UpdateRule as UpdateRule
 from penstock.indexes.clustered_labels import clustered_labels, head_threshold, labels_bytes
 
-UpdateRule: TypeAlias = Literal["adaptive", "static", "local"]
 Load: TypeAlias = Callable[[int, int], tuple[Tensor, Int64Array]]
 """Row and cluster to the keys [entries, dim] and positions [entries] of all its entries: members
 and buffered ones, in any order."""
@@ -103,13 +99,14 @@ class AdaptiveClusters:
         self.statistics = ClusterStatistics(rows, max_clusters, dim)
         self.entries = ClusterMembers(rows, max_tokens, max_clusters)
         self.thresholds = np.zeros(rows, dtype=np.float32)
-        """tau of each row; may be changed between steps. [rows]"""
+        """tau of each row; may be changed between steps, in place. [rows]"""
         self.num_splits, self.num_loaded, self.unsplit = 0, 0, 0
         self._scan = CentroidScan(self.statistics.centroids)
-        self._first_places = np.arange(rows) * max_clusters
+        parts = (self.statistics, self.entries, self._scan)
+        self._step = ClusterStep(*parts, self.thresholds, update)
         waiting = recluster_tokens if update == "local" else 0
         self._new_keys = np.zeros((rows, waiting, dim), dtype=np.float32)
-        self._num_new = 0
+        self._num_new = self._fit_tokens = 0
 
     @staticmethod
     def num_bytes(
@@ -124,9 +121,14 @@ class AdaptiveClusters:
 
     @staticmethod
     def scratch_bytes(*, rows: int, dim: int, tokens: int, tokens_per_cluster: int) -> int:
-        """Temporaries of `fit` for a prompt of so many tokens, for the ledger."""
-        labels = labels_bytes(rows, tokens, dim, max(1, tokens // tokens_per_cluster))
-        return labels + tokens * (20 * dim + 32)
+        """Temporaries of `fit_row` and `end_fit` for a prompt of so many tokens, for the ledger.
+
+        Args:
+            rows: of the whole partition; one is worked at at a time.
+        """
+        clusters = max(1, tokens // tokens_per_cluster)
+        labels = labels_bytes(rows, tokens, dim, clusters)
+        return max(labels, 8 * tokens + grouped_bytes(clusters, dim))
 
     @property
     def length(self) -> int:
@@ -138,29 +140,52 @@ class AdaptiveClusters:
     @property
     def num_clusters(self) -> int:
         """Clusters of the row that has most, numbers of empty ones included."""
-        return int(self.statistics.counts.max())
+        return self.statistics.num_clusters
 
     def fit(self, keys: Tensor) -> None:
-        """Begin anew with the partition of a prompt.
+        """Begin anew with the partition of a prompt: `begin_fit`, `fit_row`s, `end_fit`.
 
         Args:
-            keys: one or more tokens, at most `max_tokens`. [rows, tokens, dim]
+            keys: any float dtype; one or more tokens, at most `max_tokens`. [rows, tokens, dim]
         """
-        self.reset()
-        tokens = keys.shape[1]
+        self.begin_fit(keys.shape[1])
+        for row, part in enumerate(keys):
+            self.fit_row(row, part)
+        self.end_fit()
+
+    def begin_fit(self, tokens: int) -> None:
+        """Forget everything; `fit_row` for every row comes next, then `end_fit`.
+
+        Args:
+            tokens: of the prompt; from 1 to `max_tokens`.
+        """
         assert 1 <= tokens <= self.entries.cluster_of.shape[1]
+        self.reset()
+        self._fit_tokens = tokens
+
+    def fit_row(self, row: int, keys: Tensor) -> None:
+        """Partition one row's prompt; rows come in any order, and none depends on another.
+
+        Args:
+            keys: any float dtype, of as many tokens as was told. [tokens, dim]
+        """
+        tokens, statistics = self._fit_tokens, self.statistics
+        assert len(keys) == tokens, "begin_fit() comes first, with the number of tokens"
+        assert statistics.counts[row] == 0, "a row is partitioned once"
         wanted = max(1, min(tokens // self._tokens_per_cluster, self._max_clusters))
-        labels, wide = clustered_labels(keys, wanted, self._seed)
-        statistics = self.statistics
-        for row, points in enumerate(wide):
-            taken = statistics.add_clusters(row, points, labels[row], np.arange(wanted))
-            self.entries.cluster_of[row, :tokens] = labels[row]
-            sizes = statistics.sizes[row, : len(taken)]
-            variances = statistics.variances()[row, : len(taken)]
-            tau = head_threshold(points, variances, sizes, self._quantile)
-            self.thresholds[row] = tau * self._factor
-        self.entries.length = tokens
-        self._scan.begin(statistics.counts)
+        labels = clustered_labels(keys, wanted, self._seed, len(self.thresholds))
+        taken = statistics.add_clusters(row, keys, labels, np.arange(wanted))
+        self.entries.cluster_of[row, :tokens] = labels
+        sizes = statistics.sizes[row, : len(taken)]
+        variances = statistics.variances(row)[: len(taken)]
+        tau = head_threshold(keys, variances, sizes, self._quantile)
+        self.thresholds[row] = tau * self._factor
+
+    def end_fit(self) -> None:
+        """All rows are partitioned; entries can be appended."""
+        assert self.statistics.counts.all(), "fit_row() comes first, for every row"
+        self.entries.length, self._fit_tokens = self._fit_tokens, 0
+        self._scan.begin(self.statistics.counts)
 
     # One decode step --------------------------------------------------------------------------
 
@@ -183,32 +208,18 @@ class AdaptiveClusters:
             raise CacheStateError(
                 f"the clusters have room for {room} tokens, not {end}; give a larger max_tokens"
             )
-        for key in keys.detach().float().cpu().unbind(1):
-            self._append(key.numpy())
+        wide = keys.detach().float().cpu()
+        for number in range(end - first):
+            self._step.take(wide[:, number])
+            if self.update == "local":
+                self._wait(wide[:, number])
         return self.entries.cluster_of[:, first:end].astype(np.int64)
 
-    def _append(self, keys: Float32Array) -> None:
-        """Take in one entry of each row. [rows, dim]"""
-        clusters = self._scan.nearest(keys, self.num_clusters)
-        places = self._first_places + clusters
-        if self.update == "static":
-            self.statistics.take_unmoved(places, keys)
-            joins = np.ones(len(places), dtype=np.bool_)
-        elif self.update == "local":
-            self._new_keys[:, self._num_new] = keys
-            self._num_new += 1
-            joins = np.zeros(len(places), dtype=np.bool_)
-        else:
-            grown = self.statistics.grown(places, keys)
-            fits = (grown.variances <= self.thresholds) | (self.statistics.free == 0)
-            joins = fits & (self.entries.buffer_counts.take(places) == 0)
-            if not joins.all():
-                places, grown = places[joins], grown.some(joins)
-            if len(places):
-                self.statistics.take(places, grown)
-                self._scan.update(places)
-        self.entries.add(clusters, joins)
-        if self.update == "local" and self._num_new == self._recluster_tokens:
+    def _wait(self, keys: Tensor) -> None:
+        """Keep the keys of an entry until there are enough for clusters of their own ("local")."""
+        self._new_keys[:, self._num_new] = keys.numpy()
+        self._num_new += 1
+        if self._num_new == self._recluster_tokens:
             self._cluster_new()
 
     def adapt(self, in_memory: NDArray[np.bool_], load: Load) -> Adaptation:
@@ -253,8 +264,8 @@ class AdaptiveClusters:
         assert self.update == "adaptive"
         self._check_entries(row, cluster, positions)
         points = keys.detach().double().cpu().numpy()
-        free = self.statistics.free_numbers(row)
-        moves = two_means(points) if len(free) else None
+        child = self.statistics.first_free(row)
+        moves = two_means(points) if child >= 0 else None
         self.entries.empty_buffer(row, cluster)
         owners = self.entries.cluster_of[row]
         if moves is None:
@@ -266,12 +277,10 @@ class AdaptiveClusters:
         twice = 2 * int(np.count_nonzero(moves))
         if twice > len(moves) or (twice == len(moves) and moves[positions.argmin()]):
             moves = ~moves
-        child = int(free[0])
         owners[positions] = np.where(moves, child, cluster)
         self.statistics.set(row, cluster, points[~moves])
-        self.statistics.set(row, child, points[moves])
+        self.statistics.add(row, child, points[moves])
         self._scan.update(np.array([cluster, child]) + row * self._max_clusters)
-        self.statistics.recount(row)
         self.num_splits += 1
         return Split(row, cluster, child, moves)
 
@@ -288,19 +297,21 @@ class AdaptiveClusters:
         """Make clusters of the entries that waited ("local"); where numbers run out, they stay."""
         wanted = self._recluster_tokens // self._tokens_per_cluster
         first = self.length - self._num_new
-        labels, wide = clustered_labels(torch.from_numpy(self._new_keys), wanted, self._seed)
-        for row, points in enumerate(wide):
+        for row, points in enumerate(self._new_keys):
+            keys = torch.from_numpy(points)
+            labels = clustered_labels(keys, wanted, self._seed, len(self._new_keys))
             free = self.statistics.free_numbers(row)
             owners = self.entries.cluster_of[row, first : self.length]
-            if len(free) > labels[row].max():
-                taken = self.statistics.add_clusters(row, points, labels[row], free)
-                owners[:] = taken[labels[row]]
+            if len(free) > labels.max():
+                taken = self.statistics.add_clusters(row, keys, labels, free)
+                owners[:] = taken[labels]
                 self._scan.update(taken + row * self._max_clusters)
                 continue
             owners[:] = ~owners
             for cluster, key in zip(owners, points, strict=True):
                 place = np.array([row * self._max_clusters + int(cluster)])
-                self.statistics.take_unmoved(place, key[None])
+                squares = self.statistics.distances(place, key[None])
+                self.statistics.take_unmoved(place, squares)
             self.unsplit += 1
         self.entries.empty_buffers()
         self._num_new = 0
@@ -354,23 +365,22 @@ class AdaptiveClusters:
 
     def _forget_members(self, row: int, cluster: int, load: Load | None) -> None:
         """Bring a cluster up to date that has lost members."""
-        place = row * self._max_clusters + cluster
         self.statistics.lose(row, cluster, len(self.members(row, cluster)))
         if self.statistics.sizes[row, cluster] == 0:
-            return self._scan.remove(place)
+            return self._scan.remove(row, cluster)
         if load is None:
             return None
         keys, positions = load(row, cluster)
         self._check_entries(row, cluster, positions)
         stays = self.entries.cluster_of[row, positions] == cluster
-        points: Float64Array = keys.detach().double().cpu().numpy()[stays]
+        points: NDArray[np.float64] = keys.detach().double().cpu().numpy()[stays]
         self.statistics.set(row, cluster, points, moves=self.update == "adaptive")
-        return self._scan.update(np.array([place]))
+        return self._scan.update(np.array([row * self._max_clusters + cluster]))
 
     def reset(self) -> None:
         """Forget everything; `fit` comes next."""
         self.entries.reset()
-        self._num_new = 0
+        self._num_new = self._fit_tokens = 0
         self.statistics.reset()
         self.num_splits, self.num_loaded, self.unsplit = 0, 0, 0
 

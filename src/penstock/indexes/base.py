@@ -115,6 +115,14 @@ class KeyIndex(ABC):
             positions: cache positions of the sample's tokens. int64 [tokens]
         """
 
+    @property
+    def core(self) -> "KeyIndex":
+        """The method's own index, where another one is laid over it (benchmarks)."""
+        return self
+
+    def fitted(self, end_token: int) -> None:  # noqa: B027 - optional
+        """Learn that all tokens before `end_token` were taken in by `core`, not by `append`."""
+
     def close(self) -> None:  # noqa: B027 - optional
         """Let whatever works beside the decode loop come to its end."""
 

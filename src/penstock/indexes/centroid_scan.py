@@ -1,28 +1,34 @@
 """CentroidScan: the nearest centroid of a new key, exactly, from an 8-bit copy of the centroids."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import CacheStateError
+from penstock.indexes.cluster_statistics import squared_distances
 from penstock.kernels.native.compiled import address, kernel
 
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 
-LANES = 64
-"""Codes that the kernel takes at a time."""
+LANES = 16
+"""Components, and clusters in a block, that the kernel takes at a time; two blocks at once."""
+BLOCK_CENTROIDS = 256
+"""Centroids that are copied at a time."""
 ROUNDING = np.float32(1e-5)
 """Share of the lengths of two vectors that their float32 product may be wrong by; ample."""
-SMALLEST = np.float32(1e-30)
 
 
 class CentroidScan:
     """Finds the nearest of many centroids of each row while it reads a quarter of their bytes.
 
-    One product of the key with an 8-bit copy of the centroids gives every distance up to a known
-    error (Cauchy-Schwarz: length of the key times length of what rounding took away). Those that
-    can still be the nearest are measured with the float32 centroids, so that the answer is
-    theirs. Without the compiled kernel the product is with the float32 centroids themselves.
+    Products of a 16-bit copy of the key with an 8-bit copy of the centroids give every distance up
+    to a known error (Cauchy-Schwarz: length of the one times length of what rounding took from the
+    other). Those that can still be the nearest are measured with the centroids, in float64, so
+    that the answer is theirs. Without the compiled kernel (`clusters.c`) the products are those of
+    the float32 centroids; the answer is the same, bit for bit.
 
     The copy is of the centroids about an origin and in units of each component's range, both taken
     once (`begin`): keys share a large mean, and few components are much wider than the rest.
@@ -40,41 +46,59 @@ class CentroidScan:
         self._first_places = np.arange(rows) * capacity
         self._origin = np.zeros((rows, dim), dtype=np.float32)
         self._ranges = np.ones((rows, dim), dtype=np.float32)
-        self._half_squares = np.full((rows, capacity), np.inf, dtype=np.float32)
+        padded = _up(capacity, 2 * LANES)
+        self._half_squares = np.full((rows, padded), np.inf, dtype=np.float32)
         self._largest = np.zeros(rows, dtype=np.float32)
-        self._scores = np.zeros((rows, capacity), dtype=np.float32)
-        self._compiled = kernel("int8_linear")
-        if self._compiled is not None:
-            width = _width(dim)
-            self._codes = np.zeros((rows, capacity, width), dtype=np.int8)
-            self._flat_codes = self._codes.reshape(-1, width)
-            self._steps = np.zeros((rows, capacity), dtype=np.float32)
-            self._errors = np.zeros(rows, dtype=np.float32)
-            self._query = np.zeros((rows, width), dtype=np.float32)
+        self._copy = kernel("copy_centroids")
+        self.is_compiled = self._copy is not None
+        self.table = np.zeros(0, dtype=np.int64)
+        """What the kernels take as `struct scan`."""
+        if self.is_compiled:
+            self._begin_copy(_up(dim, LANES), padded)
+
+    def _begin_copy(self, width: int, padded: int) -> None:
+        rows, capacity, dim = self._centroids.shape
+        self._codes = np.zeros((rows, padded * width), dtype=np.uint8)
+        self._query = np.zeros((rows, 2 * width), dtype=np.int8)
+        self._steps = np.zeros((rows, padded), dtype=np.float32)
+        self._scores = np.zeros((rows, padded), dtype=np.float32)
+        self._errors = np.zeros(rows, dtype=np.float32)
+        self._reach = np.zeros(rows, dtype=np.float32)
+        arrays: tuple[NDArray[Any], ...] = (
+            self._centroids, self._origin, self._ranges, self._half_squares, self._steps,
+            self._scores, self._largest, self._errors, self._reach, self._codes, self._query,
+        )  # fmt: skip
+        sizes = (rows, capacity, dim, width, padded // LANES)
+        self.table = np.array([*sizes, *(address(array) for array in arrays)])
 
     @staticmethod
     def num_bytes(rows: int, capacity: int, dim: int) -> int:
         """Bytes of the copy and of what is computed with it, for the ledger."""
-        held = rows * (8 * dim + capacity * 8 + 4)
-        if kernel("int8_linear") is None:
+        padded, width = _up(capacity, 2 * LANES), _up(dim, LANES)
+        held = rows * (8 * dim + 4 * padded + 4)
+        if kernel("copy_centroids") is None:
             return held
-        return held + rows * (capacity * (_width(dim) + 4) + 4 + 4 * _width(dim))
+        return held + rows * (padded * (width + 8) + 2 * width + 8)
 
     def begin(self, counts: Int64Array) -> None:
         """Take origin and ranges from the first `counts[row]` centroids, and copy those."""
         self._half_squares[:] = np.inf
         self._largest[:] = 0.0
-        if self._compiled is not None:
-            self._errors[:] = 0.0
+        if self.is_compiled:
+            self._errors[:] = self._reach[:] = 0.0
         for row, count in enumerate(counts.tolist()):
             first = self._centroids[row, :count]
             self._origin[row] = first.mean(axis=0)
-            np.abs(first - self._origin[row]).max(axis=0, out=self._ranges[row])
+            np.subtract(first.max(axis=0), self._origin[row], out=self._ranges[row])
+            below = self._origin[row] - first.min(axis=0)
+            np.maximum(self._ranges[row], below, out=self._ranges[row])
             # A component that no centroid differs in yet may have any range but a tiny one.
             spread, offset = self._ranges[row].max(), np.abs(self._origin[row]).max()
             floor = max(1e-3 * float(spread), 1e-5 * float(offset)) or 1.0
             np.maximum(self._ranges[row], floor, out=self._ranges[row])
-            self.update(self._first_places[row] + np.arange(count))
+            for at in range(0, count, BLOCK_CENTROIDS):
+                numbers = np.arange(at, min(count, at + BLOCK_CENTROIDS))
+                self.update(self._first_places[row] + numbers)
 
     def update(self, places: Int64Array) -> None:
         """Some centroids have changed.
@@ -82,29 +106,21 @@ class CentroidScan:
         Args:
             places: row times capacity plus number. [any]
         """
-        rows = places // self._half_squares.shape[1]
+        if self._copy is not None:
+            self._copy(address(self.table), address(places), len(places))
+            return
+        rows, clusters = np.divmod(places, self._centroids.shape[1])
         part = self._flat.take(places, axis=0)
         part -= self._origin.take(rows, axis=0)
         halves = np.einsum("ij,ij->i", part, part) * np.float32(0.5)
-        self._half_squares.put(places, halves)
+        self._half_squares[rows, clusters] = halves
         np.maximum.at(self._largest, rows, halves)
-        if self._compiled is None:
-            return
-        part /= self._ranges.take(rows, axis=0)
-        steps = np.abs(part).max(axis=1) / np.float32(127.0) + SMALLEST
-        codes = np.rint(part / steps[:, None])
-        self._flat_codes[places, : part.shape[1]] = codes
-        self._steps.put(places, steps)
-        lengths = _lengths(part)
-        codes *= steps[:, None]
-        part -= codes
-        np.maximum.at(self._errors, rows, _lengths(part) + ROUNDING * lengths)
 
-    def remove(self, place: int) -> None:
+    def remove(self, row: int, cluster: int) -> None:
         """A cluster is empty: nothing is nearest to it until it is updated again."""
-        self._half_squares.put(place, np.inf)
+        self._half_squares[row, cluster] = np.inf
 
-    def nearest(self, keys: Float32Array, used: int) -> Int64Array:
+    def nearest(self, keys: Float32Array, used: int) -> tuple[Int64Array, Float64Array]:
         """The centroid nearest to each row's key; of equals, the one with the lowest number.
 
         Args:
@@ -112,66 +128,61 @@ class CentroidScan:
             used: clusters to look at, from the first on; the row has one that is not empty.
 
         Returns:
-            [rows]
+            The centroids' numbers, and their `squared_distances`. [rows] each
 
         Raises:
             CacheStateError: a key is not finite.
         """
-        scores, margins = self._products(keys - self._origin, used)
+        if not self.is_compiled:
+            return self.nearest_reference(keys, used)
+        find = kernel("nearest_centroids")
+        assert find is not None
+        keys = np.ascontiguousarray(keys)
+        chosen, squares = np.empty(len(keys), dtype=np.int64), np.empty(len(keys))
+        find(
+            address(self.table), address(keys), keys.shape[1], used, address(chosen),
+            address(squares),
+        )  # fmt: skip
+        if chosen.min() < 0:
+            raise not_finite()
+        return chosen, squares
+
+    def nearest_reference(
+        self, keys: Float32Array, used: int
+    ) -> tuple[Int64Array, Float64Array]:  # fmt: skip
+        """The meaning of `nearest` in plain numpy."""
+        moved = keys - self._origin
+        if not np.isfinite(moved).all():
+            raise not_finite()
+        # The origin's own product is the same for all centroids of a row.
+        scores = np.matmul(self._centroids[:, :used], moved[:, :, None])[:, :, 0]
         scores -= self._half_squares[:, :used]
+        reach = np.sqrt(2 * self._largest) + _lengths(self._origin)
+        margins = 2 * ROUNDING * _lengths(moved) * reach + 4 * ROUNDING * self._largest
         least = scores.max(axis=1) - margins
-        if not np.isfinite(least).all():
-            raise CacheStateError(
-                "a key of the cache is not finite; the model's computation went wrong"
-            )
         rows, clusters = np.divmod(np.flatnonzero(scores >= least[:, None]), used)
-        if len(rows) == len(keys):
-            return clusters
-        gaps = keys.take(rows, axis=0)
-        gaps -= self._flat.take(self._first_places.take(rows) + clusters, axis=0)
-        order = np.lexsort((np.einsum("ij,ij->i", gaps, gaps), rows))
+        candidates = self._flat.take(self._first_places.take(rows) + clusters, axis=0)
+        squares = squared_distances(keys.take(rows, axis=0), candidates)
+        order = np.lexsort((squares, rows))
         first = order[np.searchsorted(rows, np.arange(len(keys)))]
-        return clusters.take(first)
-
-    def _products(self, moved: Float32Array, used: int) -> tuple[Float32Array, Float32Array]:
-        """Products of keys with centroids, each row up to a constant, and twice their error.
-
-        Args:
-            moved: keys about the origin. [rows, dim]
-
-        Returns:
-            [rows, used] and [rows]
-        """
-        slack = 4 * ROUNDING * self._largest
-        if self._compiled is None:
-            # The origin's own product is the same for all centroids of a row.
-            scores = np.matmul(self._centroids[:, :used], moved[:, :, None])[:, :, 0]
-            reach = np.sqrt(2 * self._largest) + _lengths(self._origin)
-            return scores, 2 * ROUNDING * _lengths(moved) * reach + slack
-        rows, capacity, width = self._codes.shape
-        query, out = self._query, self._scores[:, :used]
-        np.multiply(moved, self._ranges, out=query[:, : moved.shape[1]])
-        asked, codes = address(query), address(self._codes)
-        steps, found = address(self._steps), address(self._scores)
-        for row in range(rows):
-            at = row * capacity
-            self._compiled(
-                asked + row * 4 * width, codes + at * width, steps + 4 * at, 1, width, used,
-                found + 4 * at,
-            )  # fmt: skip
-        return out, 2 * self._errors * _lengths(query) + slack
+        return clusters.take(first), squares.take(first)
 
     def take_rows_from(self, other: "CentroidScan", rows: Int64Array) -> None:
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
         names = ["_origin", "_ranges", "_half_squares", "_largest"]
-        if self._compiled is not None:
-            names += ["_codes", "_steps", "_errors"]
+        if self.is_compiled:
+            names += ["_codes", "_steps", "_errors", "_reach"]
         for name in names:
             getattr(self, name)[:] = getattr(other, name)[rows]
 
 
-def _width(dim: int) -> int:
-    return -(-dim // LANES) * LANES
+def not_finite() -> CacheStateError:
+    """The error for a key that has no nearest centroid."""
+    return CacheStateError("a key of the cache is not finite; the model's computation went wrong")
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 def _lengths(vectors: Float32Array) -> Float32Array:

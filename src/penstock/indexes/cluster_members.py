@@ -42,6 +42,21 @@ class ClusterMembers:
         self.cluster_of[:, self.length] = np.where(joins, clusters, ~clusters)
         self.length += 1
 
+    def taken(self, numbers: Int64Array, waiting: int) -> None:
+        """As `add`, where a kernel has filled the tables.
+
+        Args:
+            numbers: as in `cluster_of`. [rows]
+            waiting: how many are buffered.
+        """
+        self.length += 1
+        if waiting == 0:
+            return
+        self.num_buffered += waiting
+        for row, number in enumerate(numbers.tolist()):
+            if number < 0:
+                self._flagged.add((row, ~number))
+
     def empty_buffer(self, row: int, cluster: int) -> None:
         """The buffered entries of a cluster become members; the caller sets their numbers."""
         self.num_buffered -= int(self.buffer_counts[row, cluster])
@@ -95,11 +110,12 @@ class ClusterMembers:
         """Whether these are the `held` entries of a cluster, each once. [entries]"""
         if len(positions) != held or held == 0:
             return False
-        if positions.min() < 0 or positions.max() >= self.length:
+        # Few entries: lists are quicker than arrays.
+        different = set(positions.tolist())
+        if len(different) != held or min(different) < 0 or max(different) >= self.length:
             return False
-        owners = self.cluster_of[row, positions]
-        own = bool(((owners == cluster) | (owners == ~cluster)).all())
-        return own and len(set(positions.tolist())) == held
+        owners = set(self.cluster_of[row].take(positions).tolist())
+        return owners <= {cluster, ~cluster}
 
     def crop(self, length: int) -> list[tuple[int, int]]:
         """Forget the positions at and after `length`; row and cluster of what lost a member."""

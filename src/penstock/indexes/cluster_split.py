@@ -40,13 +40,13 @@ def two_means(keys: NDArray[np.float64]) -> NDArray[np.bool_] | None:
             return None
     for _ in range(MOST_ITERATIONS):
         size = int(np.count_nonzero(second))
-        total = np.add.reduce(points[second], axis=0)
+        total = second.astype(np.float64) @ points
         along = points @ total
         between = 0.5 * float(total @ total) * (1.0 / size - 1.0 / (len(second) - size))
         moved = along > between
         count = np.count_nonzero(moved)
         # The mean of either part lies on its own side; only rounding can empty one.
-        if count in (0, len(moved)) or np.array_equal(moved, second):
+        if count in (0, len(moved)) or not np.count_nonzero(moved != second):
             break
         second = moved
     return second

@@ -1,13 +1,21 @@
 """ClusterStatistics: size, centroid and spread of clusters, in constant time for each new entry."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
+IntArray: TypeAlias = NDArray[np.signedinteger]
+
+SUMS = 8
+BLOCK_ENTRIES = 256
+"""Keys in float64 at a time."""
 
 
 class Grown(NamedTuple):
@@ -59,10 +67,22 @@ class ClusterStatistics:
         """Bytes of the statistics, for the ledger."""
         return rows * (capacity * (4 * dim + 8) + 16)
 
-    def variances(self) -> Float32Array:
-        """Mean squared distance to the centroid; 0 where a cluster is empty. [rows, capacity]"""
-        sizes = np.maximum(self.sizes, 1).astype(np.float32)
-        found: Float32Array = self.deviations / sizes
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of the row that has most, numbers of empty ones included."""
+        return int(self.counts.max())
+
+    def variances(self, row: int | slice = slice(None)) -> Float32Array:
+        """Mean squared distance to the centroid; 0 where a cluster is empty.
+
+        Args:
+            row: all rows unless told.
+
+        Returns:
+            [rows, capacity], or [capacity] of one row.
+        """
+        sizes = np.maximum(self.sizes[row], 1).astype(np.float32)
+        found: Float32Array = self.deviations[row] / sizes
         return found
 
     def free_numbers(self, row: int) -> Int64Array:
@@ -72,6 +92,21 @@ class ClusterStatistics:
             return np.arange(count, capacity)
         return np.flatnonzero(self.sizes[row] == 0)
 
+    def first_free(self, row: int) -> int:
+        """The lowest number of a row without a cluster; -1 where all are in use."""
+        capacity, count = self.sizes.shape[1], int(self.counts[row])
+        if self.free[row] == 0:
+            return -1
+        if self.free[row] == capacity - count:
+            return count
+        return int((self.sizes[row, :count] == 0).argmax())
+
+    def add(self, row: int, cluster: int, keys: Float64Array) -> None:
+        """Make a cluster of some keys, with a number that is free. [entries, dim]"""
+        self.set(row, cluster, keys)
+        self.counts[row] = max(int(self.counts[row]), cluster + 1)
+        self.free[row] -= 1
+
     def recount(self, row: int) -> None:
         """Clusters of a row have come or gone."""
         live = np.flatnonzero(self.sizes[row])
@@ -79,12 +114,12 @@ class ClusterStatistics:
         self.free[row] = self.sizes.shape[1] - len(live)
 
     def add_clusters(
-        self, row: int, keys: Float32Array, labels: Int64Array, numbers: Int64Array
+        self, row: int, keys: Tensor, labels: IntArray, numbers: Int64Array
     ) -> Int64Array:
         """Make clusters of some keys.
 
         Args:
-            keys: [entries, dim]
+            keys: any float dtype. [entries, dim]
             labels: from 0 on without a gap. [entries]
             numbers: free ones, at least as many as there are labels.
 
@@ -99,18 +134,19 @@ class ClusterStatistics:
         self.recount(row)
         return taken
 
-    def grown(self, places: Int64Array, keys: Float32Array) -> Grown:
+    def grown(self, places: Int64Array, keys: Float32Array, squares: Float64Array) -> Grown:
         """What clusters would be with one key more; nothing is changed.
 
         Args:
             places: of the clusters: row times capacity plus number. [entries]
             keys: [entries, dim]
+            squares: squared distances of the keys to the centroids. [entries]
         """
+        before = self.sizes.take(places)
+        after = before.astype(np.float32) + np.float32(1.0)
+        deviations = self.deviations.take(places) + squares * (before / after.astype(np.float64))
         gaps = keys - self._flat.take(places, axis=0)
-        before = self.sizes.take(places).astype(np.float32)
-        after = before + np.float32(1.0)
-        squares = np.einsum("ij,ij->i", gaps, gaps)
-        return Grown(gaps, after, self.deviations.take(places) + squares * (before / after))
+        return Grown(gaps, after, deviations.astype(np.float32))
 
     def take(self, places: Int64Array, grown: Grown) -> None:
         """Let clusters grow as was asked; none of them twice.
@@ -122,15 +158,17 @@ class ClusterStatistics:
         self.deviations.put(places, grown.deviations)
         self.sizes.put(places, grown.sizes)
 
-    def take_unmoved(self, places: Int64Array, keys: Float32Array) -> None:
+    def take_unmoved(self, places: Int64Array, squares: Float64Array) -> None:
         """Let clusters grow by one key each and leave their centroids where they are.
 
         The variance is then about that point, and not about the mean. Arguments as in `grown`.
         """
-        gaps = keys - self._flat.take(places, axis=0)
-        squares = np.einsum("ij,ij->i", gaps, gaps)
         self.deviations.put(places, self.deviations.take(places) + squares)
         self.sizes.put(places, self.sizes.take(places) + 1)
+
+    def distances(self, places: Int64Array, keys: Float32Array) -> Float64Array:
+        """Squared distances of keys to centroids. Arguments as in `grown`. [entries]"""
+        return squared_distances(keys, self._flat.take(places, axis=0))
 
     def set(self, row: int, cluster: int, keys: Float64Array, *, moves: bool = True) -> None:
         """Compute a cluster's statistics anew from all its keys.
@@ -167,26 +205,65 @@ class ClusterStatistics:
         self.free[:] = other.free[rows]
 
 
-def grouped_statistics(
-    keys: Float32Array, labels: Int64Array, clusters: int
-) -> tuple[Int64Array, Float64Array, Float64Array]:
-    """Sizes, means and sums of squared deviations from the means, computed in float64.
+def squared_distances(keys: Float32Array, centroids: Float32Array) -> Float64Array:
+    """Squared distance of each key to its centroid, in float64, as the kernel adds it up.
+
+    Eight sums go side by side over the components, and then become one by halves.
 
     Args:
-        keys: [entries, dim]
+        keys, centroids: [entries, dim] each
+
+    Returns:
+        [entries]
+    """
+    entries, dim = keys.shape
+    gaps = np.zeros((entries, -(-dim // SUMS) * SUMS))
+    np.subtract(keys, centroids, out=gaps[:, :dim], dtype=np.float64)
+    gaps *= gaps
+    sums: Float64Array = np.add.reduce(gaps.reshape(entries, -1, SUMS), axis=1)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def grouped_statistics(
+    keys: Tensor, labels: IntArray, clusters: int
+) -> tuple[Int64Array, Float64Array, Float64Array]:
+    """Sizes, means and sums of squared deviations from the means, added up in float64.
+
+    Args:
+        keys: any float dtype. [entries, dim]
         labels: cluster of each entry, less than `clusters`. [entries]
 
     Returns:
         [clusters], [clusters, dim] and [clusters]; zeros where a cluster has no entry.
     """
-    sizes = np.bincount(labels, minlength=clusters).astype(np.int64)
-    wide = keys.astype(np.float64)
+    sizes = np.zeros(clusters, dtype=np.int64)
     means = np.zeros((clusters, keys.shape[1]))
-    filled = sizes.nonzero()[0]
-    starts = np.cumsum(sizes)[filled] - sizes[filled]
-    means[filled] = np.add.reduceat(wide[labels.argsort(kind="stable")], starts, axis=0)
-    means[filled] /= sizes[filled, None]
-    wide -= means[labels]
-    squares = np.einsum("ij,ij->i", wide, wide)
-    deviations = np.bincount(labels, weights=squares, minlength=clusters).astype(np.float64)
+    for wide, part in _blocks(keys, labels):
+        counts = np.bincount(part, minlength=clusters)
+        filled = counts.nonzero()[0]
+        starts = np.cumsum(counts[filled]) - counts[filled]
+        ordered = wide.take(part.argsort(kind="stable"), axis=0)
+        means[filled] += np.add.reduceat(ordered, starts, axis=0)
+        sizes += counts
+    means /= np.maximum(sizes, 1)[:, None]
+    deviations = np.zeros(clusters)
+    for wide, part in _blocks(keys, labels):
+        wide -= means.take(part, axis=0)
+        deviations += np.bincount(part, np.einsum("ij,ij->i", wide, wide), clusters)
     return sizes, means, deviations
+
+
+def grouped_bytes(clusters: int, dim: int) -> int:
+    """Temporaries of `grouped_statistics`, what it returns included, for the ledger."""
+    return 8 * clusters * (dim + 5) + 32 * (dim + 2) * BLOCK_ENTRIES
+
+
+def _blocks(keys: Tensor, labels: IntArray) -> Iterator[tuple[Float64Array, Int64Array]]:
+    """Keys in float64, and their labels, in short blocks."""
+    for first in range(0, len(keys), BLOCK_ENTRIES):
+        part = slice(first, first + BLOCK_ENTRIES)
+        wide = keys[part].detach().cpu().to(torch.float64, copy=True)
+        yield wide.numpy(), labels[part].astype(np.int64)

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.indexes.cluster_statistics import grouped_statistics
 from penstock.kernels.kmeans import chunk_elements, kmeans, kmeans_bytes, nearest
 
 ITERATIONS = 10
@@ -13,37 +14,40 @@ Float32Array = NDArray[np.float32]
 Int64Array = NDArray[np.int64]
 
 
-def clustered_labels(keys: Tensor, clusters: int, seed: int) -> tuple[Int64Array, Float32Array]:
-    """Cluster each row's keys by distance; clusters without a key have no number.
+def clustered_labels(keys: Tensor, clusters: int, seed: int, rows: int) -> Int64Array:
+    """Cluster one row's keys by distance; clusters without a key have no number.
 
     Args:
-        keys: any float dtype. [rows, tokens, dim]
-        clusters: most of a row.
+        keys: any float dtype. [tokens, dim]
+        clusters: most of them.
+        rows: that share the memory which befits them all (`kmeans.chunk_elements`).
 
     Returns:
-        Labels from 0 on without a gap [rows, tokens], and the keys [rows, tokens, dim].
+        Labels from 0 on without a gap. [tokens]
     """
-    elements = chunk_elements(keys.shape[0] * keys.shape[1])
+    elements = _row_elements(rows, len(keys))
     with torch.no_grad():
         means = kmeans(
             keys, clusters, iterations=ITERATIONS, cosine=False, seed=seed, elements=elements
         )
-        found = nearest(keys, means, cosine=False, elements=elements).cpu().numpy()
-        wide = keys.detach().float().cpu().numpy()
-    labels = np.empty_like(found)
-    for row, part in enumerate(found):
-        labels[row] = np.unique(part, return_inverse=True)[1]
-    return labels, wide
+        found: Int64Array = nearest(keys, means, cosine=False, elements=elements).cpu().numpy()
+    numbers = np.cumsum(np.bincount(found, minlength=clusters) > 0) - 1
+    # Clipping never happens, but without it `take` makes a copy.
+    return numbers.take(found, out=found, mode="clip")
 
 
 def labels_bytes(rows: int, tokens: int, dim: int, clusters: int) -> int:
     """Temporaries of `clustered_labels`, what it returns included, for the ledger."""
-    means = kmeans_bytes(rows, clusters, dim, chunk_elements(rows * tokens))
-    return means + 4 * rows * clusters * dim + tokens * rows * (4 * dim + 16)
+    return kmeans_bytes(1, clusters, dim, _row_elements(rows, tokens)) + 16 * (tokens + clusters)
+
+
+def _row_elements(rows: int, tokens: int) -> int:
+    """A row's share of a chunk's elements, so that chunks are those of all rows at once."""
+    return chunk_elements(rows * tokens) // rows
 
 
 def head_threshold(
-    keys: Float32Array, variances: Float32Array, sizes: NDArray[np.int32], quantile: float
+    keys: Tensor, variances: Float32Array, sizes: NDArray[np.int32], quantile: float
 ) -> float:
     """A row's threshold: a quantile of its clusters' variances, weighted by size.
 
@@ -51,14 +55,16 @@ def head_threshold(
     spread of all keys.
 
     Args:
-        keys: [tokens, dim]
+        keys: any float dtype. [tokens, dim]
         variances, sizes: of its clusters. [clusters]
         quantile: from 0 to 1.
     """
     found = weighted_quantile(variances, sizes, quantile)
     if found > 0.0:
         return found
-    return float(keys.var(axis=0, dtype=np.float64).sum()) / len(sizes)
+    together = np.zeros(len(keys), dtype=np.int8)
+    spread = float(grouped_statistics(keys, together, 1)[2][0]) / len(keys)
+    return spread / len(sizes)
 
 
 def weighted_quantile(values: Float32Array, weights: NDArray[np.int32], quantile: float) -> float:

@@ -5,7 +5,11 @@ import torch
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.indexes.device_tier.base import StepClock
+from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.policies.base import IndexRequest, SelectionPolicy
+from penstock.policies.dynakv import DynaKV
+from penstock.runtime.cluster_layer import ClusterBuffers, ClusterLayer
+from penstock.runtime.cluster_layout import ClusterLayout
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.device_tier.device_layer import DeviceLayer, DeviceSetup
 from penstock.runtime.device_tier.workspace import Workspace
@@ -14,6 +18,7 @@ from penstock.runtime.resident_layer import ResidentLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import PoolMemory
+from penstock.storage.pooled_clusters import PooledClusters
 
 AnyLayer = LayerCache | ResidentLayer | DeviceLayer
 
@@ -39,12 +44,13 @@ def make_layers(
     size = (rows, plan.unit_bytes, setup.store.row_bytes, setup.device)
     pools: list[PoolMemory] = []
     compact = CompactPool(setup) if plan.compact else None
+    buffers = _cluster_buffers(policy, setup)
     layers = resident_layers(whole, setup.shape, plan, config.max_tokens, config.device)
     for i in range(whole, config.shape.num_layers):
         if not plan.shared_pools or len(pools) < 2:
             pools.append(PoolMemory.allocate(*size))
         memory = pools[(i - whole) % 2] if plan.shared_pools else pools[-1]
-        layers.append(_make_layer(i, config, policy, setup, memory, compact))
+        layers.append(_make_layer(i, config, policy, setup, memory, compact, buffers))
     return layers
 
 
@@ -86,9 +92,39 @@ def _index_request(
 
 def _make_layer(
     i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
-    memory: PoolMemory, compact: CompactPool | None,
+    memory: PoolMemory, compact: CompactPool | None, buffers: ClusterBuffers | None,
 ) -> LayerCache:  # fmt: skip
     if config.exact or not policy.retrieves:
         return LayerCache(i, setup, memory)
     request = _index_request(i, config, setup.plan, setup.shape, setup.rows_per_sequence)
-    return RetrievalLayer(i, setup, memory, policy, policy.make_index(request), compact)
+    index = policy.make_index(request)
+    if isinstance(index.core, FollowedClusters):
+        layout = _make_layout(i, config, policy, setup, index.core)
+        return ClusterLayer(i, setup, memory, policy, index, layout, buffers)
+    return RetrievalLayer(i, setup, memory, policy, index, compact)
+
+
+def _cluster_buffers(policy: SelectionPolicy, setup: LayerSetup) -> ClusterBuffers | None:
+    if not isinstance(policy, DynaKV) or not policy.lays_out or setup.staging is not None:
+        return None
+    size = policy.read_bytes(setup.shape, setup.plan.batch, setup.plan.selected_groups)
+    return ClusterBuffers(size, setup.store.region(0).file.sector_bytes)
+
+
+def _make_layout(
+    i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
+    index: FollowedClusters,
+) -> ClusterLayout | None:  # fmt: skip
+    if not policy.lays_out:
+        return None
+    assert isinstance(policy, DynaKV)
+    assert policy.write_buffers is not None, "plan() makes the choices"
+    region = setup.store.region(config.shape.num_layers + i)
+    file = PooledClusters(
+        region.file, setup.shape.token_bytes, num_buffers=policy.write_buffers,
+        gap_bytes=policy.gap_bytes,
+    )  # fmt: skip
+    capacity = policy.cluster_sizes.capacity(setup.plan.max_groups)
+    return ClusterLayout(
+        file, index, rows=setup.plan.batch, max_tokens=setup.plan.max_groups, capacity=capacity
+    )

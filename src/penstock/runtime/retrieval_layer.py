@@ -75,7 +75,7 @@ class RetrievalLayer(LayerCache):
             query: true or predicted, post-RoPE. [batch, num_heads, head_dim]
         """
         start = time.perf_counter()
-        self._ensure_index(query)
+        self.ensure_index(query)
         end_unit = self.window.first_ring_group(self.length + 1)
         if self.index.ready:
             self.index.begin_step(query, self._first_unit, self.length)
@@ -88,13 +88,9 @@ class RetrievalLayer(LayerCache):
         selection = self.policy.select(
             self.index, query, self._first_unit, end_unit, setup.plan.selected_groups
         )
+        self.tell_replacement()
         plan = plan_fetch(selection, self.table, self.replacement)
-        pending = None
-        if len(plan.rows):
-            units = setup.units.table[plan.rows, plan.units]
-            pool_rows = plan.rows * self.pool.slots_per_row + plan.slots
-            self.transfer.drain()
-            pending = self.transfer.read(units, pool_rows)
+        pending = self.read_missing(plan) if len(plan.rows) else None
         wanted, hit = plan.num_wanted - plan.num_reused, plan.num_hit - plan.num_reused
         setup.phase.units_wanted += wanted
         setup.phase.units_hit += hit
@@ -107,6 +103,15 @@ class RetrievalLayer(LayerCache):
                 wanted=wanted, hit=hit,
             )  # fmt: skip
         self._fetch = (selection, plan, pending)
+
+    def tell_replacement(self) -> None:
+        """Tell the replacement policy what the slots hold, where it wants to know."""
+
+    def read_missing(self, plan: FetchPlan) -> PendingRead:
+        """Submit the reads of what a selection misses."""
+        units = self.setup.units.table[plan.rows, plan.units]
+        self.transfer.drain()
+        return self.transfer.read(units, plan.rows * self.pool.slots_per_row + plan.slots)
 
     def _all_resident(self, end_unit: int) -> bool:
         first = self._lowest_unit
@@ -214,7 +219,7 @@ class RetrievalLayer(LayerCache):
         if self.index.ready:
             self.index.append(keys, first_group * self.setup.plan.group_tokens)
 
-    def _ensure_index(self, query: Tensor) -> None:
+    def ensure_index(self, query: Tensor) -> None:
         """Make the basis from the prompt's own keys when there is none, then index what closed."""
         if self.index.ready:
             return

@@ -71,8 +71,9 @@ class TieredRuntime:
         self._torn = self._lost_writes = False
 
     def _open_store(self) -> KVStore:
+        files = 2 if self.config.policy.lays_out and not self.config.exact else 1
         return KVStore.create(
-            self.config.store, num_layers=self.config.shape.num_layers,
+            self.config.store, num_layers=files * self.config.shape.num_layers,
             unit_bytes=self._unit_tokens * self._rows.shape.token_bytes,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Writer: closed groups to disk behind the decode loop, on one thread."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -27,6 +28,10 @@ class Writer:
     ) -> "Future[int]":
         """Write `buffer[rows]` to `unit_ids`; the rows must not change until the future is done."""
         return self._pool.submit(self._write, region, unit_ids, buffer, rows)
+
+    def run(self, job: Callable[[], None]) -> "Future[None]":
+        """Do something else on the same thread, in its turn."""
+        return self._pool.submit(job)
 
     def _write(
         self,

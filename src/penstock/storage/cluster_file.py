@@ -11,7 +11,8 @@ import numpy.typing as npt
 from penstock.core.errors import FetchError, StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.cluster_pools import EMPTY
-from penstock.storage.cluster_reads import ClusterRead, LayoutCounters, Spans, merge
+from penstock.storage.cluster_reads import ClusterRead, LayoutCounters
+from penstock.storage.cluster_spans import Located, Spans, merge, put_held
 from penstock.storage.file import ByteArray, Int64Array, KVFile
 
 _RESERVE_BYTES = 256 << 10
@@ -25,25 +26,6 @@ class Split(NamedTuple):
     """Entry i of the cluster is now what entry `kept[i]` was."""
     moved: Int64Array
     """Entry i of the new cluster is what entry `moved[i]` was."""
-
-
-class Located(NamedTuple):
-    """Where the entries of some clusters are."""
-
-    counts: Int64Array
-    """Entries of each cluster. [clusters]"""
-    addresses: Int64Array
-    """Byte of the file at which each entry begins, cluster by cluster. [entries]"""
-    lows: Int64Array
-    """First byte of each range to read, a multiple of a sector. [ranges]"""
-    highs: Int64Array
-    """[ranges]"""
-    stored: Int64Array
-    """Entries of each range that are in the file and not in a write buffer. [ranges]"""
-    range_of: Int64Array
-    """The range that each entry is in. [entries]"""
-    patches: list[tuple[int, ByteArray]]
-    """(address, bytes) of sectors that are newer in memory than in the file."""
 
 
 class ClusterFile(ABC):
@@ -123,6 +105,23 @@ class ClusterFile(ABC):
             StorageError: a read or write failed; see the class for what is lost.
         """
 
+    def append_each(self, clusters: Int64Array, entries: ByteArray) -> None:
+        """Add one entry to each of several clusters, as `append` one after the other would.
+
+        Args:
+            clusters: int64 [clusters], no two the same.
+            entries: the entry of each. uint8 [clusters, entry_bytes]
+
+        Raises:
+            StoreFullError: there is no room.
+            StorageError: a read or write failed; see the class for what is lost. In either case
+                the clusters before the one that failed have their entry, and it and those behind
+                it have not; `num_entries` tells them apart.
+        """
+        numbers = self._check_each(clusters, entries)
+        for i, cluster in enumerate(numbers):
+            self.append(cluster, entries[i : i + 1])
+
     @abstractmethod
     def split(
         self, cluster: int, new_cluster: int, stays: npt.NDArray[np.bool_],
@@ -151,6 +150,18 @@ class ClusterFile(ABC):
         Raises:
             StorageError: where others had to move, and that failed.
         """
+
+    def clear(self) -> None:
+        """Forget all clusters, those in write buffers too; the file keeps its length.
+
+        Reads under way end first. The counters go on.
+        """
+        self.settle_reads()
+        self._spoiled.clear()
+        self._forget_all()
+
+    @abstractmethod
+    def _forget_all(self) -> None: ...
 
     @abstractmethod
     def flush(self) -> None:
@@ -212,8 +223,8 @@ class ClusterFile(ABC):
         assert sizes.sum() <= buffer.num_bytes, (sizes.sum(), buffer.num_bytes)
         stored = np.zeros(len(sizes), dtype=np.int64)
         np.add.at(stored, spans.span_of, found.stored)
-        lows, highs = self._without_buffered(spans.lows, spans.highs, found.patches)
         live = stored > 0
+        lows, highs, late = put_held(found, spans, live, shift, buffer)
         ticket = None
         if live.any():
             to = (lows + shift)[live] + buffer.address
@@ -222,13 +233,8 @@ class ClusterFile(ABC):
             self._count_read(stored[live], int(lengths.sum()))
             if self.gap_bytes:
                 self._count_gaps(found, spans, live)
-        offsets = found.addresses + shift[spans.span_of[found.range_of]]
-        in_span = [int(spans.lows.searchsorted(at, "right")) - 1 for at, _ in found.patches]
-        patches = [
-            (at + int(shift[span]), data.copy())
-            for (at, data), span in zip(found.patches, in_span, strict=True)
-        ]
-        read = ClusterRead(buffer, ticket, found.counts, offsets, self.entry_bytes, patches)
+        offsets = found.addresses(shift[spans.span_of])
+        read = ClusterRead(buffer, ticket, found.counts, offsets, self.entry_bytes, late)
         self._under_way = [r for r in self._under_way if not r.done()] + [read]
         return read
 
@@ -248,22 +254,12 @@ class ClusterFile(ABC):
                 read.wait()
         self._under_way = []
 
-    def _without_buffered(
-        self, lows: Int64Array, highs: Int64Array, patches: list[tuple[int, ByteArray]]
-    ) -> tuple[Int64Array, Int64Array]:
-        """Spans without a first or last sector that comes from memory anyway."""
-        if not patches:
-            return lows, highs
-        held = np.array([at for at, _ in patches], dtype=np.int64)
-        lows = lows + self.sector_bytes * np.isin(lows, held)
-        ends_held = np.isin(highs - self.sector_bytes, held) & (highs > lows)
-        return lows, highs - self.sector_bytes * ends_held
-
     def _count_read(self, stored: Int64Array, num_bytes: int) -> None:
         counters = self.counters
-        for length, times in zip(*np.unique(stored, return_counts=True), strict=True):
-            known = counters.access_lengths.get(int(length), 0)
-            counters.access_lengths[int(length)] = known + int(times)
+        times = np.bincount(stored)
+        lengths = times.nonzero()[0]
+        for length, more in zip(lengths.tolist(), times[lengths].tolist(), strict=True):
+            counters.access_lengths[length] = counters.access_lengths.get(length, 0) + more
         counters.read_entries += int(stored.sum())
         counters.read_bytes += num_bytes
 
@@ -274,8 +270,8 @@ class ClusterFile(ABC):
         np.add.at(gaps, inside, tight.lows - tight.highs)
         self.counters.gap_bytes += int(gaps[live].sum())
 
-    def _refuse_spoiled(self, clusters: Int64Array) -> None:
-        if self._spoiled and not self._spoiled.isdisjoint(clusters.tolist()):
+    def _refuse_spoiled(self, clusters: Sequence[int] | Int64Array) -> None:
+        if self._spoiled and not self._spoiled.isdisjoint(np.asarray(clusters).tolist()):
             raise StorageError(
                 "a KV cluster was lost when writing it failed earlier; reset the cache"
             )
@@ -319,6 +315,14 @@ class ClusterFile(ABC):
         assert entries.ndim == 2, entries.shape
         assert entries.shape[1] == self.entry_bytes, entries.shape
         return entries
+
+    def _check_each(self, clusters: Int64Array, entries: ByteArray) -> list[int]:
+        """The clusters of `append_each`, its arguments checked."""
+        self._check_new(entries)
+        numbers: list[int] = clusters.tolist()
+        assert len(numbers) == len(entries), (len(numbers), len(entries))
+        assert len(set(numbers)) == len(numbers), "a cluster gets two entries"
+        return numbers
 
 
 def new_clusters(

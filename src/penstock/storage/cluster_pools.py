@@ -216,6 +216,15 @@ class ClusterPools:
         self.count[cluster] = 0
         self.give_up(half)
 
+    def clear(self) -> None:
+        """Forget all clusters; the numbers may be used again."""
+        self.side[:] = _NOWHERE
+        self.count[:] = 0
+        self._pools.clear()
+        self._pool_of.clear()
+        self._half_free.clear()
+        self._extents = FreeExtents()
+
     def check_integrity(self) -> None:
         """Raise CacheStateError unless places are aligned, disjoint, and at their pools' ends."""
         spans = [(first, pool.sectors) for first, pool in self._pools.items()]

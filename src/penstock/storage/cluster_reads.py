@@ -1,12 +1,16 @@
 """ClusterRead and LayoutCounters: clusters on their way from a file, and what they cost."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.cluster_spans import Patches, sectors_of
 from penstock.storage.file import ByteArray, Int64Array, Ticket
+
+_PIECE = 1024
+"""Entries copied at once by `scatter`: what is on its way stays in the processor's cache."""
 
 
 @dataclass(slots=True)
@@ -53,37 +57,6 @@ class LayoutCounters:
         return self.written_bytes / new if new else 0.0
 
 
-class Spans(NamedTuple):
-    """Ranges of bytes merged where they touch, ascending."""
-
-    lows: Int64Array
-    """[spans]"""
-    highs: Int64Array
-    """[spans]"""
-    span_of: Int64Array
-    """Which span each range is in. [ranges]"""
-
-
-def merge(lows: Int64Array, highs: Int64Array, gap_bytes: int = 0) -> Spans:
-    """Merge the ranges [lows[i], highs[i]) that touch, overlap, or leave `gap_bytes` or less.
-
-    Args:
-        lows, highs: int64 [ranges], in any order
-    """
-    if not len(lows):
-        return Spans(lows, highs, lows)
-    order = lows.argsort(kind="stable")
-    low = lows[order]
-    reach = np.maximum.accumulate(highs[order])
-    begins = np.ones(len(low), dtype=np.bool_)
-    begins[1:] = low[1:] > reach[:-1] + gap_bytes
-    first = begins.nonzero()[0]
-    span_of = np.empty(len(low), dtype=np.int64)
-    span_of[order] = begins.cumsum() - 1
-    last = np.append(first[1:], len(low)) - 1
-    return Spans(low[first], reach[last], span_of)
-
-
 class ClusterRead:
     """The entries of some clusters, on their way into a buffer or there.
 
@@ -95,13 +68,13 @@ class ClusterRead:
 
     def __init__(
         self, buffer: AlignedBuffer, ticket: Ticket | None, counts: Int64Array,
-        offsets: Int64Array, entry_bytes: int, patches: list[tuple[int, ByteArray]],
+        offsets: Int64Array, entry_bytes: int, patches: Patches | None,
     ) -> None:  # fmt: skip
         """Take over a submitted batch.
 
         Args:
             ticket: None where all entries were in memory.
-            patches: (byte of the buffer, bytes) of sectors that are newer in memory.
+            patches: what goes into the buffer when the reads have ended.
         """
         self.buffer = buffer
         self.counts = counts
@@ -109,6 +82,11 @@ class ClusterRead:
         self._ticket = ticket
         self._entry_bytes = entry_bytes
         self._patches = patches
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The batch of reads; None where all entries were in memory."""
+        return self._ticket
 
     def done(self) -> bool:
         """Whether every read has ended, well or not. Never blocks."""
@@ -122,10 +100,10 @@ class ClusterRead:
         """
         if self._ticket is not None:
             self._ticket.wait()
-        flat = self.buffer.array.reshape(-1)
-        for at, data in self._patches:
-            flat[at : at + len(data)] = data
-        self._patches = []
+        if self._patches is not None:
+            to, data = self._patches
+            sectors_of(self.buffer, data.itemsize)[to] = data
+            self._patches = None
 
     def gather(self) -> ByteArray:
         """Wait, and copy all entries: uint8 [entries, entry_bytes].
@@ -134,13 +112,38 @@ class ClusterRead:
             FetchError: as `wait`.
         """
         self.wait()
-        num_rows = max(0, self.buffer.num_bytes - self._entry_bytes + 1)
         if not len(self.offsets):
             return np.zeros((0, self._entry_bytes), dtype=np.uint8)
-        rows: np.ndarray[tuple[int], np.dtype[np.void]] = np.ndarray(
+        return self._entries()[self.offsets].view(np.uint8).reshape(-1, self._entry_bytes)
+
+    def scatter(self, which: Int64Array, target: ByteArray, rows: Int64Array) -> None:
+        """Wait, and copy entry `which[i]` to `target[rows[i]]`.
+
+        Args:
+            which: entries by their place in `offsets`. int64 [chosen]
+            target: contiguous. uint8 [rows, entry_bytes]
+            rows: int64 [chosen], no two the same.
+
+        Raises:
+            FetchError: as `wait`.
+        """
+        self.wait()
+        if not len(which):
+            return
+        assert target.flags.c_contiguous, "each row must be one run of bytes"
+        kind = f"V{self._entry_bytes}"
+        sources, targets = self._entries(), target.view(kind).reshape(-1)
+        offsets = self.offsets[which]
+        for first in range(0, len(offsets), _PIECE):
+            piece = slice(first, first + _PIECE)
+            targets[rows[piece]] = sources[offsets[piece]]
+
+    def _entries(self) -> npt.NDArray[np.void]:
+        """What begins at each byte of the buffer, were it an entry."""
+        num_rows = max(0, self.buffer.num_bytes - self._entry_bytes + 1)
+        return np.ndarray(
             (num_rows,), dtype=f"V{self._entry_bytes}", buffer=self.buffer.array, strides=(1,)
         )
-        return rows[self.offsets].view(np.uint8).reshape(-1, self._entry_bytes)
 
     def split(self) -> list[ByteArray]:
         """Wait, and copy each cluster's entries: a list of uint8 [count, entry_bytes].

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import StorageError
-from penstock.storage.cluster_file import ClusterFile, Located, Split, new_clusters
+from penstock.storage.cluster_file import ClusterFile, Split, new_clusters
+from penstock.storage.cluster_spans import Located
 from penstock.storage.file import ByteArray, Int64Array, KVFile
 
 
@@ -53,8 +54,11 @@ class _OrderedEntries(ClusterFile):
         lows = slots[first] * self.entry_bytes // sector * sector
         ends = (slots[first] + stored) * self.entry_bytes
         highs = -(-ends // sector) * sector
-        addresses = slots * self.entry_bytes
-        return Located(counts, addresses, lows, highs, stored, begins.cumsum() - 1, [])
+        return Located(
+            counts, lows, highs, stored, stored, slots[first] * self.entry_bytes,
+            np.full(len(first), self.entry_bytes), np.zeros(0, np.int64),
+            np.zeros(0, f"V{sector}"),
+        )  # fmt: skip
 
     def _write_slots(self, first_slot: int, entries: ByteArray) -> None:
         """Write entries from a slot on; others in their first and last sector stay as they are."""
@@ -150,6 +154,10 @@ class TokenOrder(_OrderedEntries):
         """See `ClusterFile.free`."""
         del self._slots_of[cluster]
 
+    def _forget_all(self) -> None:
+        self._slots_of.clear()
+        self._total = 0
+
     def _take(self, count: int) -> Int64Array:
         first, self._total = self._total, self._total + count
         self.counters.appended_bytes += count * self.entry_bytes
@@ -204,7 +212,7 @@ class PackedClusters(_OrderedEntries):
     def append(self, cluster: int, entries: ByteArray) -> None:
         """See `ClusterFile.append`."""
         self._check_new(entries)
-        self._refuse_spoiled(np.array([cluster]))
+        self._refuse_spoiled([cluster])
         end = self._first[cluster] + self._count[cluster]
         self._replace(cluster, end, end, entries)
         self._count[cluster] += len(entries)
@@ -216,7 +224,7 @@ class PackedClusters(_OrderedEntries):
         entries: ByteArray | None = None,
     ) -> Split:  # fmt: skip
         """See `ClusterFile.split`."""
-        self._refuse_spoiled(np.array([cluster]))
+        self._refuse_spoiled([cluster])
         assert new_cluster not in self._count, "has a place"
         first, count = self._first[cluster], self._count[cluster]
         if entries is None:
@@ -241,6 +249,12 @@ class PackedClusters(_OrderedEntries):
         self._spoiled.discard(cluster)
         self._order.remove(cluster)
         del self._count[cluster], self._first[cluster]
+        self._number()
+
+    def _forget_all(self) -> None:
+        self._order.clear()
+        self._count.clear()
+        self._first.clear()
         self._number()
 
     def _replace(self, cluster: int, first: int, end: int, entries: ByteArray) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import StorageError
-from penstock.storage.cluster_file import ClusterFile, Located, Split, new_clusters, scatter
+from penstock.storage.cluster_file import ClusterFile, Split, new_clusters, scatter
 from penstock.storage.cluster_pools import ClusterPools, Half
-from penstock.storage.cluster_reads import merge
+from penstock.storage.cluster_spans import Located, merge
 from penstock.storage.file import ByteArray, Int64Array, KVFile
 from penstock.storage.write_buffers import WriteBuffers
 
@@ -82,7 +82,9 @@ class PooledClusters(ClusterFile):
     def append(self, cluster: int, entries: ByteArray) -> None:
         """See `ClusterFile.append`."""
         self._check_new(entries)
-        self._refuse_spoiled(np.array([cluster]))
+        if len(entries) == 1 and self._buffer_one(cluster, entries.reshape(-1).data):
+            return
+        self._refuse_spoiled([cluster])
         if not len(entries):
             return
         self._make_room(cluster, len(entries))
@@ -97,12 +99,20 @@ class PooledClusters(ClusterFile):
         self.pools.resize(cluster, count + len(entries))
         self.counters.appended_bytes += entries.size
 
+    def append_each(self, clusters: Int64Array, entries: ByteArray) -> None:
+        """See `ClusterFile.append_each`."""
+        numbers, size = self._check_each(clusters, entries), self.entry_bytes
+        flat = np.ascontiguousarray(entries).reshape(-1).data
+        for i, cluster in enumerate(numbers):
+            if not self._buffer_one(cluster, flat[i * size : (i + 1) * size]):
+                self.append(cluster, entries[i : i + 1])
+
     def split(
         self, cluster: int, new_cluster: int, stays: npt.NDArray[np.bool_],
         entries: ByteArray | None = None,
     ) -> Split:  # fmt: skip
         """See `ClusterFile.split`; the larger child is better left to stay."""
-        self._refuse_spoiled(np.array([cluster]))
+        self._refuse_spoiled([cluster])
         assert new_cluster not in self.pools, "has a place"
         count = self.num_entries(cluster)
         entries = self._load(cluster) if entries is None else self._check_new(entries)
@@ -142,6 +152,10 @@ class PooledClusters(ClusterFile):
         self._spoiled.discard(cluster)
         self.pools.free(cluster)
 
+    def _forget_all(self) -> None:
+        self.pools.clear()
+        self._buffers.clear()
+
     def flush(self) -> None:
         """See `ClusterFile.flush`."""
         for cluster in self._buffers.clusters():
@@ -162,6 +176,32 @@ class PooledClusters(ClusterFile):
         buffer = self._buffers.assign(cluster)
         buffer[:] = 0 if last is None else last
         return buffer
+
+    def _buffer_one(self, cluster: int, entry: memoryview) -> bool:
+        """Append one entry to a cluster with a buffer that takes it; whether that was so.
+
+        The buffer is written when that fills it.
+
+        Args:
+            entry: its bytes, contiguous.
+        """
+        pools, size, sector = self.pools, self.entry_bytes, self.sector_bytes
+        if cluster not in self._buffers or cluster in self._spoiled:
+            return False
+        count = int(pools.count[cluster])
+        used = count * size % sector
+        end = used + size
+        if end > sector or (not used and pools.room(cluster) < 1):
+            return False
+        self._buffers.heat_up(cluster)
+        grows_down = pools.side[cluster] == 1
+        self._buffers.fill(cluster, sector - end if grows_down else used, entry)
+        if end == sector and (buffer := self._buffers.get(cluster)) is not None:
+            base, begin = int(pools.base[cluster]), count * size - used
+            self._write(base - begin - sector if grows_down else base + begin, buffer)
+        pools.count[cluster] = count + 1
+        self.counters.appended_bytes += size
+        return True
 
     def _write_buffer(self, cluster: int) -> None:
         buffer = self._buffers.get(cluster)
@@ -222,7 +262,7 @@ class PooledClusters(ClusterFile):
         found = self._locate(np.array(clusters, dtype=np.int64))
         rows = np.concatenate([np.zeros(0, dtype=np.int64), *members])
         spans = merge(found.lows, found.highs)
-        span_of = spans.span_of[found.range_of]
+        addresses, span_of = found.addresses(), spans.span_of.repeat(found.lengths)
         by_span = span_of.argsort(kind="stable")
         bounds = span_of[by_span].searchsorted(np.arange(len(spans.lows) + 1))
         for span, (low, high) in enumerate(
@@ -231,7 +271,7 @@ class PooledClusters(ClusterFile):
             here = by_span[bounds[span] : bounds[span + 1]]
             if len(here):
                 image = self._new_image(high - low)
-                scatter(image, found.addresses[here] - low, entries[rows[here]])
+                scatter(image, addresses[here] - low, entries[rows[here]])
                 self._write(low, image)
 
     def _rewrite(self, cluster: int, entries: ByteArray, changed: npt.NDArray[np.bool_]) -> None:
@@ -264,23 +304,25 @@ class PooledClusters(ClusterFile):
 
     def _load(self, cluster: int) -> ByteArray:
         """A copy of a cluster's entries, read in order to write: uint8 [count, entry_bytes]."""
-        found = self._locate(np.array([cluster], dtype=np.int64))
-        low, high = int(found.lows[0]), int(found.highs[0])
-        if low == high:
-            return np.zeros((0, self.entry_bytes), dtype=np.uint8)
-        stored = self._read_old(low, high - low)
-        for at, data in found.patches:
-            stored[at - low : at - low + len(data)] = data
-        first = found.addresses[:, None] - low
-        entries: ByteArray = stored[first + np.arange(self.entry_bytes)]
-        return entries
+        size, sector, side = self.entry_bytes, self.sector_bytes, int(self.pools.side[cluster])
+        num_bytes = self.num_entries(cluster) * size
+        if not num_bytes:
+            return np.zeros((0, size), dtype=np.uint8)
+        padded = -(-num_bytes // sector) * sector
+        stored = self._read_old(int(self.pools.base[cluster]) - side * padded, padded)
+        buffer = self._buffers.get(cluster)
+        if buffer is not None and padded > num_bytes:
+            stored[0 if side else padded - sector :][:sector] = buffer
+        if side:
+            return stored[padded - num_bytes :].reshape(-1, size)[::-1].copy()
+        return stored[:num_bytes].reshape(-1, size).copy()
 
     def _make_room(self, cluster: int, num_entries: int) -> None:
         """Move the cluster, or its partner, where so many entries more do not fit in place."""
         if self.pools.room(cluster) >= num_entries:
             return
         mover = self.pools.crowded(cluster, num_entries)
-        self._refuse_spoiled(np.array([mover]))
+        self._refuse_spoiled([mover])
         self.settle_reads()
         entries = self._load(mover)
         extra = num_entries if mover == cluster else 0
@@ -300,21 +342,16 @@ class PooledClusters(ClusterFile):
         pools, size, sector = self.pools, self.entry_bytes, self.sector_bytes
         count, base, side = pools.count[clusters], pools.base[clusters], pools.side[clusters]
         assert not len(side) or side.min() >= 0, "no such cluster"
-        padded = -(-count * size // sector) * sector
-        range_of = np.arange(len(clusters)).repeat(count)
-        within = np.arange(len(range_of)) - (count.cumsum() - count)[range_of]
-        steps = np.where(side[range_of] == 1, -(within + 1), within) * size
-        stored, patches = count.copy(), []
-        if self._buffers.clusters():
-            for i, cluster in enumerate(clusters.tolist()):
-                buffer = self._buffers.get(cluster)
-                at = None if buffer is None else self._last_sector_at(cluster)
-                if buffer is not None and at is not None:
-                    stored[i] -= count[i] * size % sector // size
-                    patches.append((at, buffer))
+        num_bytes = count * size
+        rest = num_bytes % sector
+        padded = num_bytes + (sector - rest) * (rest > 0)
+        lows = base - padded * side
+        slots = self._buffers.slots(clusters)
+        is_held = (slots >= 0) & (rest > 0)
+        held = lows + (padded - sector) * (1 - side)
         return Located(
-            count, base[range_of] + steps, base - np.where(side == 1, padded, 0),
-            base + np.where(side == 1, 0, padded), stored, range_of, patches,
+            count, lows, lows + padded, count - rest // size * is_held, count, base - size * side,
+            size - 2 * size * side, held[is_held], self._buffers.rows[slots[is_held]],
         )  # fmt: skip
 
 

@@ -27,11 +27,19 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
     "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
+    "copy_centroids": (*2 * (_ADDRESS,), _COUNT),
+    "nearest_centroids": (*2 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "cluster_step": (*3 * (_ADDRESS,), *3 * (_COUNT,), *3 * (_ADDRESS,)),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
 })  # fmt: skip
 
 _VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention"})
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
+
+_BYTE_PRODUCTS = frozenset(
+    {"group_scores", "copy_centroids", "nearest_centroids", "cluster_step"}
+)  # fmt: skip
+"""Kernels that need AVX-512 VNNI."""
 
 Kernel = Callable[..., None]
 
@@ -61,7 +69,7 @@ def kernel(name: str) -> Kernel | None:
     library = _load(_FOLDER / file_name())
     if library is None or (name in _VECTORS and not _has(library, "vectors")):
         return None
-    if name == "group_scores" and not _has(library, "byte_products"):
+    if name in _BYTE_PRODUCTS and not _has(library, "byte_products"):
         return None
     found = library[f"penstock_{name}"]
     found.argtypes, found.restype = list(_SIGNATURES[name]), None

@@ -1,0 +1,252 @@
+"""FollowedClusters: ranks the clusters that follow what is decoded, for retrieval (DynaKV)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.selection import Selection
+from penstock.core.shape import KVShape
+from penstock.indexes.adaptive_clusters import AdaptiveClusters, UpdateRule
+from penstock.indexes.base import KeyIndex
+from penstock.kernels.unit_selection import CHUNK_UNITS, unit_scores
+
+PROMPT_QUERIES = 32
+"""Newest queries of the prompt from which co-retrieval is counted."""
+SPARE_CLUSTERS = 16
+"""Clusters of a row beside three for every two times `tokens_per_cluster` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSizes:
+    """How large one layer's clusters and their tables are, and how they follow."""
+
+    tokens_per_cluster: int
+    update: UpdateRule
+    buffer_entries: int
+    recluster_tokens: int
+    threshold_quantile: float
+    threshold_factor: float
+
+    def capacity(self, max_tokens: int) -> int:
+        """Clusters of a row: splits make them smaller than those of the prompt."""
+        if self.tokens_per_cluster == 1:
+            return max_tokens
+        return 3 * max_tokens // (2 * self.tokens_per_cluster) + SPARE_CLUSTERS
+
+
+class FollowedClusters(KeyIndex):
+    """Clusters of all tokens from `base` on, ranked by their centroids; one KV head a row.
+
+    Source: DynaKV, sections 2.1 and 4 (clusters are retrieved by query and representative, and
+    follow the output). The layer feeds it: `begin_fit`, `fit_row` and `end_fit` for the prompt,
+    `clusters` itself for what is decoded, because a split needs the entries.
+
+    Differences: clusters are ranked by the softmax over clusters per query head and its mean over
+    the heads of the row (the paper does not say how the heads of a group agree). Whole clusters are
+    taken as long as they fit the budget of tokens; the first that does not is taken in part, so
+    that the budget is met exactly. Such a one does not count as retrieved for a split.
+    """
+
+    num_prompt_queries: ClassVar[int] = PROMPT_QUERIES
+
+    def __init__(
+        self, shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int, scaling: float,
+        device: torch.device, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Allocate; nothing grows later.
+
+        Args:
+            shape: of a row.
+            batch: rows.
+        """
+        assert shape.num_kv_heads == 1, "one KV head a row"
+        self.sizes, self._scaling, self._device = sizes, scaling, device
+        self.clusters = AdaptiveClusters(
+            rows=batch, dim=shape.head_dim, max_tokens=max_tokens,
+            max_clusters=sizes.capacity(max_tokens),
+            tokens_per_cluster=sizes.tokens_per_cluster, buffer_entries=sizes.buffer_entries,
+            update=sizes.update, recluster_tokens=sizes.recluster_tokens,
+            threshold_quantile=sizes.threshold_quantile, threshold_factor=sizes.threshold_factor,
+            seed=seed,
+        )  # fmt: skip
+        self.base = 0
+        """Cache position of the first token that is in a cluster."""
+        self.prompt_queries: Tensor | None = None
+        """[rows, heads of a row, at most `num_prompt_queries`, head_dim]"""
+        self.whole = np.zeros((batch, sizes.capacity(max_tokens)), dtype=np.bool_)
+        """Clusters that the newest selection has all of. [rows, most clusters]"""
+        self.labels = np.zeros((batch, 0), dtype=np.int64)
+        """Where the tokens of the newest `append` went: see `AdaptiveClusters.append`.
+        [rows, tokens]"""
+        self._ready = False
+
+    @staticmethod
+    def num_bytes(shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int) -> int:
+        """Bytes of one layer's index, for the ledger."""
+        queries = batch * shape.num_query_heads * PROMPT_QUERIES * shape.head_dim
+        return queries * shape.dtype.itemsize + AdaptiveClusters.num_bytes(
+            rows=batch, dim=shape.head_dim, max_tokens=max_tokens,
+            max_clusters=sizes.capacity(max_tokens), update=sizes.update,
+            recluster_tokens=sizes.recluster_tokens,
+        )  # fmt: skip
+
+    @staticmethod
+    def scratch_bytes(shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int) -> int:
+        """Temporaries of one selection, for the ledger."""
+        capacity = sizes.capacity(max_tokens)
+        chunk = min(capacity, CHUNK_UNITS) * shape.head_dim * 4
+        by_cluster = batch * (capacity * (8 * shape.num_query_heads + 64) + chunk)
+        return by_cluster + (8 * batch + 24) * max_tokens
+
+    # The prompt -------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """See `KeyIndex.ready`."""
+        return self._ready
+
+    def see_queries(self, queries: Tensor) -> None:
+        """See `KeyIndex.see_queries`."""
+        self.prompt_queries = queries
+
+    def forget(self) -> None:
+        """Begin anew: everything is clustered when the next step wants it."""
+        self._ready = False
+        self.whole.fill(False)
+        self.clusters.reset()
+
+    def begin_fit(self, base: int, tokens: int) -> None:
+        """A prompt's keys come next, row by row: those from position `base` on."""
+        self.base = base
+        self.clusters.begin_fit(tokens)
+
+    def fit_row(self, row: int, keys: Tensor) -> None:
+        """Cluster one row's keys. [tokens, head_dim]"""
+        self.clusters.fit_row(row, keys)
+
+    def end_fit(self) -> None:
+        """All rows are clustered."""
+        self.clusters.end_fit()
+        self.prompt_queries = None
+        self._ready = True
+
+    def append(self, keys: Tensor, first_token: int) -> None:
+        """See `KeyIndex.append`; splits are the layer's to ask for."""
+        assert first_token - self.base == self.clusters.length, "a token is missing"
+        self.labels = self.clusters.append(keys[:, :, 0])
+
+    # Retrieval --------------------------------------------------------------------------------
+
+    def retrieve(
+        self, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int
+    ) -> Selection:
+        """Tokens of the clusters that rank highest, exactly `wanted` where there are so many.
+
+        Args:
+            query: the true query. [rows, heads of a row, head_dim]
+            first_unit, end_unit, wanted: see `SelectionPolicy.select`.
+        """
+        available = end_unit - first_unit
+        if (available <= wanted).all():
+            self.whole[:, : self.clusters.num_clusters] = True
+            ids = np.arange(first_unit.min(), end_unit)
+            ids = np.broadcast_to(ids, (len(first_unit), len(ids))).copy()
+            return Selection(ids, ids >= first_unit[:, None])
+        owners = self.owners()
+        sizes = self._selectable(owners, first_unit, end_unit)
+        rank = self._scores(query, sizes).argsort(dim=1, descending=True, stable=True).numpy()
+        ranked = np.take_along_axis(sizes, rank, axis=1)
+        ends = ranked.cumsum(axis=1)
+        taken = (ends <= wanted) & (ranked > 0)
+        self.whole.fill(False)
+        np.put_along_axis(self.whole, rank, taken, axis=1)
+        # The first that does not fit is taken in part.
+        over = (ends > wanted).argmax(axis=1)
+        rows = np.arange(len(rank))
+        part = np.where(ends[:, -1] > wanted, rank[rows, over], -1)
+        room = wanted - np.where(over > 0, ends[rows, over - 1], 0)
+        return self._tokens(owners[:, : end_unit - self.base], part, room, first_unit, wanted)
+
+    def _scores(self, query: Tensor, sizes: NDArray[np.int64]) -> Tensor:
+        return unit_scores(
+            query.cpu(), self.clusters.representatives, torch.from_numpy(sizes), self._scaling
+        )
+
+    def _selectable(
+        self, owners: NDArray[np.int32], first_unit: NDArray[np.int64], end_unit: int
+    ) -> NDArray[np.int64]:
+        """Tokens of each cluster that are neither in the window nor before a row's first unit.
+        [rows, clusters]"""
+        counts = self.clusters.entry_counts().astype(np.int64)
+        self._subtract(counts, owners[:, end_unit - self.base :], None)
+        first = first_unit - self.base
+        if (first > 0).any():
+            head = owners[:, : first.max()]
+            self._subtract(counts, head, np.arange(head.shape[1]) < first[:, None])
+        return counts
+
+    @staticmethod
+    def _subtract(
+        counts: NDArray[np.int64], owners: NDArray[np.int32], where: NDArray[np.bool_] | None
+    ) -> None:
+        """Count tokens out of their clusters. owners: [rows, tokens]"""
+        rows, clusters = counts.shape
+        flat = owners + (np.arange(rows) * clusters)[:, None]
+        flat = flat.ravel() if where is None else flat[where]
+        counts -= np.bincount(flat, minlength=counts.size).reshape(counts.shape)
+
+    def owners(self) -> NDArray[np.int32]:
+        """The cluster of each token from `base` on, as a member or waiting. [rows, tokens]"""
+        known = self.clusters.entries.cluster_of[:, : self.clusters.length]
+        return np.maximum(known, ~known).astype(np.int32)
+
+    def _tokens(
+        self, owners: NDArray[np.int32], part: NDArray[np.int64], room: NDArray[np.int64],
+        first_unit: NDArray[np.int64], wanted: int,
+    ) -> Selection:  # fmt: skip
+        """Positions of all tokens in whole clusters, and of the first `room` of the partial one."""
+        positions = np.arange(self.base, self.base + owners.shape[1])
+        ids = np.zeros((len(owners), wanted), dtype=np.int64)
+        valid = np.zeros(ids.shape, dtype=np.bool_)
+        for row, own in enumerate(owners):
+            chosen = self.whole[row].take(own)
+            if part[row] >= 0:
+                at = (own == part[row]).nonzero()[0]
+                at = at[at + self.base >= first_unit[row]][: room[row]]
+                chosen[at] = True
+            if first_unit[row] > self.base:
+                chosen[: first_unit[row] - self.base] = False
+            found = positions[chosen]
+            ids[row, : len(found)], valid[row, : len(found)] = found, True
+        return Selection(ids) if valid.all() else Selection(ids, valid)
+
+    def score(self, query: Tensor, num_units: int) -> Tensor:
+        """See `KeyIndex.score`: a token is as important as its cluster."""
+        sizes = self.clusters.entry_counts().astype(np.int64)
+        scores = self._scores(query, sizes)
+        out = scores.new_full((len(scores), num_units), -1.0)
+        owners = self.owners()[:, : num_units - self.base].astype(np.int64)
+        out[:, self.base :] = scores.gather(1, torch.from_numpy(owners))
+        return out.to(query.device)
+
+    @property
+    def score_is_replaced(self) -> bool:
+        """Whether somebody laid another score over this one (selection streams)."""
+        return "score" in vars(self)
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
+        """See `KeyIndex.take_rows_from`."""
+        assert isinstance(other, FollowedClusters)
+        at = rows.cpu().numpy()
+        self._ready, self.base = other._ready, other.base
+        self.whole = other.whole[at].copy()
+        if other._ready:
+            self.clusters.take_rows_from(other.clusters, rows)
+        seen = other.prompt_queries
+        self.prompt_queries = None if seen is None else seen[rows]

@@ -1,0 +1,348 @@
+"""ClusterLayer: a layer whose tokens are retrieved by clusters that follow the output (DynaKV)."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.indexes.base import KeyIndex
+from penstock.indexes.followed_clusters import FollowedClusters
+from penstock.policies.base import SelectionPolicy
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.cluster_layout import ClusterLayout, Wanted
+from penstock.runtime.fetch_plan import FetchPlan
+from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.retrieval_layer import RetrievalLayer
+from penstock.runtime.slot_transfer import PendingRead, PoolMemory
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.cluster_reads import ClusterRead
+from penstock.storage.file import ByteArray, Int64Array
+from penstock.tiers.replacement.cluster_aligned import ClusterAligned
+
+FOLLOW_TOKENS = 32
+"""Most tokens of one call that the clusters follow; more are a prompt, and all is clustered
+anew when the next step wants it."""
+
+class ClusterBuffers:
+    """Memory that clusters land in where there is no staging, used by the layers in turn."""
+
+    def __init__(self, num_bytes: int, sector_bytes: int) -> None:
+        """Allocate.
+
+        Args:
+            num_bytes: of each of the two.
+        """
+        rows = max(1, num_bytes // sector_bytes)
+        self._buffers = [AlignedBuffer(rows, sector_bytes) for _ in range(2)]
+
+    def of(self, layer: int) -> AlignedBuffer:
+        """The buffer of a layer."""
+        return self._buffers[layer % 2]
+
+
+class ClusterLayer(RetrievalLayer):
+    """A `RetrievalLayer` whose index follows the output, and whose missing tokens are read by
+    cluster where there is a layout.
+
+    A step takes its token into the clusters, and splits what is due, on the writer's thread behind
+    the attention, from the slots that the step retrieved; the next step of this layer waits for it.
+
+    Source: DynaKV, sections 4.2 (splits take part in the retrieval) and 6.2.
+
+    Differences: the window's tokens are in clusters too, but are attended to from the window. After
+    rows were reordered (beams) or tokens forgotten (crop) the layout is given up, and what is missing
+    is read token by token until another prompt is clustered.
+    """
+
+    def __init__(
+        self, layer_idx: int, setup: LayerSetup, pool_memory: PoolMemory, policy: SelectionPolicy,
+        index: KeyIndex, layout: ClusterLayout | None, buffers: ClusterBuffers | None,
+    ) -> None:  # fmt: skip
+        super().__init__(layer_idx, setup, pool_memory, policy, index, None)
+        assert isinstance(index.core, FollowedClusters)
+        self.followed = index.core
+        """The index, without what a benchmark may have laid over it."""
+        self._layout, self._buffers = layout, buffers
+        self._laid_out = False
+        self._new: int | None = None
+        self._following: Future[None] | None = None
+        self._updated_at: NDArray[np.int32] | None = None
+
+    # A step -----------------------------------------------------------------------------------
+
+    def begin(self, query: Tensor) -> None:
+        """See `RetrievalLayer.begin`."""
+        self._settle()
+        super().begin(query)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `LayerCache.attend`."""
+        self._settle()
+        out = super().attend(call)
+        if self._new is not None and self.index.ready:
+            position = self._new
+            self._following = self.setup.writer.run(lambda: self._follow(position))
+            if self.setup.plan.shared_pools:
+                self._settle()  # another layer takes the slots
+        self._new = None
+        return out
+
+    def on_closed(self, keys: Tensor, first_group: int) -> None:
+        """See `LayerCache.on_closed`; units are single tokens. More than one are another prompt:
+        all is clustered anew when the next step wants it."""
+        if not self.index.ready:
+            return
+        if keys.shape[1] > 1 or self._new is not None:
+            self._begin_anew()
+            return
+        self._new = first_group
+
+    def _settle(self) -> None:
+        """Wait until the clusters have taken in the last step.
+
+        Raises:
+            StorageError: something could not be written or read.
+        """
+        following, self._following = self._following, None
+        if following is not None:
+            following.result()
+
+    def _begin_anew(self) -> None:
+        self._new, self._laid_out = None, False
+        self.followed.forget()
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def tell_replacement(self) -> None:
+        """Say which clusters the slots hold, before some are chosen for eviction."""
+        if isinstance(self.replacement, ClusterAligned):
+            held, base = self.table.unit_in, self.followed.base
+            owners = self.followed.owners()
+            entries = np.clip(held - base, 0, owners.shape[1] - 1)
+            clusters = np.take_along_axis(owners, entries, axis=1)
+            sizes = np.take_along_axis(self.followed.clusters.entry_counts(), clusters, axis=1)
+            updated = np.take_along_axis(self._updates(), clusters, axis=1)
+            self.replacement.tell(np.where(held < 0, -1, clusters), sizes, updated)
+
+    def _updates(self) -> NDArray[np.int32]:
+        """The step in which each cluster was appended to or split last. [rows, clusters]"""
+        capacity = self.followed.clusters.statistics.sizes.shape
+        if self._updated_at is None:
+            self._updated_at = np.zeros(capacity, dtype=np.int32)
+        return self._updated_at
+
+    def read_missing(self, plan: FetchPlan) -> PendingRead:
+        """See `RetrievalLayer.read_missing`."""
+        layout = self._layout
+        if layout is None or not self._laid_out:
+            return super().read_missing(plan)
+        targets = plan.rows * self.pool.slots_per_row + plan.slots
+        wanted = Wanted(plan.rows, plan.units - self.followed.base, targets)
+        buffer, release = self._read_buffer()
+        try:
+            fetch = layout.submit(wanted, buffer)
+        except BaseException:
+            release()
+            raise
+        return PendingRead(
+            fetch.tickets, self.setup.tracer, unstage=lambda: fetch.land(self._put),
+            release=release,
+        )  # fmt: skip
+
+    def _read_buffer(self) -> tuple[AlignedBuffer, Callable[[], None]]:
+        """Memory that clusters land in, and what gives it back."""
+        staging = self.setup.staging
+        if staging is None:
+            assert self._buffers is not None
+            return self._buffers.of(self.layer_idx), lambda: None
+        section = staging.acquire()
+        return section.buffer, lambda: staging.release(section)
+
+    def _put(self, read: ClusterRead | ByteArray, which: Int64Array, targets: Int64Array) -> None:
+        """Copy entries into the pool."""
+        memory = self.pool.memory
+        if isinstance(read, ClusterRead) and memory.device.type == "cpu":
+            read.scatter(which, memory.numpy(), targets)
+            return
+        entries = read.gather() if isinstance(read, ClusterRead) else read
+        source = torch.from_numpy(entries[which]).to(memory.device)
+        memory.index_copy_(0, torch.from_numpy(targets).to(memory.device), source)
+
+    # Following the output ---------------------------------------------------------------------
+
+    def _follow(self, position: int) -> None:
+        """Take a token into the clusters, then split what is due; on the writer's thread."""
+        followed, clusters, layout = self.followed, self.followed.clusters, self._layout
+        entries = self._window_entries(position)
+        self.index.append(self._keys_of(entries)[:, None, None], position)
+        labels, rows = followed.labels[:, 0], np.arange(len(entries))
+        updates = self._updates()
+        updates[rows, np.maximum(labels, ~labels)] = position
+        if layout is not None and self._laid_out:
+            layout.append(position - followed.base, labels, entries)
+        for row, cluster in clusters.due(followed.whole):
+            self._split(row, cluster, position)
+        for row, cluster in clusters.overfull():
+            clusters.num_loaded += 1
+            self._split(row, cluster, position)
+
+    def _split(self, row: int, cluster: int, position: int) -> None:
+        clusters, layout = self.followed.clusters, self._layout
+        members, waiting = clusters.members(row, cluster), clusters.buffered(row, cluster)
+        laid_out = layout is not None and self._laid_out
+        if layout is not None and laid_out:
+            members = layout.in_file_order(row, members)
+        positions = np.concatenate([members, waiting])
+        entries = self._entries(row, cluster, positions, len(members))
+        done = clusters.split(row, cluster, self._keys_of(entries), positions)
+        if layout is not None and laid_out:
+            layout.split(row, cluster, done.child, done.moves, positions, entries)
+        updates = self._updates()
+        updates[row, cluster] = position
+        if done.child >= 0:
+            updates[row, done.child] = position
+
+    def _keys_of(self, entries: ByteArray) -> Tensor:
+        """Keys of entries: a view. [entries, head_dim]"""
+        shape = self.setup.shape
+        return torch.from_numpy(entries).view(shape.dtype)[:, : shape.head_dim]
+
+    def _window_entries(self, position: int) -> ByteArray:
+        """One token of the ring, of every row: uint8 [rows, entry_bytes]."""
+        place = int(self.window.ring_places(torch.tensor([position]))[0])
+        tokens = self.window.tokens[:, place].contiguous()
+        return tokens.view(torch.uint8).view(len(tokens), -1).cpu().numpy()
+
+    def _entries(
+        self, row: int, cluster: int, positions: Int64Array, stored: int
+    ) -> ByteArray:
+        """K and V of some tokens of a cluster: from the slots, the window and what waits; else
+        from the store. uint8 [entries, entry_bytes]"""
+        out = np.empty((len(positions), self.setup.shape.token_bytes), dtype=np.uint8)
+        units = positions + self.followed.base
+        slots = self.table.slot_of[row, units].astype(np.int64)
+        held = slots >= 0
+        self._copy_out(out, held, row * self.pool.slots_per_row + slots[held])
+        first_ring = self.window.first_ring_group(self.length)
+        for i in (~held & (units >= first_ring)).nonzero()[0].tolist():
+            out[i] = self._window_entries(int(units[i]))[row]
+            held[i] = True
+        missing = (~held).nonzero()[0]
+        if len(missing):
+            layout = self._layout
+            if layout is not None and self._laid_out:
+                inside = missing[missing < stored]
+                if len(inside):
+                    out[inside] = layout.read(row, cluster)[inside]
+                for i in missing[missing >= stored].tolist():
+                    out[i] = layout.waiting(row, int(positions[i]))
+            else:
+                out[missing] = self._read_tokens(row, units[missing])
+        return out
+
+    def _copy_out(self, out: ByteArray, where: NDArray[np.bool_], rows: Int64Array) -> None:
+        if len(rows):
+            memory = self.pool.memory
+            found = memory[torch.from_numpy(rows).to(memory.device)]
+            out[where] = found.cpu().numpy()
+
+    def _read_tokens(self, row: int, units: Int64Array) -> ByteArray:
+        """Tokens of one row from the region in order, past the slots: uint8 [tokens, bytes]."""
+        region = self.transfer.region
+        buffer = AlignedBuffer(len(units), region.row_bytes)
+        where = self.setup.units.table[row, units]
+        region.submit_read(where, buffer, np.arange(len(units))).wait()
+        return buffer.array[:, : region.unit_bytes]
+
+    # The prompt -------------------------------------------------------------------------------
+
+    def ensure_index(self, query: Tensor) -> None:
+        """See `RetrievalLayer.ensure_index`: clusters every row, and lays it out."""
+        base, end = self._lowest_unit, self.length
+        if self.index.ready or end <= base:
+            return
+        start = time.perf_counter_ns()
+        self.drain()
+        self.forget_slots()
+        self.followed.see_queries(query[:, :, None] if self._prompt_queries is None
+                               else self._prompt_queries)
+        self._prompt_queries = None
+        self.followed.begin_fit(base, end - base)
+        layout = self._layout
+        if layout is not None:
+            layout.clear()
+        rows = len(query)
+        for row in range(rows):
+            entries = self._row_entries(row, base, end)
+            self.followed.fit_row(row, self._keys_of(entries))
+            if layout is not None:
+                budget, scaling = self.setup.plan.selected_groups, self.setup.shape.head_dim**-0.5
+                layout.place_row(row, entries, budget, scaling)
+        self.followed.end_fit()
+        self.index.fitted(end)
+        self._laid_out = layout is not None
+        self._updated_at = None
+        if self.setup.tracer is not None:
+            now = time.perf_counter_ns()
+            self.setup.tracer.add("cluster the prompt", "select", start, now, layer=self.layer_idx)
+
+    def _row_entries(self, row: int, first: int, end: int) -> ByteArray:
+        """All tokens of a row, through its slots. uint8 [tokens, entry_bytes]"""
+        out = np.empty((end - first, self.setup.shape.token_bytes), dtype=np.uint8)
+        most = min(self.setup.plan.num_slots, self.transfer.max_rows or end)
+        for start in range(first, end, most):
+            stop = min(end, start + most)
+            slots = row * self.pool.slots_per_row + np.arange(stop - start)
+            units = self.setup.units.table[row, start:stop]
+            self._land(self.transfer.read(units, slots))
+            part = self.pool.memory[int(slots[0]) : int(slots[-1]) + 1]
+            out[start - first : stop - first] = part.cpu().numpy()
+        return out
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """See `LayerCache.crop`."""
+        self._settle()
+        super().crop(length)
+        if self.index.ready:
+            self._begin_anew()
+
+    def drain(self) -> None:
+        """See `LayerCache.drain`."""
+        self._settle()
+        super().drain()
+
+    def forget_slots(self) -> None:
+        """See `LayerCache.forget_slots`; what follows the last step still needs them."""
+        following = self._following
+        if following is not None:
+            following.exception()  # whoever settles learns of it
+        super().forget_slots()
+
+    def take_rows_from(self, other: LayerCache, rows: Tensor) -> None:
+        """See `LayerCache.take_rows_from`."""
+        assert isinstance(other, ClusterLayer)
+        other._settle()
+        self._settle()
+        super().take_rows_from(other, rows)
+        self._laid_out = False
+        self._updated_at = None
+
+    def reset(self) -> None:
+        """See `LayerCache.reset`."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.exception()
+        super().reset()
+        self._begin_anew()
+
+    def close(self) -> None:
+        """See `LayerCache.close`."""
+        if self._following is not None:
+            self._following.exception()
+        super().close()
