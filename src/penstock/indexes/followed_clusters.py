@@ -158,7 +158,7 @@ class FollowedClusters(KeyIndex):
             return Selection(ids, ids >= first_unit[:, None])
         owners = self.owners()
         sizes = self._selectable(owners, first_unit, end_unit)
-        rank = self._scores(query, sizes).argsort(dim=1, descending=True, stable=True).numpy()
+        rank = np.argsort(-self._scores(query, sizes).numpy(), axis=1)
         ranked = np.take_along_axis(sizes, rank, axis=1)
         ends = ranked.cumsum(axis=1)
         taken = (ends <= wanted) & (ranked > 0)

@@ -126,7 +126,8 @@ class ClusterLayer(RetrievalLayer):
             clusters = np.take_along_axis(owners, entries, axis=1)
             sizes = np.take_along_axis(self.followed.clusters.entry_counts(), clusters, axis=1)
             updated = np.take_along_axis(self._updates(), clusters, axis=1)
-            self.replacement.tell(np.where(held < 0, -1, clusters), sizes, updated)
+            known = np.where(held < 0, -1, clusters)
+            self.replacement.tell(known, sizes, updated, self.length)
 
     def _updates(self) -> NDArray[np.int32]:
         """The step in which each cluster was appended to or split last. [rows, clusters]"""

@@ -7,6 +7,8 @@ from penstock.tiers.replacement.base import ReplacementPolicy
 
 UPDATED_SHARE = 0.25
 """Share of a row's slots that recently updated clusters may hold against replacement."""
+OLDEST = 255
+"""Steps after which an update counts as none."""
 _SIZE_BITS, _CLOCK_BITS, _CLUSTER_BITS = 16, 24, 20
 
 
@@ -41,7 +43,7 @@ class ClusterAligned(ReplacementPolicy):
         self._sizes = np.zeros((batch, num_slots), dtype=np.int32)
         self._updated = np.zeros((batch, num_slots), dtype=np.int32)
         self._wanted = np.zeros((batch, num_slots), dtype=np.int32)
-        self._clock = 0
+        self._clock = self._now = 0
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int) -> int:
@@ -49,15 +51,18 @@ class ClusterAligned(ReplacementPolicy):
         return (4 * 4 + 3 * 8) * batch * num_slots
 
     def tell(
-        self, clusters: NDArray[np.int32], sizes: NDArray[np.int32], updated: NDArray[np.int32]
-    ) -> None:
+        self, clusters: NDArray[np.int32], sizes: NDArray[np.int32], updated: NDArray[np.int32],
+        now: int,
+    ) -> None:  # fmt: skip
         """What the slots hold now, before `victims` is asked.
 
         Args:
             clusters: of each slot's token, minus one where a slot is empty. [batch, slots]
             sizes: entries of that cluster. [batch, slots]
             updated: step in which it was appended to or split last, 0 for never. [batch, slots]
+            now: this step.
         """
+        self._now = now
         self._clusters, self._sizes, self._updated = clusters, sizes, updated
 
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -91,13 +96,14 @@ class ClusterAligned(ReplacementPolicy):
 
     def _retained(self) -> NDArray[np.bool_]:
         """Slots of the newest updated clusters, as many as the reserved share holds."""
-        if self._reserved == 0:
-            return np.zeros(self._updated.shape, dtype=np.bool_)
-        place = self._updated.shape[1] - self._reserved - 1
-        if place < 0:
-            return self._updated > 0
-        newest = np.partition(self._updated, place, axis=1)[:, place : place + 1]
-        return self._updated > np.maximum(newest, 0)
+        ages = np.minimum(self._now - self._updated, OLDEST).clip(0)
+        ages[self._updated == 0] = OLDEST
+        rows = np.arange(len(ages))[:, None] * (OLDEST + 1)
+        counts = np.bincount((ages + rows).ravel(), minlength=len(ages) * (OLDEST + 1))
+        within = counts.reshape(len(ages), -1).cumsum(axis=1) <= self._reserved
+        within[:, OLDEST] = False
+        retained: NDArray[np.bool_] = ages < within.sum(axis=1)[:, None]
+        return retained
 
     def copy_rows(self, rows: NDArray[np.int64]) -> "ClusterAligned":
         """See `ReplacementPolicy.copy_rows`."""
@@ -107,5 +113,5 @@ class ClusterAligned(ReplacementPolicy):
         )  # fmt: skip
         for name in ("_clusters", "_sizes", "_updated", "_wanted"):
             setattr(copy, name, getattr(self, name)[rows].copy())
-        copy._clock = self._clock
+        copy._clock, copy._now = self._clock, self._now
         return copy

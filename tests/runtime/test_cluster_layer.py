@@ -1,0 +1,189 @@
+"""Layers whose tokens lie by cluster: the same answers as in the order of tokens, byte for byte."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.core.errors import CacheStateError, StorageError
+from penstock.core.shape import KVShape
+from penstock.policies import POLICIES
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.cluster_layer import ClusterLayer
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
+from penstock.storage.memory_file import MemoryFile
+
+SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+MAX_TOKENS = 400
+
+
+def make(*, batch: int = 1, store: str = "memory", **options: Any) -> TieredRuntime:
+    """A cache that selects 48 tokens of clusters of 8."""
+    wanted: dict[str, Any] = {
+        "selected_tokens": 48, "window_tokens": 6, "sink_tokens": 2, "tokens_per_cluster": 8,
+        "buffer_entries": 4,
+    }  # fmt: skip
+    config = RuntimeConfig(
+        shape=SHAPE, policy=POLICIES["dynakv"](**wanted | options), limit_bytes=None, store=store,
+        max_tokens=MAX_TOKENS, exact=False, adapter=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    return TieredRuntime(config, batch)
+
+
+class Script:
+    """The same random tokens for any cache, keys that move on as the sequence does."""
+
+    def __init__(self, seed: int = 0, batch: int = 1) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._batch = batch
+        self._centres = torch.randn(40, 16, generator=self._generator)
+        self._done = 0
+
+    def _draw(self, heads: int, tokens: int) -> Tensor:
+        first = self._done // 12
+        topics = torch.randint(first, first + 8, (self._batch, heads, tokens),
+                               generator=self._generator) % 40  # fmt: skip
+        noise = torch.randn(*topics.shape, 16, generator=self._generator)
+        return self._centres[topics] + 0.3 * noise
+
+    def run(self, runtime: TieredRuntime, tokens: int) -> list[Tensor]:
+        """One forward pass of so many tokens through all layers; the outputs."""
+        out = []
+        for layer in range(SHAPE.num_layers):
+            keys, values = self._draw(2, tokens), self._draw(2, tokens)
+            call = AttentionCall(
+                query=2 * self._draw(4, tokens), keys=keys, values=values, scaling=0.25
+            )
+            out.append(runtime.attend(layer, call))
+        self._done += tokens
+        return out
+
+
+def layers(runtime: TieredRuntime) -> Iterator[ClusterLayer]:
+    for layer in runtime.layers:
+        assert isinstance(layer, ClusterLayer)
+        layer.drain()
+        yield layer
+
+
+def test_clusters_on_disk_give_what_the_order_of_tokens_gives() -> None:
+    laid_out, in_order = make(), make(layout="tokens")
+    a, b = Script(), Script()
+    for tokens in (90, *[1] * 120, 40, *[1] * 60):
+        for one, other in zip(a.run(laid_out, tokens), b.run(in_order, tokens), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(layers(laid_out), layers(in_order), strict=True):
+        assert one.followed.clusters.num_splits == other.followed.clusters.num_splits > 0
+        np.testing.assert_array_equal(one.followed.owners(), other.followed.owners())
+        assert one.setup.stats.decode.reads < other.setup.stats.decode.reads
+    laid_out.close()
+    in_order.close()
+
+
+def check_bytes(runtime: TieredRuntime) -> None:
+    """Every token of every row is where the layout says, with the bytes of the region in order."""
+    for layer in layers(runtime):
+        layout, followed = layer._layout, layer.followed
+        assert layout is not None
+        assert layer._laid_out
+        for row in range(layer.setup.plan.batch):
+            expected = layer._read_tokens(row, np.arange(followed.base, layer.length))
+            seen = np.zeros(len(expected), dtype=np.int64)
+            for cluster in range(followed.clusters.num_clusters):
+                members = followed.clusters.members(row, cluster)
+                if len(members):
+                    found = layout.read(row, cluster)
+                    np.testing.assert_array_equal(
+                        found, expected[layout.in_file_order(row, members)]
+                    )
+                seen[members] += 1
+                for entry in followed.clusters.buffered(row, cluster).tolist():
+                    np.testing.assert_array_equal(layout.waiting(row, entry), expected[entry])
+                    seen[entry] += 1
+            assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("store", ["memory", "auto"])
+@pytest.mark.parametrize("update", ["adaptive", "static"])
+def test_every_byte_is_where_the_layout_says(store: str, update: str) -> None:
+    runtime, script = make(batch=2, store=store, update=update), Script(batch=2)
+    script.run(runtime, 60)
+    for step in range(90):
+        script.run(runtime, 1)
+        if step % 15 == 0:
+            check_bytes(runtime)
+    script.run(runtime, 33)  # another prompt: everything is clustered anew
+    script.run(runtime, 1)
+    check_bytes(runtime)
+    runtime.crop(100)
+    script.run(runtime, 1)
+    check_bytes(runtime)
+    runtime.close()
+
+
+def test_entries_that_wait_are_bounded() -> None:
+    runtime, script = make(threshold_factor=0.0), Script()
+    script.run(runtime, 60)
+    for _ in range(60):
+        script.run(runtime, 1)
+        for layer in layers(runtime):
+            assert layer.followed.clusters.entries.num_buffered < 4
+            assert layer._layout is not None
+            assert len(layer._layout._waiting) == layer.followed.clusters.entries.num_buffered
+    assert any(layer.followed.clusters.num_loaded for layer in layers(runtime))
+    runtime.close()
+
+
+def test_reordered_rows_go_on_in_the_order_of_tokens() -> None:
+    """Beams: both caches give the same, and the layout comes back with the next prompt."""
+    laid_out, in_order = make(batch=3), make(batch=3, layout="tokens")
+    a, b = Script(batch=3), Script(batch=3)
+    orders = {5: [1, 0, 2], 9: [0, 0, 1], 30: [2, 1, 0]}
+    for step, tokens in enumerate((70, *[1] * 40, 20, *[1] * 10)):
+        if step in orders:
+            for runtime in (laid_out, in_order):
+                runtime.select_rows(torch.tensor(orders[step]))
+        for one, other in zip(a.run(laid_out, tokens), b.run(in_order, tokens), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    check_bytes(laid_out)
+    laid_out.close()
+    in_order.close()
+
+
+def test_a_failed_write_is_told_and_a_reset_cures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, script = make(), Script()
+    script.run(runtime, 60)
+    for _ in range(4):
+        script.run(runtime, 1)
+    broken = MemoryFile.write_at
+
+    def fails(self: MemoryFile, offset: int, data: Any) -> None:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr(MemoryFile, "write_at", fails)
+    with pytest.raises(StorageError, match="the disk is gone"):
+        for _ in range(8):
+            script.run(runtime, 1)
+    monkeypatch.setattr(MemoryFile, "write_at", broken)
+    with pytest.raises(CacheStateError, match=r"reset\(\)"):
+        script.run(runtime, 1)
+    runtime.reset()
+    script.run(runtime, 60)
+    for _ in range(4):
+        script.run(runtime, 1)
+    check_bytes(runtime)
+    runtime.close()
+
+
+def test_the_plan_is_the_memory_that_is_used() -> None:
+    policy = POLICIES["dynakv"](selected_tokens=48)
+    config = replace(make().config, policy=policy, limit_bytes=None)
+    runtime = TieredRuntime(config, 1)
+    Script().run(runtime, 60)
+    assert runtime.report().used_bytes == runtime.plan.total_bytes
+    runtime.close()
