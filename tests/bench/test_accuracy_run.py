@@ -16,6 +16,7 @@ from penstock.bench.accuracy_settings import parse_setting, parse_settings
 from penstock.bench.accuracy_workers import run_jobs
 from penstock.bench.answers import SharedPrefill, WrongAlready, answer, ask
 from penstock.bench.tasks import GeneratedTasks, Sample
+from penstock.bench.tasks.recall import BUNDLED_TASKS
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.models.loader import LoadedModel, load
 from penstock.policies import FlexGen, Full, KVSwap
@@ -193,6 +194,28 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
         [f"--data={data}", "--samples=5", "--tokens=400", "--settings=full", "--store=memory"]
     )
     assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "more"),
+    [
+        ("all", ()),
+        ("all,long_walk,copy", ("long_walk",)),
+        ("long_walk,all", ("long_walk",)),
+    ],
+)
+def test_all_tasks_are_those_that_the_bundled_model_answers(
+    asked: str, more: tuple[str, ...]
+) -> None:
+    arguments = [f"--tasks={asked}", "--samples=1", "--tokens=300", "--settings=full"]
+    cells = accuracy.Benchmark(accuracy.parse_arguments(arguments)).cells
+    order = (*more, *BUNDLED_TASKS) if asked.startswith("long") else (*BUNDLED_TASKS, *more)
+    assert tuple(cell.task for cell in cells) == order
+
+
+def test_a_task_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'count_words'.*long_walk"):
+        accuracy.run(["--tasks=all,count_words", "--settings=full"])
 
 
 def test_the_time_limit_says_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:

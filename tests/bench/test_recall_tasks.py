@@ -5,8 +5,17 @@ import re
 
 import pytest
 
-from penstock.bench.tasks import TASKS, Sample, Words, make_sample, score, score_any_order
+from penstock.bench.tasks import (
+    TASKS,
+    Sample,
+    Words,
+    judge,
+    make_sample,
+    score,
+    score_any_order,
+)
 from penstock.bench.tasks.documents import essay, hide, noise
+from penstock.bench.tasks.recall import BUNDLED_TASKS, RECALL_2_TASKS
 from penstock.core.errors import ConfigError
 
 GRAMMAR = ["<pad>", "<bos>", "<eos>", "<unk>", "The", ".", ",", "?", ":", ";"]
@@ -29,7 +38,7 @@ def test_prompt_is_as_long_as_asked_and_never_longer(task: str, tokens: int) -> 
         assert tokens - 16 < length <= tokens
 
 
-FIXED = ("single_noise", "multi_key_full", "pointer_chasing", "two_walkers")
+FIXED = ("single_noise", "multi_key_full", "pointer_chasing", "two_walkers", "long_walk")
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name not in FIXED])
@@ -164,6 +173,25 @@ def test_any_order_counts_whole_values() -> None:
 def test_unknown_task_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"riddle.*single_noise"):
         sample_of("riddle", 1024)
+
+
+def test_only_what_the_bundled_model_answers_is_asked_unasked() -> None:
+    assert BUNDLED_TASKS == (
+        "single_noise", "single_essay", "multi_key_few", "multi_key_full", "multi_value",
+        "multi_query", "variable_tracking", "pointer_chasing", "two_walkers", "copy",
+    )  # fmt: skip
+    assert (*BUNDLED_TASKS, *RECALL_2_TASKS) == tuple(TASKS)
+
+
+def test_the_tasks_of_recall_2_are_scored_by_what_was_said() -> None:
+    most, longest, walk = (sample_of(task, 1024, 7) for task in RECALL_2_TASKS)
+    document = most.prompt.split(" later . ")[1].split(" Question : ")[0].split()
+    assert most.answer == f"{max(set(document) - {'.'}, key=document.count)} ."
+    lists = re.findall(r"The list for (\S+ \S+) is \( ([^)]*) \)", longest.prompt)
+    assert longest.answer == f"{max(lists, key=lambda one: len(one[1].split()))[0]} ."
+    said = walk.answer.split(" ; ")
+    assert judge(walk, walk.answer) == 1.0
+    assert judge(walk, " ; ".join([*said[:3], "nothing", *said[4:]])) == 3 / len(said)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.indexes import centroid_scan
 from penstock.indexes.centroid_scan import CentroidScan
@@ -18,7 +19,7 @@ def test_the_scan_finds_the_nearest(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(centroid_scan, "kernel", lambda name: None)
-    elif kernel("int8_linear") is None:
+    elif kernel("nearest_centroids") is None:
         pytest.skip("no compiled kernels here")
     rng = np.random.default_rng(dim)
     wide = np.where(np.arange(dim) == 1, 40.0, 1.0)
@@ -28,7 +29,7 @@ def test_the_scan_finds_the_nearest(
     centroids[0, 5] += 30 * wide
     centroids[1, 249] = centroids[1, 3]
     scan.update(np.array([5, 300 + 249]))
-    scan.remove(7)
+    scan.remove(0, 7)
     left = np.arange(300) < np.array([300, 250, 200])[:, None]
     left[0, 7] = False
     for shift in (0.0, 0.001, 30.0):
@@ -36,7 +37,10 @@ def test_the_scan_finds_the_nearest(
             keys = (centroids[:, target] + shift * rng.normal(size=(3, dim))).astype(np.float32)
             gaps = np.square(centroids.astype(np.float64) - keys[:, None]).sum(axis=2)
             expected = np.where(left, gaps, np.inf).argmin(axis=1)
-            assert scan.nearest(keys, 300).tolist() == expected.tolist()
+            found, squares = scan.nearest(keys, 300)
+            assert found.tolist() == expected.tolist()
+            nearest = gaps[np.arange(3), expected]
+            np.testing.assert_allclose(squares, nearest, rtol=1e-12)
 
 
 def test_two_means_finds_groups_of_any_size_and_scale() -> None:
@@ -61,7 +65,7 @@ def test_two_means_of_points_that_hardly_differ() -> None:
 
 
 def test_variance_over_groups() -> None:
-    keys = np.array([[0.0], [2.0], [7.0]], dtype=np.float32)
+    keys = torch.tensor([[0.0], [2.0], [7.0]])
     sizes, means, deviations = grouped_statistics(keys, np.array([2, 2, 0]), 3)
     assert sizes.tolist() == [1, 0, 2]
     assert means.tolist() == [[7.0], [0.0], [1.0]]

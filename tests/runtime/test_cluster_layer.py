@@ -22,15 +22,18 @@ SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dt
 MAX_TOKENS = 400
 
 
-def make(*, batch: int = 1, store: str = "memory", **options: Any) -> TieredRuntime:
+def make(
+    *, batch: int = 1, store: str = "memory", num_layers: int = 2, **options: Any
+) -> TieredRuntime:
     """A cache that selects 48 tokens of clusters of 8."""
     wanted: dict[str, Any] = {
         "selected_tokens": 48, "window_tokens": 6, "sink_tokens": 2, "tokens_per_cluster": 8,
         "buffer_entries": 4,
     }  # fmt: skip
     config = RuntimeConfig(
-        shape=SHAPE, policy=POLICIES["dynakv"](**wanted | options), limit_bytes=None, store=store,
-        max_tokens=MAX_TOKENS, exact=False, adapter=None, device=torch.device("cpu"),
+        shape=replace(SHAPE, num_layers=num_layers), policy=POLICIES["dynakv"](**wanted | options),
+        limit_bytes=None, store=store, max_tokens=MAX_TOKENS, exact=False, adapter=None,
+        device=torch.device("cpu"),
     )  # fmt: skip
     return TieredRuntime(config, batch)
 
@@ -54,7 +57,7 @@ class Script:
     def run(self, runtime: TieredRuntime, tokens: int) -> list[Tensor]:
         """One forward pass of so many tokens through all layers; the outputs."""
         out = []
-        for layer in range(SHAPE.num_layers):
+        for layer in range(runtime.config.shape.num_layers):
             keys, values = self._draw(2, tokens), self._draw(2, tokens)
             call = AttentionCall(
                 query=2 * self._draw(4, tokens), keys=keys, values=values, scaling=0.25
@@ -62,6 +65,11 @@ class Script:
             out.append(runtime.attend(layer, call))
         self._done += tokens
         return out
+
+    def run_steps(self, runtime: TieredRuntime, steps: int) -> None:
+        """So many decode steps."""
+        for _ in range(steps):
+            self.run(runtime, 1)
 
 
 def layers(runtime: TieredRuntime) -> Iterator[ClusterLayer]:
@@ -77,10 +85,10 @@ def test_clusters_on_disk_give_what_the_order_of_tokens_gives() -> None:
     for tokens in (90, *[1] * 120, 40, *[1] * 60):
         for one, other in zip(a.run(laid_out, tokens), b.run(in_order, tokens), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for one, other in zip(layers(laid_out), layers(in_order), strict=True):
-        assert one.followed.clusters.num_splits == other.followed.clusters.num_splits > 0
-        np.testing.assert_array_equal(one.followed.owners(), other.followed.owners())
-        assert one.setup.stats.decode.reads < other.setup.stats.decode.reads
+    for here, there in zip(layers(laid_out), layers(in_order), strict=True):
+        assert here.followed.clusters.num_splits == there.followed.clusters.num_splits > 0
+        np.testing.assert_array_equal(here.followed.owners(), there.followed.owners())
+    assert laid_out.stats.decode.reads < in_order.stats.decode.reads
     laid_out.close()
     in_order.close()
 
@@ -167,8 +175,7 @@ def test_a_failed_write_is_told_and_a_reset_cures_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(MemoryFile, "write_at", fails)
     with pytest.raises(StorageError, match="the disk is gone"):
-        for _ in range(8):
-            script.run(runtime, 1)
+        script.run_steps(runtime, 8)
     monkeypatch.setattr(MemoryFile, "write_at", broken)
     with pytest.raises(CacheStateError, match=r"reset\(\)"):
         script.run(runtime, 1)
@@ -181,9 +188,31 @@ def test_a_failed_write_is_told_and_a_reset_cures_it(monkeypatch: pytest.MonkeyP
 
 
 def test_the_plan_is_the_memory_that_is_used() -> None:
-    policy = POLICIES["dynakv"](selected_tokens=48)
-    config = replace(make().config, policy=policy, limit_bytes=None)
-    runtime = TieredRuntime(config, 1)
+    runtime = make()
     Script().run(runtime, 60)
     assert runtime.report().used_bytes == runtime.plan.total_bytes
     runtime.close()
+
+
+@pytest.mark.parametrize(("reuse", "num_layers"), [(None, 2), (96, 4), (None, 5)])
+def test_a_virtual_cache_gives_the_same_from_two_pools(reuse: int | None, num_layers: int) -> None:
+    """As a cache of as many slots for every layer gives."""
+    virtual, own = (
+        make(virtual=on, reuse_tokens=reuse, num_layers=num_layers) for on in (True, False)
+    )
+    a, b = Script(), Script()
+    for tokens in (90, *[1] * 60, 30, *[1] * 30):
+        for one, other in zip(a.run(virtual, tokens), b.run(own, tokens), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert virtual.plan.shared_pools
+    check_bytes(virtual)
+    hits = [runtime.stats.decode.units_hit for runtime in (virtual, own)]
+    assert 0 < hits[0] <= hits[1]
+    assert (hits[0] == hits[1]) == (num_layers % 2 == 0), "an odd first layer shares with the last"
+    assert num_layers == 2 or virtual.plan.pool_bytes < own.plan.pool_bytes
+    virtual.crop(80)
+    for _ in range(5):
+        a.run(virtual, 1)
+    check_bytes(virtual)
+    for runtime in (virtual, own):
+        runtime.close()

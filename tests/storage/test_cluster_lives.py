@@ -121,6 +121,22 @@ class ClustersMachine(RuleBasedStateMachine):
             self.appended += entry.size
             self.model[cluster].append(bytes(entry))
 
+    @rule(data=st.data(), fails=st.sampled_from([None, None, None, 0, 1]))
+    def append_each(self, data: st.DataObject, fails: int | None) -> None:
+        alive = sorted(self.model.keys() - self.lost)
+        chosen = data.draw(st.lists(st.sampled_from(alive), unique=True)) if alive else []
+        entries, before = self.entries(len(chosen)), self.layout.counters.appended_bytes
+        failed = self.guarded(
+            fails, lambda: self.layout.append_each(np.array(chosen, dtype=np.int64), entries)
+        )
+        taken = (self.layout.counters.appended_bytes - before) // self.size
+        assert (taken < len(chosen)) if failed else (taken == len(chosen))
+        for cluster, entry in zip(chosen[:taken], entries[:taken], strict=True):
+            self.model[cluster].append(bytes(entry))
+        self.appended += taken * self.size
+        if failed:
+            self.find_lost(kept=chosen[taken])
+
     @rule(
         data=st.data(), more=st.sampled_from([0, 0, 1, 7]), given_them=st.booleans(),
         fails=st.sampled_from([None, None, None, 0, 1, 2]),
@@ -161,6 +177,15 @@ class ClustersMachine(RuleBasedStateMachine):
             self.layout.free(cluster)
             self.lost.discard(cluster)
             del self.model[cluster]
+
+    @rule(often=st.integers(0, 9))
+    def clear(self, often: int) -> None:
+        if often:
+            return
+        self.layout.clear()
+        self.model.clear()
+        self.lost.clear()
+        assert self.layout.end_bytes == 0
 
     @rule(fails=st.sampled_from([None, None, 0]))
     def flush(self, fails: int | None) -> None:

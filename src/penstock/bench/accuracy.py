@@ -41,7 +41,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="UTF-8 text that English tasks are hidden in, instead of made-up prose; repeatable",
     )  # fmt: skip
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
-    add("--tasks", default="all", help="names separated by commas")
+    add(
+        "--tasks", default="all",
+        help="names separated by commas; all: those that the bundled model answers (any other's: all)",
+    )  # fmt: skip
     add("--tokens", type=_lengths, help="lengths of the prompts (default 16384; suite 8192,16384)")
     add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")
     add(
@@ -74,6 +77,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _chosen(text: str, names: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Tasks by a text of names, in which "all" stands for the default ones.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    tasks: dict[str, None] = {}
+    for word in text.split(","):
+        if word not in names and word != "all":
+            raise ConfigError(f"no task is called {word!r}; there are {', '.join(names)}")
+        tasks |= dict.fromkeys([word] if word in names else default)
+    return list(tasks)
+
+
 def _lengths(text: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
 
@@ -103,10 +120,7 @@ class Benchmark:
         here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
         names = list(here.tasks)
         self._examiner = here if alone else None  # the workers have models of their own
-        tasks = names if args.tasks == "all" else args.tasks.split(",")
-        for task in tasks:
-            if task not in names:
-                raise ConfigError(f"no task is called {task!r}; there are {', '.join(names)}")
+        tasks = _chosen(args.tasks, names, here.default_tasks)
         self.cells = [
             Cell(length=length, task=task, setting=setting.text)
             for length in args.tokens

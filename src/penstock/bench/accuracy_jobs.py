@@ -79,6 +79,11 @@ class Examiner:
         """Names of all tasks."""
         return self._source.names
 
+    @property
+    def default_tasks(self) -> Sequence[str]:
+        """Names of those that are asked if none is named."""
+        return self._source.default_names
+
     def do(self, job: Job) -> Iterator[Cell]:
         """Ask a job's samples: one cell for each setting, as soon as it has answered.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.core.errors import CacheStateError
 from penstock.indexes.centroid_scan import CentroidScan
 from penstock.indexes.cluster_members import ClusterMembers
-from penstock.indexes.cluster_split import two_means
 from penstock.indexes.cluster_statistics import ClusterStatistics, Int64Array, grouped_bytes
 from penstock.indexes.cluster_step import ClusterStep
 from penstock.indexes.cluster_step import UpdateRule as UpdateRule
@@ -263,24 +262,17 @@ class AdaptiveClusters:
         """
         assert self.update == "adaptive"
         self._check_entries(row, cluster, positions)
-        points = keys.detach().double().cpu().numpy()
         child = self.statistics.first_free(row)
-        moves = two_means(points) if child >= 0 else None
+        oldest = int(positions.argmin())
+        moves = self._step.split(row, cluster, child, keys.detach().float().cpu(), oldest)
         self.entries.empty_buffer(row, cluster)
         owners = self.entries.cluster_of[row]
+        owners[positions] = cluster
         if moves is None:
-            owners[positions] = cluster
-            self.statistics.set(row, cluster, points)
-            self._scan.update(np.array([row * self._max_clusters + cluster]))
             self.unsplit += 1
             return Split(row, cluster, -1, np.zeros(len(positions), dtype=np.bool_))
-        twice = 2 * int(np.count_nonzero(moves))
-        if twice > len(moves) or (twice == len(moves) and moves[positions.argmin()]):
-            moves = ~moves
-        owners[positions] = np.where(moves, child, cluster)
-        self.statistics.set(row, cluster, points[~moves])
-        self.statistics.add(row, child, points[moves])
-        self._scan.update(np.array([cluster, child]) + row * self._max_clusters)
+        owners[positions[moves]] = child
+        self.statistics.count_new(row, child)
         self.num_splits += 1
         return Split(row, cluster, child, moves)
 

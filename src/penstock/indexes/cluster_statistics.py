@@ -13,7 +13,8 @@ Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 IntArray: TypeAlias = NDArray[np.signedinteger]
 
-SUMS = 8
+LANES = 8
+"""Sums side by side."""
 BLOCK_ENTRIES = 256
 """Keys in float64 at a time."""
 
@@ -101,9 +102,8 @@ class ClusterStatistics:
             return count
         return int((self.sizes[row, :count] == 0).argmax())
 
-    def add(self, row: int, cluster: int, keys: Float64Array) -> None:
-        """Make a cluster of some keys, with a number that is free. [entries, dim]"""
-        self.set(row, cluster, keys)
+    def count_new(self, row: int, cluster: int) -> None:
+        """A free number has become a cluster."""
         self.counts[row] = max(int(self.counts[row]), cluster + 1)
         self.free[row] -= 1
 
@@ -177,12 +177,13 @@ class ClusterStatistics:
             keys: one or more. [entries, dim]
             moves: otherwise the centroid stays where it is.
         """
-        old = self.centroids[row, cluster]
-        centroid = np.add.reduce(keys, axis=0) / len(keys) if moves else old
-        gaps = keys - centroid
+        gaps, own = padded(keys), self.centroids[row, cluster]
+        centre = np.add.reduce(gaps, axis=0) / len(keys) if moves else padded(own[None])[0]
+        gaps -= centre
+        gaps *= gaps
         self.sizes[row, cluster] = len(keys)
-        self.centroids[row, cluster] = centroid
-        self.deviations[row, cluster] = np.vdot(gaps, gaps)
+        own[:] = centre[: len(own)]
+        self.deviations[row, cluster] = lane_sums(np.add.reduce(gaps, axis=0, keepdims=True))[0]
 
     def lose(self, row: int, cluster: int, left: int) -> None:
         """A cluster keeps so many of its entries; centroid and variance stay as they are."""
@@ -206,9 +207,7 @@ class ClusterStatistics:
 
 
 def squared_distances(keys: Float32Array, centroids: Float32Array) -> Float64Array:
-    """Squared distance of each key to its centroid, in float64, as the kernel adds it up.
-
-    Eight sums go side by side over the components, and then become one by halves.
+    """Squared distance of each key to its centroid, in float64, as the kernels add it up.
 
     Args:
         keys, centroids: [entries, dim] each
@@ -216,11 +215,30 @@ def squared_distances(keys: Float32Array, centroids: Float32Array) -> Float64Arr
     Returns:
         [entries]
     """
-    entries, dim = keys.shape
-    gaps = np.zeros((entries, -(-dim // SUMS) * SUMS))
-    np.subtract(keys, centroids, out=gaps[:, :dim], dtype=np.float64)
+    gaps = padded(keys.astype(np.float64))
+    gaps -= padded(centroids)
     gaps *= gaps
-    sums: Float64Array = np.add.reduce(gaps.reshape(entries, -1, SUMS), axis=1)
+    return lane_sums(gaps)
+
+
+def padded(vectors: NDArray[np.floating]) -> Float64Array:
+    """Vectors with zeros behind, so that `lane_sums` can take them. [entries, dim]"""
+    entries, dim = vectors.shape
+    out = np.zeros((entries, -(-dim // LANES) * LANES))
+    out[:, :dim] = vectors
+    return out
+
+
+def lane_sums(products: Float64Array) -> Float64Array:
+    """Sums over the components: eight go side by side, and then become one by halves.
+
+    Args:
+        products: [entries, a multiple of 8]
+
+    Returns:
+        [entries]
+    """
+    sums: Float64Array = np.add.reduce(products.reshape(len(products), -1, LANES), axis=1)
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]

@@ -1,4 +1,4 @@
-"""ClusterStep: the entries of a decode step to their clusters, in one call of a kernel (DynaKV)."""
+"""ClusterStep: a decode step's entries to their clusters, and splits, in compiled code (DynaKV)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from penstock.indexes.centroid_scan import CentroidScan, not_finite
 from penstock.indexes.cluster_members import ClusterMembers
-from penstock.indexes.cluster_statistics import ClusterStatistics, Float32Array
+from penstock.indexes.cluster_split import two_means
+from penstock.indexes.cluster_statistics import LANES, ClusterStatistics, Float32Array
 from penstock.kernels.native.compiled import address, kernel
 
+BoolArray = NDArray[np.bool_]
 UpdateRule: TypeAlias = Literal["adaptive", "static", "local"]
 RULES: Mapping[UpdateRule, int] = MappingProxyType({"adaptive": 0, "static": 1, "local": 2})
 
@@ -41,6 +43,7 @@ class ClusterStep:
         rows, capacity, dim = statistics.centroids.shape
         self._shape, self._first_places = (rows, dim), np.arange(rows) * capacity
         self._compiled = kernel("cluster_step") if scan.is_compiled else None
+        self._halve = kernel("split_cluster") if scan.is_compiled else None
         arrays: tuple[NDArray[Any], ...] = (
             statistics.sizes, statistics.deviations, statistics.free, thresholds,
             entries.buffer_counts, entries.cluster_of,
@@ -93,3 +96,48 @@ class ClusterStep:
             statistics.take(places[joins], grown.some(joins))
             self._scan.update(places[joins])
         entries.add(clusters, joins)
+
+    def split(
+        self, row: int, cluster: int, child: int, keys: Tensor, oldest: int
+    ) -> BoolArray | None:
+        """Make two clusters of one, the larger part first, and compute both anew.
+
+        Args:
+            child: a free number; -1 where there is none, so that the cluster stays whole.
+            keys: of all its entries; float32, on the CPU. [entries, dim]
+            oldest: which entry keeps the number in parts of one size.
+
+        Returns:
+            Which entries are the child's now [entries], or None where the cluster is whole.
+        """
+        if self._halve is None:
+            return self.split_reference(row, cluster, child, keys.numpy(), oldest)
+        count, dim = keys.shape
+        assert dim == self._shape[1]
+        keys = keys.contiguous()
+        moves = np.empty(count, dtype=np.bool_)
+        scratch = np.empty((count + 1) * (dim + LANES) + count)
+        self._halve(
+            *self._inputs, keys.data_ptr(), count, oldest, row, cluster, child, address(scratch),
+            address(moves), self._outputs[2],
+        )  # fmt: skip
+        return moves if self._waiting[0] else None
+
+    def split_reference(
+        self, row: int, cluster: int, child: int, keys: Float32Array, oldest: int
+    ) -> BoolArray | None:
+        """The meaning of `split` in plain numpy."""
+        points = keys.astype(np.float64)
+        places = np.array([cluster, child]) + row * self._statistics.sizes.shape[1]
+        moves = two_means(points) if child >= 0 else None
+        if moves is None:
+            self._statistics.set(row, cluster, points)
+            self._scan.update(places[:1])
+            return None
+        twice = 2 * int(np.count_nonzero(moves))
+        if twice > len(moves) or (twice == len(moves) and moves[oldest]):
+            moves = ~moves
+        self._statistics.set(row, cluster, points[~moves])
+        self._statistics.set(row, child, points[moves])
+        self._scan.update(places)
+        return moves

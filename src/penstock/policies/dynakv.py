@@ -16,6 +16,7 @@ from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import ClusterSizes, FollowedClusters
 from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.sizing import largest_plan
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.cluster_aligned import UPDATED_SHARE, ClusterAligned
 
@@ -34,18 +35,18 @@ LAYOUTS = ("clusters", "tokens")
 class DynaKV(BaselinePolicy):
     """Retrieval by clusters that are split as the output drifts away from them, per KV head.
 
-    Source: DynaKV (arXiv id in the paper's header; "Adaptive KVCache Management for Long-Sequence
-    Decoding on Smartphones"), sections 4, 5 and 6.2. The prompt is clustered when the first step
-    wants it; each new token joins the nearest cluster, or waits until that cluster is retrieved
-    and split. Clusters lie in pools of two on the disk, those that the prompt's queries retrieved
-    together side by side; slots are given up cluster by cluster.
+    Source: "DynaKV: Adaptive KVCache Management for Long-Sequence Decoding on Smartphones",
+    sections 4, 5 and 6. The prompt is clustered when the first step wants it; each new token joins
+    the nearest cluster, or waits until that cluster is retrieved and split. Clusters lie in pools
+    of two on the disk, those that the prompt's queries retrieved together side by side; slots are
+    given up cluster by cluster.
 
     Differences: the paper names neither the size of a cluster, the thresholds nor a window; here 16
     tokens, a quantile of the prompt's own variances (`threshold_quantile`), and the sinks and the
     window that all methods of this engine have. The representatives and each layer's slots stay in
-    memory: the layer-wise virtual cache of section 6.1 is `reuse_tokens=0` (two pools for all
-    layers), without its prefetch. More of them are stated at the parts: `AdaptiveClusters`,
-    `FollowedClusters`, `ClusterLayout`, `PooledClusters`, `ClusterAligned`.
+    memory unless `virtual`; the representatives do even then (the paper reads them from flash
+    behind the Q projection). More is stated at the parts: `AdaptiveClusters`, `FollowedClusters`,
+    `ClusterLayout`, `PooledClusters`, `ClusterAligned`.
 
     `update` and `layout` make the methods that the paper compares with on the same engine: `static`
     as it describes PQCache, `local` as ClusterKV, `tokens_per_cluster=1` retrieval without clusters
@@ -73,6 +74,9 @@ class DynaKV(BaselinePolicy):
     """Share of the slots that is kept for clusters that were appended to or split lately."""
     prefers_small: bool = True
     """Whether large clusters leave the slots first; false: the one wanted longest ago."""
+    virtual: bool = False
+    """Two pools of slots serve all layers, and while one layer attends, the next one's are filled
+    with what they held when it was there last (section 6.1)."""
     gap_bytes: int = 0
     """Two clusters are read as one where at most so much lies between them."""
     write_buffers: int | None = None
@@ -104,8 +108,10 @@ class DynaKV(BaselinePolicy):
                 raise ConfigError(f"{name}={share} must be from 0 to 1")
         if min(self.threshold_factor, self.gap_bytes, self.write_buffers or 0) < 0:
             raise ConfigError("threshold_factor, gap_bytes and write_buffers must not be negative")
+        if self.virtual and self.layout != "clusters":
+            raise ConfigError("virtual=true reads clusters ahead: give layout=clusters")
         if self.update == "local" and self.layout == "clusters":
-            raise ConfigError("update=local makes clusters of the newest tokens: give layout=tokens")
+            raise ConfigError("update=local clusters the newest tokens anew: give layout=tokens")
 
     @property
     def lays_out(self) -> bool:
@@ -117,7 +123,7 @@ class DynaKV(BaselinePolicy):
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
         """See `BaselinePolicy.index_sizes`: clusters grow where the budget is tight."""
         out: list[tuple[SelectionPolicy, IndexSize]] = []
-        wanted = TOKENS_PER_CLUSTER
+        wanted: tuple[int, ...] = TOKENS_PER_CLUSTER
         if self.tokens_per_cluster is not None:
             wanted = (self.tokens_per_cluster,)
         for tokens in wanted:
@@ -142,6 +148,21 @@ class DynaKV(BaselinePolicy):
             held += self.layout_bytes(request)
         return IndexSize(held, max(scratch, fit))
 
+    @property
+    def _sharing(self) -> tuple[bool, ...]:
+        return (True,) if self.virtual else super()._sharing
+
+    def _grow(
+        self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
+    ) -> SlotPlan:
+        if not (shared and self.virtual):
+            return super()._grow(request, size, selected, shared=shared)
+        most = min(request.max_tokens, max(selected, self.reuse_tokens or 0))
+        return largest_plan(
+            request, lambda slots: self._build(request, size, selected, slots, shared=True),
+            selected, most,
+        )  # fmt: skip
+
     def _build(
         self, request: SizingRequest, size: IndexSize, selected: int, num_slots: int, *,
         shared: bool,
@@ -150,9 +171,7 @@ class DynaKV(BaselinePolicy):
         held += ClusterAligned.num_bytes(request.batch, num_slots)
         if self.lays_out and request.is_direct(1):
             scratch += 2 * self.read_bytes(request.shape, request.batch, selected)
-        return super()._build(
-            request, IndexSize(held, scratch), selected, num_slots, shared=shared
-        )
+        return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)
 
     @staticmethod
     def read_bytes(shape: KVShape, rows: int, selected: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.policies.base import SelectionPolicy
@@ -27,8 +28,9 @@ FOLLOW_TOKENS = 32
 """Most tokens of one call that the clusters follow; more are a prompt, and all is clustered
 anew when the next step wants it."""
 
+
 class ClusterBuffers:
-    """Memory that clusters land in where there is no staging, used by the layers in turn."""
+    """Memory that clusters land in where there is no staging; the layers share it."""
 
     def __init__(self, num_bytes: int, sector_bytes: int) -> None:
         """Allocate.
@@ -39,9 +41,9 @@ class ClusterBuffers:
         rows = max(1, num_bytes // sector_bytes)
         self._buffers = [AlignedBuffer(rows, sector_bytes) for _ in range(2)]
 
-    def of(self, layer: int) -> AlignedBuffer:
-        """The buffer of a layer."""
-        return self._buffers[layer % 2]
+    def of(self, ahead: int) -> AlignedBuffer:
+        """The buffer for this step, 0, or for what is prefetched, 1."""
+        return self._buffers[ahead]
 
 
 class ClusterLayer(RetrievalLayer):
@@ -54,8 +56,8 @@ class ClusterLayer(RetrievalLayer):
     Source: DynaKV, sections 4.2 (splits take part in the retrieval) and 6.2.
 
     Differences: the window's tokens are in clusters too, but are attended to from the window. After
-    rows were reordered (beams) or tokens forgotten (crop) the layout is given up, and what is missing
-    is read token by token until another prompt is clustered.
+    rows were reordered (beams) the layout is given up, and what is missing is read token by token,
+    until another prompt is clustered; after tokens were forgotten (crop) all is clustered anew.
     """
 
     def __init__(
@@ -68,6 +70,11 @@ class ClusterLayer(RetrievalLayer):
         """The index, without what a benchmark may have laid over it."""
         self._layout, self._buffers = layout, buffers
         self._laid_out = False
+        self._prefetched: PendingRead | None = None
+        self.following_layer: ClusterLayer | None = None
+        """Whose slots are filled while this layer attends (`DynaKV.virtual`)."""
+        self.former_layer: ClusterLayer | None = None
+        """Who had these slots before, in the same step or the one before it."""
         self._new: int | None = None
         self._following: Future[None] | None = None
         self._updated_at: NDArray[np.int32] | None = None
@@ -77,6 +84,8 @@ class ClusterLayer(RetrievalLayer):
     def begin(self, query: Tensor) -> None:
         """See `RetrievalLayer.begin`."""
         self._settle()
+        if self.former_layer is not None:
+            self.former_layer._settle()
         super().begin(query)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -86,7 +95,7 @@ class ClusterLayer(RetrievalLayer):
         if self._new is not None and self.index.ready:
             position = self._new
             self._following = self.setup.writer.run(lambda: self._follow(position))
-            if self.setup.plan.shared_pools:
+            if self.setup.plan.shared_pools and self.following_layer is None:
                 self._settle()  # another layer takes the slots
         self._new = None
         return out
@@ -115,6 +124,51 @@ class ClusterLayer(RetrievalLayer):
         self._new, self._laid_out = None, False
         self.followed.forget()
 
+    # The virtual cache ------------------------------------------------------------------------
+
+    @property
+    def has_prefetched(self) -> bool:
+        """See `RetrievalLayer.has_prefetched`."""
+        return self._prefetched is not None
+
+    def slots_landed(self) -> None:
+        """See `RetrievalLayer.slots_landed`: the next layer's slots are filled."""
+        if self.following_layer is not None:
+            self.following_layer.prefetch()
+
+    def prefetch(self) -> None:
+        """Start to bring back what this layer's slots held when it was here last.
+
+        Source: DynaKV, section 6.1 (pipeline 2: swapped in behind the layer before).
+
+        Differences: nothing is swapped out, since every token is on the disk already.
+        """
+        layout = self._layout
+        if layout is None or not self._laid_out or self._prefetched is not None:
+            return
+        self._settle()
+        if self.former_layer is not None:
+            self.former_layer._settle()
+        rows, slots = (self.table.unit_in >= 0).nonzero()
+        if not len(rows):
+            return
+        units = self.table.unit_in[rows, slots].astype(np.int64)
+        self._prefetched = self._submit(rows, units, slots, ahead=1)
+
+    def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            self._land(prefetched)
+        return super()._finish_fetch()
+
+    def drop_fetch(self) -> None:
+        """See `RetrievalLayer.drop_fetch`."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            prefetched.drop()
+            self._clear_table()
+        super().drop_fetch()
+
     # Reading ----------------------------------------------------------------------------------
 
     def tell_replacement(self) -> None:
@@ -138,12 +192,23 @@ class ClusterLayer(RetrievalLayer):
 
     def read_missing(self, plan: FetchPlan) -> PendingRead:
         """See `RetrievalLayer.read_missing`."""
-        layout = self._layout
-        if layout is None or not self._laid_out:
+        if self._layout is None or not self._laid_out:
             return super().read_missing(plan)
-        targets = plan.rows * self.pool.slots_per_row + plan.slots
-        wanted = Wanted(plan.rows, plan.units - self.followed.base, targets)
-        buffer, release = self._read_buffer()
+        return self._submit(plan.rows, plan.units, plan.slots)
+
+    def _submit(
+        self, rows: Int64Array, units: Int64Array, slots: Int64Array, *, ahead: int = 0
+    ) -> PendingRead:
+        """Start reading tokens by cluster.
+
+        Args:
+            ahead: 1 for what the next step of this layer will find there.
+        """
+        layout = self._layout
+        assert layout is not None
+        targets = rows * self.pool.slots_per_row + slots
+        wanted = Wanted(rows, units - self.followed.base, targets)
+        buffer, release = self._read_buffer(ahead)
         try:
             fetch = layout.submit(wanted, buffer)
         except BaseException:
@@ -154,12 +219,12 @@ class ClusterLayer(RetrievalLayer):
             release=release,
         )  # fmt: skip
 
-    def _read_buffer(self) -> tuple[AlignedBuffer, Callable[[], None]]:
+    def _read_buffer(self, ahead: int) -> tuple[AlignedBuffer, Callable[[], None]]:
         """Memory that clusters land in, and what gives it back."""
         staging = self.setup.staging
         if staging is None:
             assert self._buffers is not None
-            return self._buffers.of(self.layer_idx), lambda: None
+            return self._buffers.of(ahead), lambda: None
         section = staging.acquire()
         return section.buffer, lambda: staging.release(section)
 
@@ -218,9 +283,7 @@ class ClusterLayer(RetrievalLayer):
         tokens = self.window.tokens[:, place].contiguous()
         return tokens.view(torch.uint8).view(len(tokens), -1).cpu().numpy()
 
-    def _entries(
-        self, row: int, cluster: int, positions: Int64Array, stored: int
-    ) -> ByteArray:
+    def _entries(self, row: int, cluster: int, positions: Int64Array, stored: int) -> ByteArray:
         """K and V of some tokens of a cluster: from the slots, the window and what waits; else
         from the store. uint8 [entries, entry_bytes]"""
         out = np.empty((len(positions), self.setup.shape.token_bytes), dtype=np.uint8)
@@ -269,8 +332,9 @@ class ClusterLayer(RetrievalLayer):
         start = time.perf_counter_ns()
         self.drain()
         self.forget_slots()
-        self.followed.see_queries(query[:, :, None] if self._prompt_queries is None
-                               else self._prompt_queries)
+        self.followed.see_queries(
+            query[:, :, None] if self._prompt_queries is None else self._prompt_queries
+        )
         self._prompt_queries = None
         self.followed.begin_fit(base, end - base)
         layout = self._layout

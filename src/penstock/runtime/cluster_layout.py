@@ -98,9 +98,7 @@ class ClusterLayout:
         number = int(statistics.counts[row])
         sizes = torch.from_numpy(statistics.sizes[row, :number])
         centroids = torch.from_numpy(statistics.centroids[row, :number])
-        taken = retrieved(
-            queries[row].transpose(0, 1).cpu(), centroids, sizes, budget, scaling
-        )
+        taken = retrieved(queries[row].transpose(0, 1).cpu(), centroids, sizes, budget, scaling)
         order = pool_order(co_retrievals(taken)) + first
         present = set(numbers)
         return [int(c) if int(c) in present else -1 for c in order]
@@ -134,7 +132,8 @@ class ClusterLayout:
 
     def in_file_order(self, row: int, members: Int64Array) -> Int64Array:
         """Members of one cluster as they lie in the file."""
-        return members[self._place_of[row, members].argsort()]
+        ordered: Int64Array = members[self._place_of[row, members].argsort()]
+        return ordered
 
     def read(self, row: int, cluster: int) -> ByteArray:
         """The stored entries of a cluster, in the file's order: uint8 [members, entry_bytes].

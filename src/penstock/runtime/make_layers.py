@@ -51,6 +51,8 @@ def make_layers(
             pools.append(PoolMemory.allocate(*size))
         memory = pools[(i - whole) % 2] if plan.shared_pools else pools[-1]
         layers.append(_make_layer(i, config, policy, setup, memory, compact, buffers))
+    if isinstance(policy, DynaKV) and policy.virtual and plan.shared_pools:
+        _chain(layers[whole:])
     return layers
 
 
@@ -102,6 +104,20 @@ def _make_layer(
         layout = _make_layout(i, config, policy, setup, index.core)
         return ClusterLayer(i, setup, memory, policy, index, layout, buffers)
     return RetrievalLayer(i, setup, memory, policy, index, compact)
+
+
+def _chain(layers: list[AnyLayer]) -> None:
+    """Let each layer fill the slots of the next one while it attends; the last, those of the first
+    one for the next step, where they are not its own."""
+    for i, layer in enumerate(layers):
+        following = layers[(i + 1) % len(layers)]
+        assert isinstance(layer, ClusterLayer)
+        assert isinstance(following, ClusterLayer)
+        if i + 1 < len(layers) or len(layers) % 2 == 0:
+            layer.following_layer = following
+        former = layers[i - 2 if i >= 2 else (len(layers) - 1 - i) // 2 * 2 + i]
+        assert isinstance(former, ClusterLayer)
+        layer.former_layer = None if former is layer else former
 
 
 def _cluster_buffers(policy: SelectionPolicy, setup: LayerSetup) -> ClusterBuffers | None:

@@ -82,7 +82,7 @@ class RetrievalLayer(LayerCache):
         if end_unit <= self._lowest_unit or self._all_resident(end_unit):
             return
         setup = self.setup
-        if setup.plan.shared_pools:
+        if setup.plan.shared_pools and not self.has_prefetched:
             # The slots hold another layer's groups.
             self._clear_table()
         selection = self.policy.select(
@@ -103,6 +103,14 @@ class RetrievalLayer(LayerCache):
                 wanted=wanted, hit=hit,
             )  # fmt: skip
         self._fetch = (selection, plan, pending)
+
+    @property
+    def has_prefetched(self) -> bool:
+        """Whether what the table says is on its way into slots that are shared."""
+        return False
+
+    def slots_landed(self) -> None:
+        """The slots are as this step wants them; another pool's may be filled meanwhile."""
 
     def tell_replacement(self) -> None:
         """Tell the replacement policy what the slots hold, where it wants to know."""
@@ -163,6 +171,7 @@ class RetrievalLayer(LayerCache):
             self.begin(call.query[:, :, 0])
         self.append(call.keys, call.values, call.visible)
         fetched = self._finish_fetch()
+        self.slots_landed()
         if self.setup.plan.shared_pools:
             self.pool.tail_tokens().copy_(self.window.tokens)
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask

@@ -14,7 +14,7 @@ from penstock.bench.tasks.english.registry import (
     make_english_sample,
 )
 from penstock.bench.tasks.jsonl import Record, read_records, record_sample
-from penstock.bench.tasks.recall import DEPTH_TASKS, TASKS, make_sample
+from penstock.bench.tasks.recall import BUNDLED_TASKS, DEPTH_TASKS, TASKS, make_sample
 from penstock.bench.tasks.sample import Sample
 from penstock.bench.tasks.words import Words
 from penstock.core.errors import ConfigError
@@ -26,6 +26,11 @@ class TaskSource(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Every task's name."""
+        ...
+
+    @property
+    def default_names(self) -> Sequence[str]:
+        """Of them, those that are asked if none is named, in their order."""
         ...
 
     @property
@@ -88,6 +93,11 @@ class GeneratedTasks:
         return tuple(ENGLISH_TASKS if self._words is None else TASKS)
 
     @property
+    def default_names(self) -> Sequence[str]:
+        """All English tasks; of the recall tasks those that the bundled model answers."""
+        return self.names if self._words is None else BUNDLED_TASKS
+
+    @property
     def depth_names(self) -> frozenset[str]:
         """Tasks that ask for a single needle."""
         return ENGLISH_DEPTH_TASKS if self._words is None else DEPTH_TASKS
@@ -141,6 +151,11 @@ class FileTasks:
     def names(self) -> Sequence[str]:
         """Every task's name, in the order of the files."""
         return tuple(self._records)
+
+    @property
+    def default_names(self) -> Sequence[str]:
+        """All of them."""
+        return self.names
 
     @property
     def depth_names(self) -> frozenset[str]:

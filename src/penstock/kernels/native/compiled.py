@@ -30,6 +30,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "copy_centroids": (*2 * (_ADDRESS,), _COUNT),
     "nearest_centroids": (*2 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "cluster_step": (*3 * (_ADDRESS,), *3 * (_COUNT,), *3 * (_ADDRESS,)),
+    "split_cluster": (*3 * (_ADDRESS,), *5 * (_COUNT,), *3 * (_ADDRESS,)),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
 })  # fmt: skip
 
@@ -37,8 +38,8 @@ _VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "int8_linear", "deco
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
 
 _BYTE_PRODUCTS = frozenset(
-    {"group_scores", "copy_centroids", "nearest_centroids", "cluster_step"}
-)  # fmt: skip
+    {"group_scores", "copy_centroids", "nearest_centroids", "cluster_step", "split_cluster"}
+)
 """Kernels that need AVX-512 VNNI."""
 
 Kernel = Callable[..., None]

@@ -68,7 +68,7 @@ class BaselinePolicy(SelectionPolicy):
         smallest: list[int] = []
         sizes = self.index_sizes(request)
         for selected in self._selections(request):
-            for shared in (False, True) if self.reuse_tokens != 0 else (True,):
+            for shared in self._sharing:
                 for policy, size in sizes:
                     plan = self._build(request, size, selected, selected, shared=shared)
                     if request.limit_bytes is None or plan.total_bytes <= request.limit_bytes:
@@ -76,6 +76,11 @@ class BaselinePolicy(SelectionPolicy):
                     smallest.append(plan.total_bytes)
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
+
+    @property
+    def _sharing(self) -> tuple[bool, ...]:
+        """Whether two pools serve all layers, in the order in which that is tried."""
+        return (False, True) if self.reuse_tokens != 0 else (True,)
 
     def _selections(self, request: SizingRequest) -> list[int]:
         """Units of a selection, most first."""
