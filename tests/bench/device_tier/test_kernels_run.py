@@ -1,4 +1,4 @@
-"""`device_tier.kernels` on a CPU, and the figures of both programs."""
+"""`device_tier.kernels` on a CPU, and the figures of both programs from what they wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ def test_figures_are_drawn_from_the_files(measured: Path, tmp_path: Path) -> Non
     assert sorted(rates) == pytest.approx(sorted(h for h in heights if h > 0))
     assert not [bar for bar in _bars(lower) if bar.get_height() > 0], "no GPU, no GPU memory"
     assert len(draw_device_breakdown(result).axes) == 1
-    assert len(draw_device_kernels(Result.load(measured)).axes) == 4
+    kernels_figure = draw_device_kernels(Result.load(measured))
+    assert len(kernels_figure.axes) == 5, "four ceilings, and the prefill"
+    shares = [entry["of_prefill"] for entry in Result.load(measured).figures["clustering"]]
+    assert [bar.get_width() for bar in _bars(kernels_figure.axes[-1])] == pytest.approx(shares)
 
 
 def _bars(axes: Any) -> list[Any]:

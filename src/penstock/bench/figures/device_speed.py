@@ -1,6 +1,7 @@
 """Figures of `device_tier.speed`: tokens per second and GPU memory by batch, and a layer's time."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,16 @@ from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
 _COLOURS = ("#0b6e99", "#c96a2b", "#4b8b3b", "#7a4fa3", "#b5375a", "#80624d", "#5b616b", "#3d9c98")
+_METHODS = ("louiskv", "arkvale", "full-dynamic", "kvswap", "quest", "full-static", "flexgen")
+"""They have the same colours in all figures."""
 _PARTS = ("#c96a2b", "#e3b34c", "#9db6c4", "#7fae73", "#d5d8dd")
 _LEFT_OUT = "stream of the bench"
 _WIDTH = 0.84
 """Of the bars of one batch together."""
 _CUT = 4.0
 """Bars longer than this many times the median one are cut."""
+_LOG_FROM = 20.0
+"""Bars whose longest is this many times the shortest stand on a log scale, others on zero."""
 Row = dict[str, Any]
 
 
@@ -33,33 +38,82 @@ def draw_device_speed(result: Result) -> Figure:
         raise ConfigError("no row of this result was measured")
     patterns = list(dict.fromkeys(row["pattern"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
+    colours = _colours(methods)
     figure = Figure(figsize=(1.2 + 4.4 * len(patterns), 7.8), layout="constrained")
     panels = figure.subplots(2, len(patterns), squeeze=False, sharey="row")
     for column, pattern in enumerate(patterns):
         here = [row for row in rows if row["pattern"] == pattern]
         upper, lower = panels[0][column], panels[1][column]
-        upper.set_title(_spoken(pattern))
+        upper.set_title(spoken_pattern(pattern))
         _bars(upper, here, methods, colours, _rate)
         _bars(lower, here, methods, colours, _memory)
         lower.set_xlabel("batch")
-        for axes in (upper, lower):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.grid(axis="y", color=GRID, linewidth=0.8)
-            axes.margins(y=0.16)
-    panels[0][0].set_ylabel("tokens per second (log scale)")
-    panels[1][0].set_ylabel("GPU memory, GiB (log scale)")
+        if gains := _gains(here):
+            upper.set_xlabel("batch, and louiskv's rate over arkvale's")
+            names = [label.get_text() for label in upper.get_xticklabels()]
+            labels = [f"{name}\n{gains[int(name)]:.2f}x" if int(name) in gains else name
+                      for name in names]  # fmt: skip
+            upper.set_xticks(range(len(names)), labels)
+    _scale(panels[0], rows, _rate, "tokens per second")
+    _scale(panels[1], rows, _memory, "GPU memory, GiB")
     handles = [panels[0][0].bar(0, 0, color=colours[name], label=name) for name in methods]
     figure.legend(
         handles, methods, frameon=False, loc="outside lower center", ncols=min(4, len(methods))
     )
-    title = _title(result, "Decoding in the device tier")
+    title = device_title(result, "Decoding in the device tier")
     if any("skipped" in row for row in rows):
         title += "; x: does not fit"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return figure
+
+
+def _colours(methods: Sequence[str]) -> dict[str, str]:
+    """A colour for each method: its own, or what nobody has where it comes more than once."""
+    own = dict(zip(_METHODS, _COLOURS, strict=False))
+    found: dict[str, str] = {}
+    for name in methods:
+        colour = own.get(_policy_name(name))
+        if colour is None or colour in found.values():
+            used = {*found.values(), *(own.get(_policy_name(other)) for other in methods)}
+            free = [one for one in _COLOURS if one not in used]
+            colour = free[0] if free else _COLOURS[len(found) % len(_COLOURS)]
+        found[name] = colour
+    return found
+
+
+def _policy_name(method: str) -> str:
+    """Without budget, options and flags."""
+    return re.split("[@:!]", method)[0]
+
+
+def _gains(rows: Sequence[Row]) -> dict[int, float]:
+    """LouisKV's tokens per second over ArkVale's, by batch, where both come once."""
+    gains = {}
+    for batch in {row["batch"] for row in rows}:
+        rates = [
+            [rate for row in rows if row["batch"] == batch and _policy_name(row["method"]) == name
+             and (rate := _rate(row)) is not None]
+            for name in ("louiskv", "arkvale")
+        ]  # fmt: skip
+        if [len(some) for some in rates] == [1, 1]:
+            gains[batch] = rates[0][0] / rates[1][0]
+    return gains
+
+
+def _scale(
+    panels: Sequence[Axes], rows: Sequence[Row], value: Callable[[Row], float | None], said: str
+) -> None:
+    """A log scale where bars differ by much; on it, bars that are nearly alike would not be."""
+    values = [number for row in rows if (number := value(row))]
+    log = bool(values) and max(values) > _LOG_FROM * min(values)
+    for axes in panels:
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.margins(y=0.16)
+    panels[0].set_ylabel(f"{said} (log scale)" if log else said)
 
 
 def _rate(row: Row) -> float | None:
@@ -73,7 +127,11 @@ def _memory(row: Row) -> float | None:
 
 
 def _bars(
-    axes: Axes, rows: Sequence[Row], methods: Sequence[str], colours: dict[str, str], value: Any
+    axes: Axes,
+    rows: Sequence[Row],
+    methods: Sequence[str],
+    colours: dict[str, str],
+    value: Callable[[Row], float | None],
 ) -> None:
     """Bars of all methods side by side for each batch; a cross where a method did not run."""
     batches = sorted({row["batch"] for row in rows})
@@ -85,7 +143,7 @@ def _bars(
             if height is not None:
                 axes.bar(place, height, width=0.92 * width, color=colours[name])
                 axes.annotate(
-                    f"{height:,.0f}" if height >= 10 else f"{height:.2g}", (place, height),
+                    f"{height:,.0f}" if height >= 100 else f"{height:.3g}", (place, height),
                     xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7.5, color=INK,
                     rotation=90 if len(methods) * len(batches) > 12 else 0, va="bottom",
                 )  # fmt: skip
@@ -119,7 +177,7 @@ def draw_device_breakdown(result: Result) -> Figure:
                     layout="constrained")  # fmt: skip
     panels = figure.subplots(len(patterns), 1, squeeze=False, height_ratios=heights)
     for axes, pattern in zip(panels[:, 0], patterns, strict=True):
-        axes.set_title(f"{_spoken(pattern)}, batch {shown[pattern][0]['batch']}")
+        axes.set_title(f"{spoken_pattern(pattern)}, batch {shown[pattern][0]['batch']}")
         _stacked(axes, shown[pattern])
     cut = any(text.get_text().startswith("//") for axes in panels[:, 0] for text in axes.texts)
     panels[-1][0].set_xlabel(
@@ -128,7 +186,7 @@ def draw_device_breakdown(result: Result) -> Figure:
     )
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=len(names))
-    title = _title(result, "Where a layer's time goes, launches not counted")
+    title = device_title(result, "Where a layer's time goes, launches not counted")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return figure
 
@@ -164,12 +222,14 @@ def _stacked(axes: Axes, rows: Sequence[Row]) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def _spoken(pattern: str) -> str:
+def spoken_pattern(pattern: str) -> str:
+    """ "32,256 in, 16K out" for "32256/16384"."""
     prompt, output = (int(word) for word in pattern.split("/"))
     return f"{short_tokens(prompt)} in, {short_tokens(output)} out"
 
 
-def _title(result: Result, what: str) -> str:
+def device_title(result: Result, what: str) -> str:
+    """What was measured of which model where, and what the selecting queries were."""
     settings = result.settings
     layers = f", {settings['layers']} layers" if settings.get("layers") else ""
     where = result.machine.get("gpu") if settings.get("on") == "cuda" else "CPU"

@@ -14,6 +14,7 @@ from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
 from penstock.bench.figures.cluster_costs import draw_cluster_costs
 from penstock.bench.figures.cluster_drift import draw_cluster_drift
 from penstock.bench.figures.cluster_keys import draw_cluster_keys
+from penstock.bench.figures.device_ablation import draw_device_ablation
 from penstock.bench.figures.device_kernels import draw_device_kernels
 from penstock.bench.figures.device_speed import (
     draw_device_breakdown,
@@ -65,7 +66,8 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
         return {name: draw_device_kernels}
     if result.kind == "device_tier.speed":
         more = {f"{name}-breakdown": draw_device_breakdown} if has_device_breakdown(result) else {}
-        return {name: draw_device_speed, **more}
+        ablation = bool(result.settings.get("ablation"))
+        return {name: draw_device_ablation if ablation else draw_device_speed, **more}
     if has_retrievals(result) and _is_ablation(result):
         return {
             f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,
