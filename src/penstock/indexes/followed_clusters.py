@@ -12,6 +12,7 @@ from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.indexes.adaptive_clusters import AdaptiveClusters, UpdateRule
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.cluster_selection import Owners, cluster_counts, cluster_tokens
 from penstock.kernels.unit_selection import CHUNK_UNITS, unit_scores
 
 PROMPT_QUERIES = 32
@@ -156,73 +157,28 @@ class FollowedClusters(KeyIndex):
             ids = np.arange(first_unit.min(), end_unit)
             ids = np.broadcast_to(ids, (len(first_unit), len(ids))).copy()
             return Selection(ids, ids >= first_unit[:, None])
-        owners = self.owners()
-        sizes = self._selectable(owners, first_unit, end_unit)
+        owners, first, end = self._raw_owners, first_unit - self.base, end_unit - self.base
+        sizes = cluster_counts(owners, first, end, self.clusters.num_clusters)
         rank = np.argsort(-self._scores(query, sizes).numpy(), axis=1)
-        ranked = np.take_along_axis(sizes, rank, axis=1)
-        ends = ranked.cumsum(axis=1)
-        taken = (ends <= wanted) & (ranked > 0)
+        ids, valid, whole = cluster_tokens(owners, first, end, rank, sizes, self.base, wanted)
         self.whole.fill(False)
-        np.put_along_axis(self.whole, rank, taken, axis=1)
-        # The first that does not fit is taken in part.
-        over = (ends > wanted).argmax(axis=1)
-        rows = np.arange(len(rank))
-        part = np.where(ends[:, -1] > wanted, rank[rows, over], -1)
-        room = wanted - np.where(over > 0, ends[rows, over - 1], 0)
-        return self._tokens(owners[:, : end_unit - self.base], part, room, first_unit, wanted)
+        self.whole[:, : whole.shape[1]] = whole
+        return Selection(ids) if valid.all() else Selection(ids, valid)
 
     def _scores(self, query: Tensor, sizes: NDArray[np.int64]) -> Tensor:
         return unit_scores(
             query.cpu(), self.clusters.representatives, torch.from_numpy(sizes), self._scaling
         )
 
-    def _selectable(
-        self, owners: NDArray[np.int32], first_unit: NDArray[np.int64], end_unit: int
-    ) -> NDArray[np.int64]:
-        """Tokens of each cluster that are neither in the window nor before a row's first unit.
-        [rows, clusters]"""
-        counts = self.clusters.entry_counts().astype(np.int64)
-        self._subtract(counts, owners[:, end_unit - self.base :], None)
-        first = first_unit - self.base
-        if (first > 0).any():
-            head = owners[:, : first.max()]
-            self._subtract(counts, head, np.arange(head.shape[1]) < first[:, None])
-        return counts
-
-    @staticmethod
-    def _subtract(
-        counts: NDArray[np.int64], owners: NDArray[np.int32], where: NDArray[np.bool_] | None
-    ) -> None:
-        """Count tokens out of their clusters. owners: [rows, tokens]"""
-        rows, clusters = counts.shape
-        flat = owners + (np.arange(rows) * clusters)[:, None]
-        flat = flat.ravel() if where is None else flat[where]
-        counts -= np.bincount(flat, minlength=counts.size).reshape(counts.shape)
+    @property
+    def _raw_owners(self) -> Owners:
+        """Of all tokens from `base` on, and room for more. [rows, max_tokens]"""
+        return self.clusters.entries.cluster_of
 
     def owners(self) -> NDArray[np.int32]:
         """The cluster of each token from `base` on, as a member or waiting. [rows, tokens]"""
         known = self.clusters.entries.cluster_of[:, : self.clusters.length]
         return np.maximum(known, ~known).astype(np.int32)
-
-    def _tokens(
-        self, owners: NDArray[np.int32], part: NDArray[np.int64], room: NDArray[np.int64],
-        first_unit: NDArray[np.int64], wanted: int,
-    ) -> Selection:  # fmt: skip
-        """Positions of all tokens in whole clusters, and of the first `room` of the partial one."""
-        positions = np.arange(self.base, self.base + owners.shape[1])
-        ids = np.zeros((len(owners), wanted), dtype=np.int64)
-        valid = np.zeros(ids.shape, dtype=np.bool_)
-        for row, own in enumerate(owners):
-            chosen = self.whole[row].take(own)
-            if part[row] >= 0:
-                at = (own == part[row]).nonzero()[0]
-                at = at[at + self.base >= first_unit[row]][: room[row]]
-                chosen[at] = True
-            if first_unit[row] > self.base:
-                chosen[: first_unit[row] - self.base] = False
-            found = positions[chosen]
-            ids[row, : len(found)], valid[row, : len(found)] = found, True
-        return Selection(ids) if valid.all() else Selection(ids, valid)
 
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`: a token is as important as its cluster."""

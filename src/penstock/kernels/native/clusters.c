@@ -12,6 +12,7 @@
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
 #define QUERY_UNITS 32512.0f /* 127 * 256 */
+#define WORTH_THREADS (1 << 20) /* bytes of codes; fewer are read before threads have begun */
 
 /* Squared distance; in the order of squared_distances(). */
 AVX512 static double squared_distance(const float *a, const float *b, int64_t dim) {
@@ -180,7 +181,8 @@ PENSTOCK_EXPORT void penstock_nearest_centroids(const void *scan, const float *k
                                                 double *squares) {
 #ifdef PENSTOCK_X86
     const struct scan *s = scan;
-    const int64_t parts = penstock_num_threads(s->rows);
+    const int large = s->rows * used * s->width > WORTH_THREADS;
+    const int64_t parts = large ? penstock_num_threads(s->rows) : 1;
 #pragma omp parallel for num_threads(parts) if (parts > 1)
     for (int64_t row = 0; row < s->rows; row++)
         chosen[row] = nearest_of_row(s, row, keys + row * stride, used, squares + row);

@@ -31,6 +31,11 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "nearest_centroids": (*2 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "cluster_step": (*3 * (_ADDRESS,), *3 * (_COUNT,), *3 * (_ADDRESS,)),
     "split_cluster": (*3 * (_ADDRESS,), *5 * (_COUNT,), *3 * (_ADDRESS,)),
+    "cluster_counts": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), _ADDRESS),
+    "cluster_tokens": (
+        _ADDRESS, *3 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,), *2 * (_COUNT,),
+        *3 * (_ADDRESS,),
+    ),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
 })  # fmt: skip
 
