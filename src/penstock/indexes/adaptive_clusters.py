@@ -123,10 +123,10 @@ class AdaptiveClusters:
         """Temporaries of `fit_row` and `end_fit` for a prompt of so many tokens, for the ledger.
 
         Args:
-            rows: of the whole partition; one is worked at at a time.
+            rows: of the whole partition; makes no difference, as they are fitted one by one.
         """
         clusters = max(1, tokens // tokens_per_cluster)
-        labels = labels_bytes(rows, tokens, dim, clusters)
+        labels = labels_bytes(tokens, dim, clusters)
         return max(labels, 8 * tokens + grouped_bytes(clusters, dim))
 
     @property
@@ -172,7 +172,7 @@ class AdaptiveClusters:
         assert len(keys) == tokens, "begin_fit() comes first, with the number of tokens"
         assert statistics.counts[row] == 0, "a row is partitioned once"
         wanted = max(1, min(tokens // self._tokens_per_cluster, self._max_clusters))
-        labels = clustered_labels(keys, wanted, self._seed, len(self.thresholds))
+        labels = clustered_labels(keys, wanted, self._seed)
         taken = statistics.add_clusters(row, keys, labels, np.arange(wanted))
         self.entries.cluster_of[row, :tokens] = labels
         sizes = statistics.sizes[row, : len(taken)]
@@ -291,7 +291,7 @@ class AdaptiveClusters:
         first = self.length - self._num_new
         for row, points in enumerate(self._new_keys):
             keys = torch.from_numpy(points)
-            labels = clustered_labels(keys, wanted, self._seed, len(self._new_keys))
+            labels = clustered_labels(keys, wanted, self._seed)
             free = self.statistics.free_numbers(row)
             owners = self.entries.cluster_of[row, first : self.length]
             if len(free) > labels.max():

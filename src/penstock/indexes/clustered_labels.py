@@ -14,18 +14,17 @@ Float32Array = NDArray[np.float32]
 Int64Array = NDArray[np.int64]
 
 
-def clustered_labels(keys: Tensor, clusters: int, seed: int, rows: int) -> Int64Array:
+def clustered_labels(keys: Tensor, clusters: int, seed: int) -> Int64Array:
     """Cluster one row's keys by distance; clusters without a key have no number.
 
     Args:
         keys: any float dtype. [tokens, dim]
         clusters: most of them.
-        rows: that share the memory which befits them all (`kmeans.chunk_elements`).
 
     Returns:
         Labels from 0 on without a gap. [tokens]
     """
-    elements = _row_elements(rows, len(keys))
+    elements = _elements(len(keys), keys.shape[1], clusters)
     with torch.no_grad():
         means = kmeans(
             keys, clusters, iterations=ITERATIONS, cosine=False, seed=seed, elements=elements
@@ -36,14 +35,15 @@ def clustered_labels(keys: Tensor, clusters: int, seed: int, rows: int) -> Int64
     return numbers.take(found, out=found, mode="clip")
 
 
-def labels_bytes(rows: int, tokens: int, dim: int, clusters: int) -> int:
+def labels_bytes(tokens: int, dim: int, clusters: int) -> int:
     """Temporaries of `clustered_labels`, what it returns included, for the ledger."""
-    return kmeans_bytes(1, clusters, dim, _row_elements(rows, tokens)) + 16 * (tokens + clusters)
+    elements = _elements(tokens, dim, clusters)
+    return kmeans_bytes(1, clusters, dim, elements) + 16 * (tokens + clusters)
 
 
-def _row_elements(rows: int, tokens: int) -> int:
-    """A row's share of a chunk's elements, so that chunks are those of all rows at once."""
-    return chunk_elements(rows * tokens) // rows
+def _elements(tokens: int, dim: int, clusters: int) -> int:
+    """Of a chunk's temporaries: at least half of what k-means takes for centroids anyway."""
+    return max(chunk_elements(tokens), 2 * clusters * dim)
 
 
 def head_threshold(

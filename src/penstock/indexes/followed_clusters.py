@@ -13,7 +13,6 @@ from penstock.core.shape import KVShape
 from penstock.indexes.adaptive_clusters import AdaptiveClusters, UpdateRule
 from penstock.indexes.base import KeyIndex
 from penstock.kernels.cluster_selection import Owners, cluster_counts, cluster_tokens
-from penstock.kernels.unit_selection import CHUNK_UNITS, unit_scores
 
 PROMPT_QUERIES = 32
 """Newest queries of the prompt from which co-retrieval is counted."""
@@ -99,8 +98,7 @@ class FollowedClusters(KeyIndex):
     def scratch_bytes(shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int) -> int:
         """Temporaries of one selection, for the ledger."""
         capacity = sizes.capacity(max_tokens)
-        chunk = min(capacity, CHUNK_UNITS) * shape.head_dim * 4
-        by_cluster = batch * (capacity * (8 * shape.num_query_heads + 64) + chunk)
+        by_cluster = batch * capacity * (8 * shape.num_query_heads + 64)
         return by_cluster + (8 * batch + 24) * max_tokens
 
     # The prompt -------------------------------------------------------------------------------
@@ -159,16 +157,26 @@ class FollowedClusters(KeyIndex):
             return Selection(ids, ids >= first_unit[:, None])
         owners, first, end = self._raw_owners, first_unit - self.base, end_unit - self.base
         sizes = cluster_counts(owners, first, end, self.clusters.num_clusters)
-        rank = np.argsort(-self._scores(query, sizes).numpy(), axis=1)
+        rank = np.argsort(-self._scores(query, sizes), axis=1)
         ids, valid, whole = cluster_tokens(owners, first, end, rank, sizes, self.base, wanted)
         self.whole.fill(False)
         self.whole[:, : whole.shape[1]] = whole
         return Selection(ids) if valid.all() else Selection(ids, valid)
 
-    def _scores(self, query: Tensor, sizes: NDArray[np.int64]) -> Tensor:
-        return unit_scores(
-            query.cpu(), self.clusters.representatives, torch.from_numpy(sizes), self._scaling
-        )
+    def _scores(self, query: Tensor, sizes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Softmax over clusters per query head, mean over the row's heads; minus one where a
+        cluster has nothing to offer. As `kernels.unit_selection.unit_scores`, in a few calls."""
+        asked = query.detach().float().cpu().numpy() * np.float32(self._scaling)
+        centroids = self.clusters.statistics.centroids[:, : sizes.shape[1]]
+        logits: NDArray[np.float32] = asked @ centroids.transpose(0, 2, 1)
+        empty = sizes == 0
+        logits.transpose(0, 2, 1)[empty] = -np.inf
+        logits -= np.maximum(logits.max(axis=2, keepdims=True), np.finfo(np.float32).min)
+        np.exp(logits, out=logits)
+        logits /= logits.sum(axis=2, keepdims=True) + np.finfo(np.float32).tiny
+        scores: NDArray[np.float32] = logits.mean(axis=1)
+        scores[empty] = -1.0
+        return scores
 
     @property
     def _raw_owners(self) -> Owners:
@@ -183,7 +191,7 @@ class FollowedClusters(KeyIndex):
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`: a token is as important as its cluster."""
         sizes = self.clusters.entry_counts().astype(np.int64)
-        scores = self._scores(query, sizes)
+        scores = torch.from_numpy(self._scores(query, sizes))
         out = scores.new_full((len(scores), num_units), -1.0)
         owners = self.owners()[:, : num_units - self.base].astype(np.int64)
         out[:, self.base :] = scores.gather(1, torch.from_numpy(owners))

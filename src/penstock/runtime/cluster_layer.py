@@ -22,7 +22,7 @@ from penstock.runtime.slot_transfer import PendingRead, PoolMemory
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.cluster_reads import ClusterRead
 from penstock.storage.file import ByteArray, Int64Array
-from penstock.tiers.replacement.cluster_aligned import ClusterAligned
+from penstock.tiers.replacement.cluster_aligned import ClusterAligned, Told
 
 FOLLOW_TOKENS = 32
 """Most tokens of one call that the clusters follow; more are a prompt, and all is clustered
@@ -174,14 +174,13 @@ class ClusterLayer(RetrievalLayer):
     def tell_replacement(self) -> None:
         """Say which clusters the slots hold, before some are chosen for eviction."""
         if isinstance(self.replacement, ClusterAligned):
-            held, base = self.table.unit_in, self.followed.base
-            owners = self.followed.owners()
-            entries = np.clip(held - base, 0, owners.shape[1] - 1)
-            clusters = np.take_along_axis(owners, entries, axis=1)
-            sizes = np.take_along_axis(self.followed.clusters.entry_counts(), clusters, axis=1)
-            updated = np.take_along_axis(self._updates(), clusters, axis=1)
-            known = np.where(held < 0, -1, clusters)
-            self.replacement.tell(known, sizes, updated, self.length)
+            clusters = self.followed.clusters
+            self.replacement.tell(
+                Told(
+                    self.table.unit_in, clusters.entries.cluster_of, self.followed.base,
+                    clusters.entry_counts(), self._updates(), self.length,
+                )
+            )  # fmt: skip
 
     def _updates(self) -> NDArray[np.int32]:
         """The step in which each cluster was appended to or split last. [rows, clusters]"""

@@ -20,6 +20,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "top_units": (_ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "plan_fifo_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *9 * (_ADDRESS,)),
+    "plan_cluster_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *13 * (_ADDRESS,)),
     "store_codes": (_ADDRESS, *7 * (_COUNT,), _ADDRESS),
     "coalesce": (*2 * (_ADDRESS,), *2 * (_COUNT,), *4 * (_ADDRESS,)),
     "check_events": (_ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),

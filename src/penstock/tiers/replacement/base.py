@@ -9,6 +9,13 @@ from numpy.typing import NDArray
 class ReplacementPolicy(ABC):
     """Orders the slots of one layer for eviction, for a whole batch at once."""
 
+    def note_wanted(self, pinned: NDArray[np.bool_]) -> None:  # noqa: B027 - optional
+        """Learn which slots a step wants, before `victims`; most policies do not.
+
+        Args:
+            pinned: [batch, slots]
+        """
+
     @abstractmethod
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Take slots to overwrite and remember that they were taken.

@@ -1,5 +1,7 @@
 """Cluster-aligned replacement: small and recently updated clusters stay (DynaKV, section 6.2)."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +12,23 @@ UPDATED_SHARE = 0.25
 OLDEST = 255
 """Steps after which an update counts as none."""
 _SIZE_BITS, _CLOCK_BITS, _CLUSTER_BITS = 16, 24, 20
+
+
+class Told(NamedTuple):
+    """What a layer's slots hold, and what is known of the clusters."""
+
+    unit_in: NDArray[np.int32]
+    """Token in each slot, minus one for none. [batch, slots]"""
+    owners: NDArray[np.int16] | NDArray[np.int32]
+    """Cluster of each token from `base` on, those that wait for a split as -1 - cluster.
+    [batch, tokens]"""
+    base: int
+    sizes: NDArray[np.int32]
+    """Entries of each cluster. [batch, clusters]"""
+    updated: NDArray[np.int32]
+    """Step in which each was appended to or split last, 0 for never. [batch, clusters or more]"""
+    now: int
+    """This step."""
 
 
 class ClusterAligned(ReplacementPolicy):
@@ -37,70 +56,70 @@ class ClusterAligned(ReplacementPolicy):
             updated_share: 0 for no reserved space.
             prefers_small: false: plain LRU over clusters, to compare with.
         """
-        self._share, self._prefers_small = updated_share, prefers_small
-        self._reserved = int(updated_share * num_slots)
-        self._clusters = np.full((batch, num_slots), -1, dtype=np.int32)
-        self._sizes = np.zeros((batch, num_slots), dtype=np.int32)
-        self._updated = np.zeros((batch, num_slots), dtype=np.int32)
-        self._wanted = np.zeros((batch, num_slots), dtype=np.int32)
-        self._clock = self._now = 0
+        self._share, self.prefers_small = updated_share, prefers_small
+        self.reserved = int(updated_share * num_slots)
+        """Slots of a row that updated clusters may hold."""
+        self.wanted_at = np.zeros((batch, num_slots), dtype=np.int32)
+        """When each slot was wanted last, by `clock`. [batch, slots]"""
+        self.clock = 0
+        self.told: Told | None = None
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int) -> int:
         """Bytes of the tables and of one choice, for the ledger."""
-        return (4 * 4 + 3 * 8) * batch * num_slots
+        return (4 + 6 * 8) * batch * num_slots
 
-    def tell(
-        self, clusters: NDArray[np.int32], sizes: NDArray[np.int32], updated: NDArray[np.int32],
-        now: int,
-    ) -> None:  # fmt: skip
-        """What the slots hold now, before `victims` is asked.
+    def tell(self, told: Told) -> None:
+        """What the slots hold now, before `victims` is asked; read then, not before."""
+        self.told = told
 
-        Args:
-            clusters: of each slot's token, minus one where a slot is empty. [batch, slots]
-            sizes: entries of that cluster. [batch, slots]
-            updated: step in which it was appended to or split last, 0 for never. [batch, slots]
-            now: this step.
-        """
-        self._now = now
-        self._clusters, self._sizes, self._updated = clusters, sizes, updated
+    def note_wanted(self, pinned: NDArray[np.bool_]) -> None:
+        """See `ReplacementPolicy.note_wanted`."""
+        self.clock += 1
+        self.wanted_at[pinned] = self.clock
 
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `ReplacementPolicy.victims`."""
-        self._clock += 1
-        self._wanted[pinned] = self._clock
         keys = self._keys(pinned)
         out = []
         for row, count in enumerate(counts.tolist()):
-            if count == 0:
-                continue
-            chosen = np.arange(keys.shape[1])
-            if count < len(chosen):
-                chosen = keys[row].argpartition(count - 1)[:count]
+            chosen = keys[row].argsort(kind="stable")[:count]
             assert not pinned[row, chosen].any(), "fewer unpinned slots than units to admit"
-            self._wanted[row, chosen] = self._clock
+            self.wanted_at[row, chosen] = self.clock
             out.append(np.sort(chosen))
-        return np.concatenate(out) if out else np.zeros(0, dtype=np.int64)
+        return np.concatenate(out)
 
     def _keys(self, pinned: NDArray[np.bool_]) -> NDArray[np.int64]:
         """What is to go first has the smallest. [batch, slots]"""
+        told = self.told
+        assert told is not None, "tell() comes first"
+        held = told.unit_in
+        entries = np.maximum(held - told.base, 0)
+        raw = np.take_along_axis(told.owners, entries, axis=1).astype(np.int64)
+        clusters = np.maximum(raw, ~raw)
         most = (1 << _SIZE_BITS) - 1
-        size = np.minimum(self._sizes, most) if self._prefers_small else np.zeros_like(self._sizes)
-        keys = (most - size).astype(np.int64) << (_CLOCK_BITS + _CLUSTER_BITS)
-        keys |= (self._wanted.astype(np.int64) & ((1 << _CLOCK_BITS) - 1)) << _CLUSTER_BITS
-        keys |= self._clusters & ((1 << _CLUSTER_BITS) - 1)
-        keys[self._retained()] |= 1 << (_SIZE_BITS + _CLOCK_BITS + _CLUSTER_BITS)
-        keys[self._clusters < 0] = -1
+        sizes = np.zeros_like(clusters)
+        if self.prefers_small:
+            sizes = np.minimum(np.take_along_axis(told.sizes, clusters, axis=1), most)
+        keys = (most - sizes).astype(np.int64) << (_CLOCK_BITS + _CLUSTER_BITS)
+        keys |= (self.wanted_at.astype(np.int64) & ((1 << _CLOCK_BITS) - 1)) << _CLUSTER_BITS
+        keys |= clusters & ((1 << _CLUSTER_BITS) - 1)
+        updated = np.take_along_axis(told.updated, clusters, axis=1)
+        retained = self._retained(updated, held >= 0, told.now)
+        keys[retained] |= 1 << (_SIZE_BITS + _CLOCK_BITS + _CLUSTER_BITS)
+        keys[held < 0] = -1
         keys[pinned] = np.iinfo(np.int64).max
         return keys
 
-    def _retained(self) -> NDArray[np.bool_]:
+    def _retained(
+        self, updated: NDArray[np.int32], held: NDArray[np.bool_], now: int
+    ) -> NDArray[np.bool_]:
         """Slots of the newest updated clusters, as many as the reserved share holds."""
-        ages = np.minimum(self._now - self._updated, OLDEST).clip(0)
-        ages[self._updated == 0] = OLDEST
+        ages = np.minimum(now - updated, OLDEST).clip(0)
+        ages[updated == 0] = OLDEST
         rows = np.arange(len(ages))[:, None] * (OLDEST + 1)
-        counts = np.bincount((ages + rows).ravel(), minlength=len(ages) * (OLDEST + 1))
-        within = counts.reshape(len(ages), -1).cumsum(axis=1) <= self._reserved
+        counts = np.bincount((ages + rows)[held], minlength=len(ages) * (OLDEST + 1))
+        within = counts.reshape(len(ages), -1).cumsum(axis=1) <= self.reserved
         within[:, OLDEST] = False
         retained: NDArray[np.bool_] = ages < within.sum(axis=1)[:, None]
         return retained
@@ -108,10 +127,8 @@ class ClusterAligned(ReplacementPolicy):
     def copy_rows(self, rows: NDArray[np.int64]) -> "ClusterAligned":
         """See `ReplacementPolicy.copy_rows`."""
         copy = ClusterAligned(
-            len(rows), self._clusters.shape[1], updated_share=self._share,
-            prefers_small=self._prefers_small,
+            len(rows), self.wanted_at.shape[1], updated_share=self._share,
+            prefers_small=self.prefers_small,
         )  # fmt: skip
-        for name in ("_clusters", "_sizes", "_updated", "_wanted"):
-            setattr(copy, name, getattr(self, name)[rows].copy())
-        copy._clock, copy._now = self._clock, self._now
+        copy.wanted_at, copy.clock = self.wanted_at[rows].copy(), self.clock
         return copy
