@@ -98,9 +98,9 @@ def check_bytes(runtime: TieredRuntime) -> None:
     for layer in layers(runtime):
         layout, followed = layer._layout, layer.followed
         assert layout is not None
-        assert layer._laid_out
+        assert layout.live
         for row in range(layer.setup.plan.batch):
-            expected = layer._read_tokens(row, np.arange(followed.base, layer.length))
+            expected = layer.follower.read_tokens(row, np.arange(followed.base, layer.length))
             seen = np.zeros(len(expected), dtype=np.int64)
             for cluster in range(followed.clusters.num_clusters):
                 members = followed.clusters.members(row, cluster)

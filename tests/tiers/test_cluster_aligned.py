@@ -130,6 +130,10 @@ def test_rows_are_copied() -> None:
     copy, known = policy.copy_rows(np.array([0, 0])), policy.told
     assert known is not None
     twice = [np.repeat(a, 2, axis=0) for a in (known.unit_in, known.sizes, known.updated)]
-    copy.tell(Told(twice[0], np.repeat(known.owners, 2, axis=0), 0, twice[1], twice[2], known.now))
+    copy.tell(
+        Told(
+            twice[0], np.array([[1, 1, 2, 2]] * 2, dtype=np.int16), 0, twice[1], twice[2], known.now
+        )
+    )
     mask = np.zeros((2, 4), dtype=np.bool_)
     assert copy.victims(mask, np.array([2, 1])).tolist() == [2, 3, 2]

@@ -28,6 +28,10 @@ class PhaseStats:
     """Time that attention waited for reads."""
     predict_s: float = 0.0
     """Time in query prediction, scoring and selection."""
+    follow_s: float = 0.0
+    """Time behind the attention in which an index took the output in and laid it out (DynaKV)."""
+    adapt_s: float = 0.0
+    """Of that, in the clusters themselves: without the disk."""
 
     @property
     def hit_rate(self) -> float:

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.selection import Selection
@@ -14,6 +13,7 @@ from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.cluster_follower import ClusterFollower, Followed
 from penstock.runtime.cluster_layout import ClusterLayout, Wanted
 from penstock.runtime.fetch_plan import FetchPlan
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
@@ -69,15 +69,16 @@ class ClusterLayer(RetrievalLayer):
         self.followed = index.core
         """The index, without what a benchmark may have laid over it."""
         self._layout, self._buffers = layout, buffers
-        self._laid_out = False
         self._prefetched: PendingRead | None = None
         self.following_layer: ClusterLayer | None = None
         """Whose slots are filled while this layer attends (`DynaKV.virtual`)."""
         self.former_layer: ClusterLayer | None = None
         """Who had these slots before, in the same step or the one before it."""
         self._new: int | None = None
-        self._following: Future[None] | None = None
-        self._updated_at: NDArray[np.int32] | None = None
+        self._following: Future[Followed] | None = None
+        self.follower = ClusterFollower(
+            index, layout, setup=setup, pool=self.pool, window=self.window, transfer=self.transfer
+        )
 
     # A step -----------------------------------------------------------------------------------
 
@@ -94,7 +95,9 @@ class ClusterLayer(RetrievalLayer):
         out = super().attend(call)
         if self._new is not None and self.index.ready:
             position = self._new
-            self._following = self.setup.writer.run(lambda: self._follow(position))
+            self._following = self.setup.writer.run(
+                lambda: self.follower.follow(position, self.table, self.length)
+            )
             if self.setup.plan.shared_pools and self.following_layer is None:
                 self._settle()  # another layer takes the slots
         self._new = None
@@ -117,12 +120,23 @@ class ClusterLayer(RetrievalLayer):
             StorageError: something could not be written or read.
         """
         following, self._following = self._following, None
-        if following is not None:
-            following.result()
+        if following is None:
+            return
+        done, phase = following.result(), self.setup.stats.decode
+        phase.follow_s += done.seconds
+        phase.adapt_s += done.adapt_s
+        phase.writes += done.writes
+        phase.written_bytes += done.written_bytes
+        phase.read_bytes += done.read_bytes
 
     def _begin_anew(self) -> None:
-        self._new, self._laid_out = None, False
+        self._new = None
+        self._give_up_layout()
         self.followed.forget()
+
+    def _give_up_layout(self) -> None:
+        if self._layout is not None:
+            self._layout.live = False
 
     # The virtual cache ------------------------------------------------------------------------
 
@@ -144,7 +158,7 @@ class ClusterLayer(RetrievalLayer):
         Differences: nothing is swapped out, since every token is on the disk already.
         """
         layout = self._layout
-        if layout is None or not self._laid_out or self._prefetched is not None:
+        if layout is None or not layout.live or self._prefetched is not None:
             return
         self._settle()
         if self.former_layer is not None:
@@ -178,20 +192,13 @@ class ClusterLayer(RetrievalLayer):
             self.replacement.tell(
                 Told(
                     self.table.unit_in, clusters.entries.cluster_of, self.followed.base,
-                    clusters.entry_counts(), self._updates(), self.length,
+                    clusters.entry_counts(), self.follower.updated_at, self.length,
                 )
             )  # fmt: skip
 
-    def _updates(self) -> NDArray[np.int32]:
-        """The step in which each cluster was appended to or split last. [rows, clusters]"""
-        capacity = self.followed.clusters.statistics.sizes.shape
-        if self._updated_at is None:
-            self._updated_at = np.zeros(capacity, dtype=np.int32)
-        return self._updated_at
-
     def read_missing(self, plan: FetchPlan) -> PendingRead:
         """See `RetrievalLayer.read_missing`."""
-        if self._layout is None or not self._laid_out:
+        if self._layout is None or not self._layout.live:
             return super().read_missing(plan)
         return self._submit(plan.rows, plan.units, plan.slots)
 
@@ -237,90 +244,6 @@ class ClusterLayer(RetrievalLayer):
         source = torch.from_numpy(entries[which]).to(memory.device)
         memory.index_copy_(0, torch.from_numpy(targets).to(memory.device), source)
 
-    # Following the output ---------------------------------------------------------------------
-
-    def _follow(self, position: int) -> None:
-        """Take a token into the clusters, then split what is due; on the writer's thread."""
-        followed, clusters, layout = self.followed, self.followed.clusters, self._layout
-        entries = self._window_entries(position)
-        self.index.append(self._keys_of(entries)[:, None, None], position)
-        labels, rows = followed.labels[:, 0], np.arange(len(entries))
-        updates = self._updates()
-        updates[rows, np.maximum(labels, ~labels)] = position
-        if layout is not None and self._laid_out:
-            layout.append(position - followed.base, labels, entries)
-        for row, cluster in clusters.due(followed.whole):
-            self._split(row, cluster, position)
-        for row, cluster in clusters.overfull():
-            clusters.num_loaded += 1
-            self._split(row, cluster, position)
-
-    def _split(self, row: int, cluster: int, position: int) -> None:
-        clusters, layout = self.followed.clusters, self._layout
-        members, waiting = clusters.members(row, cluster), clusters.buffered(row, cluster)
-        laid_out = layout is not None and self._laid_out
-        if layout is not None and laid_out:
-            members = layout.in_file_order(row, members)
-        positions = np.concatenate([members, waiting])
-        entries = self._entries(row, cluster, positions, len(members))
-        done = clusters.split(row, cluster, self._keys_of(entries), positions)
-        if layout is not None and laid_out:
-            layout.split(row, cluster, done.child, done.moves, positions, entries)
-        updates = self._updates()
-        updates[row, cluster] = position
-        if done.child >= 0:
-            updates[row, done.child] = position
-
-    def _keys_of(self, entries: ByteArray) -> Tensor:
-        """Keys of entries: a view. [entries, head_dim]"""
-        shape = self.setup.shape
-        return torch.from_numpy(entries).view(shape.dtype)[:, : shape.head_dim]
-
-    def _window_entries(self, position: int) -> ByteArray:
-        """One token of the ring, of every row: uint8 [rows, entry_bytes]."""
-        place = int(self.window.ring_places(torch.tensor([position]))[0])
-        tokens = self.window.tokens[:, place].contiguous()
-        return tokens.view(torch.uint8).view(len(tokens), -1).cpu().numpy()
-
-    def _entries(self, row: int, cluster: int, positions: Int64Array, stored: int) -> ByteArray:
-        """K and V of some tokens of a cluster: from the slots, the window and what waits; else
-        from the store. uint8 [entries, entry_bytes]"""
-        out = np.empty((len(positions), self.setup.shape.token_bytes), dtype=np.uint8)
-        units = positions + self.followed.base
-        slots = self.table.slot_of[row, units].astype(np.int64)
-        held = slots >= 0
-        self._copy_out(out, held, row * self.pool.slots_per_row + slots[held])
-        first_ring = self.window.first_ring_group(self.length)
-        for i in (~held & (units >= first_ring)).nonzero()[0].tolist():
-            out[i] = self._window_entries(int(units[i]))[row]
-            held[i] = True
-        missing = (~held).nonzero()[0]
-        if len(missing):
-            layout = self._layout
-            if layout is not None and self._laid_out:
-                inside = missing[missing < stored]
-                if len(inside):
-                    out[inside] = layout.read(row, cluster)[inside]
-                for i in missing[missing >= stored].tolist():
-                    out[i] = layout.waiting(row, int(positions[i]))
-            else:
-                out[missing] = self._read_tokens(row, units[missing])
-        return out
-
-    def _copy_out(self, out: ByteArray, where: NDArray[np.bool_], rows: Int64Array) -> None:
-        if len(rows):
-            memory = self.pool.memory
-            found = memory[torch.from_numpy(rows).to(memory.device)]
-            out[where] = found.cpu().numpy()
-
-    def _read_tokens(self, row: int, units: Int64Array) -> ByteArray:
-        """Tokens of one row from the region in order, past the slots: uint8 [tokens, bytes]."""
-        region = self.transfer.region
-        buffer = AlignedBuffer(len(units), region.row_bytes)
-        where = self.setup.units.table[row, units]
-        region.submit_read(where, buffer, np.arange(len(units))).wait()
-        return buffer.array[:, : region.unit_bytes]
-
     # The prompt -------------------------------------------------------------------------------
 
     def ensure_index(self, query: Tensor) -> None:
@@ -342,14 +265,15 @@ class ClusterLayer(RetrievalLayer):
         rows = len(query)
         for row in range(rows):
             entries = self._row_entries(row, base, end)
-            self.followed.fit_row(row, self._keys_of(entries))
+            self.followed.fit_row(row, self.follower.keys_of(entries))
             if layout is not None:
                 budget, scaling = self.setup.plan.selected_groups, self.setup.shape.head_dim**-0.5
                 layout.place_row(row, entries, budget, scaling)
         self.followed.end_fit()
         self.index.fitted(end)
-        self._laid_out = layout is not None
-        self._updated_at = None
+        if layout is not None:
+            layout.live = True
+        self.follower.begin()
         if self.setup.tracer is not None:
             now = time.perf_counter_ns()
             self.setup.tracer.add("cluster the prompt", "select", start, now, layer=self.layer_idx)
@@ -394,8 +318,8 @@ class ClusterLayer(RetrievalLayer):
         other._settle()
         self._settle()
         super().take_rows_from(other, rows)
-        self._laid_out = False
-        self._updated_at = None
+        self._give_up_layout()
+        self.follower.begin()
 
     def reset(self) -> None:
         """See `LayerCache.reset`."""

@@ -48,6 +48,8 @@ class ClusterLayout:
         self._file, self._index, self._capacity = file, index, capacity
         self._place_of = np.zeros((rows, max_tokens), dtype=place_dtype(max_tokens))
         """Which entry of its cluster, in the file's order, a token is. [rows, max_tokens]"""
+        self.live = False
+        """Whether every token is there; otherwise they are read in their order."""
         self._waiting: dict[tuple[int, int], ByteArray] = {}
         """Entries that are in no file, by row and entry."""
 
@@ -57,7 +59,8 @@ class ClusterLayout:
         return self._file.counters
 
     def clear(self) -> None:
-        """Forget everything; every cluster is placed anew."""
+        """Forget everything; every cluster is placed anew, and the layout is live then."""
+        self.live = False
         self._file.clear()
         self._waiting.clear()
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from penstock.core.trace import Tracer
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.unit_region import UnitRegion
+
+Done = TypeVar("Done")
 
 
 class Writer:
@@ -29,7 +32,7 @@ class Writer:
         """Write `buffer[rows]` to `unit_ids`; the rows must not change until the future is done."""
         return self._pool.submit(self._write, region, unit_ids, buffer, rows)
 
-    def run(self, job: Callable[[], None]) -> "Future[None]":
+    def run(self, job: Callable[[], Done]) -> "Future[Done]":
         """Do something else on the same thread, in its turn."""
         return self._pool.submit(job)
 

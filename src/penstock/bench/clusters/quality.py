@@ -1,0 +1,272 @@
+"""`python -m penstock.bench.clusters.quality`: what long outputs lose under each kind of clusters.
+
+Source: DynaKV, section 8.2 (Fig. 10a), whose answers are graded; here the output is forced, so that
+all methods see the same tokens at every place: how often the next one is the likeliest, what it
+costs (nats), and how often the likeliest is that of full attention. All methods select the same
+number of tokens beside the same sinks and window; tokens are found for whole outputs of a task that
+the bundled model can do, or a text that any model reads on.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.bench.accuracy_settings import Setting, parse_settings
+from penstock.bench.clusters.end_to_end_run import ForcedText
+from penstock.bench.clusters.end_to_end_table import NO_CLUSTERS
+from penstock.bench.clusters.program import model_name
+from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
+from penstock.bench.entry import run_program
+from penstock.bench.progress import Progress
+from penstock.bench.result import Result
+from penstock.bench.text_table import format_table
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.loader import LoadedModel, load
+from penstock.models.plain_model import share_weights
+
+KIND = "clusters.quality"
+FULL = "full"
+METHODS = (
+    FULL, NO_CLUSTERS, "dynakv", "dynakv:update=static,layout=tokens",
+    "dynakv:update=local,layout=tokens", "pqcache", "clusterkv",
+)  # fmt: skip
+PARTS = 8
+"""Parts of the output that are told apart."""
+_SAY_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """One method's answers to one document, a token of the output each."""
+
+    likeliest: NDArray[np.int64]
+    """[steps]"""
+    nats: NDArray[np.float64]
+    """What the text's own next token costs. [steps]"""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m penstock.bench.{KIND}", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="recall", help="the bundled model, a released one, or a folder")
+    add("--text", metavar="FILE", help="read this text on, in place of a task")
+    add("--task", default=RING_WALK, help="whose right answer is the output")
+    add("--prompt", type=int, default=1024, help="tokens of the prompt")
+    add("--output", type=int, default=4096, help="most tokens of the output")
+    add("--documents", type=int, default=2, help="documents, or places in the text")
+    add("--selected", type=int, default=256, help="tokens that every method selects")
+    add("--window", type=int, default=64, help="newest tokens that all attend to")
+    add("--methods", default=";".join(METHODS), help="as in penstock bench accuracy")
+    add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
+    add("--seed", type=int, default=0)
+    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output < PARTS:
+        raise ConfigError(f"sizes count from 1 on, --output from {PARTS} on")
+    return args
+
+
+def methods_of(args: argparse.Namespace) -> list[Setting]:
+    """Full attention, and the methods with as many selected tokens each.
+
+    Raises:
+        ConfigError: there is no such method, or it has no such option.
+    """
+    out = []
+    for setting in parse_settings([args.methods]):
+        policy: Any = setting.policy
+        known = {field.name for field in dataclasses.fields(policy)}
+        same = {"selected_tokens": args.selected, "window_tokens": args.window}
+        policy = replace(policy, **{k: v for k, v in same.items() if k in known})
+        out.append(replace(setting, policy=policy))
+    return sorted(out, key=lambda setting: setting.text != FULL)
+
+
+def documents(loaded: LoadedModel, args: argparse.Namespace) -> list[tuple[list[int], int]]:
+    """Tokens of each document, and how many of them are the prompt.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    if not args.text:
+        seeds = range(args.seed, args.seed + args.documents)
+        return [
+            answer_of(
+                loaded, args.task, prompt_tokens=args.prompt, output_tokens=args.output, seed=seed
+            )
+            for seed in seeds
+        ]
+    each = args.prompt + args.output
+    ids = read_on(loaded, args.text, prompt_tokens=args.prompt,
+                  output_tokens=args.documents * each - args.prompt)  # fmt: skip
+    return [(ids[i * each : (i + 1) * each], args.prompt) for i in range(args.documents)]
+
+
+def decode(
+    loaded: LoadedModel, text: ForcedText, setting: Setting, on_step: Any
+) -> tuple[Trace, dict[str, Any]]:
+    """Force the output through a method's cache.
+
+    Returns:
+        What it says at each place, and what is known of the cache.
+
+    Raises:
+        PenstockError: the cache cannot be made, or failed.
+    """
+    model: Any = share_weights(loaded.model)
+    end = int(text.ids.shape[1])
+    cache = TieredCache(model, setting.policy, memory=setting.memory, store="memory",
+                        max_tokens=end)  # fmt: skip
+    likeliest, nats = [], []
+    with cache, torch.no_grad():
+        text.prefill.put_into(cache)
+        for at in range(cache.get_seq_length(), end - 1):
+            out = model(
+                text.ids[:, at : at + 1], past_key_values=cache, use_cache=True,
+                position_ids=torch.tensor([[at]]),
+            )  # fmt: skip
+            logits = out.logits[0, -1].double().log_softmax(dim=-1)
+            likeliest.append(int(logits.argmax()))
+            nats.append(-float(logits[text.ids[0, at + 1]]))
+            on_step(at)
+        counted, report = cache.stats.decode, cache.report()
+        known = {
+            "ledger_bytes": report.used_bytes, "full_bytes": report.full_cache_bytes,
+            "units_wanted": counted.units_wanted, "units_hit": counted.units_hit,
+            "selected": cache.plan.selected_groups,
+        }  # fmt: skip
+    return Trace(np.array(likeliest), np.array(nats)), known
+
+
+def cell(trace: Trace, full: Trace | None, right: NDArray[np.int64]) -> dict[str, Any]:
+    """Figures of one method and document, whole and by part of the output."""
+    size = len(trace.nats)
+    part = np.arange(size) * PARTS // size
+
+    def by_part(values: NDArray[Any]) -> list[float]:
+        return [float(values[part == i].mean()) for i in range(PARTS)]
+
+    hits = trace.likeliest == right[-size:]
+    figures: dict[str, Any] = {
+        "steps": size, "right": float(hits.mean()), "nats": float(trace.nats.mean()),
+        "right_by_part": by_part(hits), "nats_by_part": by_part(trace.nats),
+    }  # fmt: skip
+    if full is not None:
+        same = trace.likeliest == full.likeliest
+        figures |= {"as_full": float(same.mean()), "as_full_by_part": by_part(same)}
+        figures["nats_over_full"] = float((trace.nats - full.nats).mean())
+    return figures
+
+
+def measure(args: argparse.Namespace, result: Result) -> None:
+    """All documents through all methods.
+
+    Raises:
+        PenstockError: bad input; a method that fails has its reason in the result.
+    """
+    loaded = load(args.model)
+    settings = methods_of(args)
+    texts = documents(loaded, args)
+    progress = Progress(sum(len(ids) - prompt for ids, prompt in texts) * len(settings))
+    result.figures.update(model=model_name(args.model), rows=[])
+    for number, (ids, prompt) in enumerate(texts):
+        text = ForcedText(loaded, ids, len(ids) - prompt, args.chunk)
+        right, full = np.array(ids[1:]), None
+        for setting in settings:
+            row: dict[str, Any] = {"method": setting.text, "document": number, "prompt": prompt}
+            done = 0
+
+            def on_step(
+                at: int, *, name: str = setting.text, document: int = number, first: int = prompt
+            ) -> None:
+                nonlocal done
+                done += 1
+                progress.step(int(at >= first))
+                if done % _SAY_STEPS == 0:
+                    progress.say(f"document {document + 1}, {name}, token {at}")
+
+            try:
+                trace, known = decode(loaded, text, setting, on_step)
+            except PenstockError as error:
+                result.figures["rows"].append(row | {"error": str(error)})
+                continue
+            full = trace if setting.text == FULL else full
+            result.figures["rows"].append(row | cell(trace, full, right) | known)
+            if args.out:
+                result.save(args.out)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over documents, a method each."""
+    out = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = [row for row in rows if row["method"] == method]
+        good = [row for row in found if "error" not in row]
+        if not good:
+            out.append({"method": method, "error": found[0]["error"]})
+            continue
+        names = ("right", "nats", "as_full", "nats_over_full")
+        means = {k: float(np.mean([row[k] for row in good])) for k in names if k in good[0]}
+        last = {
+            k: [float(np.mean(column)) for column in zip(*(row[k] for row in good), strict=True)]
+            for k in ("right_by_part", "nats_by_part", "as_full_by_part") if k in good[0]
+        }  # fmt: skip
+        out.append({"method": method, "documents": len(good)} | means | last)
+    return out
+
+
+def quality_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The figures for people."""
+    head = ["method", "right", "last eighth", "nats", "over full", "as full"]
+    lines = []
+    for row in summary(rows):
+        if "error" in row:
+            lines.append([row["method"], row["error"], "", "", "", ""])
+            continue
+        lines.append([
+            row["method"], f"{row['right']:.3f}", f"{row['right_by_part'][-1]:.3f}",
+            f"{row['nats']:.3f}", f"{row.get('nats_over_full', 0):+.3f}",
+            f"{row.get('as_full', 1):.3f}",
+        ])  # fmt: skip
+    return format_table(head, lines)
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure, print the table, save the result.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    torch.manual_seed(args.seed)
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "text")}
+    settings |= {"model": model_name(args.model), "output_of": "file" if args.text else args.task}
+    shown = ["PATH" if argument == args.text else argument for argument in arguments]
+    shown = ["--text=PATH" if item.startswith("--text=") else item for item in shown]
+    result = Result.begin(KIND, shown, settings, seed=args.seed)
+    measure(args, result)
+    result.figures["methods"] = summary(result.figures["rows"])
+    print(quality_table(result.figures["rows"]))
+    if args.out:
+        result.save(args.out)
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+if __name__ == "__main__":
+    run_program(run)
