@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figures.style import GRID, INK, STYLE
+from penstock.bench.figures.style import FAINT, GRID, INK, STYLE
 from training.prose_settings import PROSE
 
 _FLOOR = 1e-5
@@ -28,9 +28,23 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         _draw_losses(losses, steps, colour)
         tokens_at = {record["step"]: record["tokens"] / 1e6 for record in steps}
         _draw_exact(exact, glances, tokens_at, colour)
+        for number, at in enumerate(sitting_starts(records)):
+            for axes in (losses, exact):
+                label = "a new sitting" if number == 0 else None
+                axes.axvline(at, color=FAINT, linewidth=0.9, linestyle="--", label=label)
         figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper",
                       frameon=False, fontsize=9)  # fmt: skip
         figure.savefig(path, metadata={"Date": None})
+
+
+def sitting_starts(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Where later sittings began, in million tokens."""
+    starts, tokens = [], 0
+    for record in records:
+        if record["kind"] == "begin" and tokens:
+            starts.append(tokens / 1e6)
+        tokens = record.get("tokens", tokens)
+    return starts
 
 
 def _draw_losses(axes: Axes, steps: Sequence[Mapping[str, Any]], colour: dict[str, Any]) -> None:

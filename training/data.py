@@ -17,14 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.tasks import TASKS, Sample, Words
-from penstock.bench.tasks.aggregation import (
-    count_words,
-    flagged_sum,
-    frequent_words,
-    longest_list,
-    most_frequent,
-)
-from penstock.bench.tasks.long_output import long_walk
+from penstock.bench.tasks.aggregation import count_words, flagged_sum, frequent_words
 from penstock.core.errors import ConfigError
 from training.dense import DENSE, Generate
 from training.prose_settings import ProseRows
@@ -33,14 +26,11 @@ from training.settings import Rows, Settings
 
 GENERATORS: Mapping[str, Generate] = MappingProxyType({
     **TASKS,
-    "most_frequent": most_frequent,
     "frequent_words": frequent_words,
     "count_words": count_words,
     "flagged_sum": flagged_sum,
-    "longest_list": longest_list,
-    "long_walk": long_walk,
 })  # fmt: skip
-"""The bench's tasks, and those that are not in its table yet."""
+"""The bench's tasks, and those that no model of ours has learnt."""
 
 OTHER = -1
 """Group of the tokens outside answers."""

@@ -1,12 +1,12 @@
 """The model card of a run: `python -m training.model_card training/runs/recall-2`.
 
 Writes `model/README.md` from the run's log, its evaluation, the corpus and the statistics of its
-attention, and the curves beside it. Nothing in it is typed by hand: what was not measured is said
-not to have been.
+attention, and the curves beside it; of a run that went on with another one's weights, from the logs
+of all sittings. Nothing in it but `--notes` is typed by hand: what was not measured is said not to
+have been.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +15,16 @@ from typing import Any
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PenstockError
 from training import card_prose
+from training.card_recipe import recipes
+from training.card_sittings import (
+    asked,
+    begins_of,
+    cannot,
+    joined,
+    other_seeds,
+    read_chain,
+    sittings,
+)
 from training.checkpoint import write_sums
 from training.evaluate import decoded, report
 
@@ -32,10 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--statistics", type=Path, help="result of `penstock audit MODEL --statistics --out`"
     )
     parser.add_argument("--corpus", type=Path, help="folder that a prose model was trained on")
+    parser.add_argument(
+        "--other", type=Path, action="append", default=[], metavar="RUN",
+        help="the same with another seed, to stand beside it; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--notes", type=Path, help="Markdown of one's own, put in as it is")
     args = parser.parse_args(arguments)
     try:
         evaluation = args.evaluation or args.run / "evaluation.json"
-        write_card(args.run, evaluation, statistics=args.statistics, corpus=args.corpus)
+        write_card(
+            args.run, evaluation, statistics=args.statistics, corpus=args.corpus,
+            others=args.other, notes=args.notes,
+        )  # fmt: skip
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -44,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_card(
-    run: Path, evaluation: Path, *, statistics: Path | None = None, corpus: Path | None = None
-) -> None:
+    run: Path, evaluation: Path, *, statistics: Path | None = None, corpus: Path | None = None,
+    others: Sequence[Path] = (), notes: Path | None = None,
+) -> None:  # fmt: skip
     """Write `model/README.md`, `model/curves.svg` and the sums of all files anew.
 
     Args:
@@ -53,6 +72,8 @@ def write_card(
         evaluation: result of `training.evaluate` or `training.evaluate_prose`; need not exist.
         statistics: result of `penstock audit --statistics`.
         corpus: folder that a prose model was trained on.
+        others: runs of the same with other seeds.
+        notes: Markdown of one's own.
 
     Raises:
         ConfigError: there is no log or no model in the folder, or a file is not what it should be.
@@ -60,55 +81,62 @@ def write_card(
     model = run / "model"
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} holds no model; train it to its end, or use --export")
-    records = read_log(run / "log.jsonl")
+    runs, logs = read_chain(run)
     result = Result.load(evaluation) if evaluation.is_file() else None
     measured = None if statistics is None else Result.load(statistics)
     if measured is not None and measured.kind != "statistics":
         raise ConfigError(f"{statistics} is no result of penstock audit --statistics")
-    drawn = _draw(records, model)
+    try:
+        said = "" if notes is None else notes.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {notes}: {error}") from error
+    drawn = _draw(joined(logs), model)
     text = card(
-        records, result, _parameters(model), curves=drawn, statistics=measured, corpus=corpus
-    )
+        logs, result, _parameters(model), curves=drawn, statistics=measured, corpus=corpus,
+        notes=said, came=sittings(runs, logs) if len(runs) > 1 else "", others=other_seeds(others),
+    )  # fmt: skip
     (model / "README.md").write_text(text, encoding="utf-8")
     write_sums(model)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a run's log.
-
-    Raises:
-        ConfigError: it is missing or has no step.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not any(record["kind"] == "train" for record in records):
-        raise ConfigError(f"{path} has no training step; train first")
-    return records
-
-
 def card(
-    records: Sequence[Record], evaluation: Result | None, parameters: int, *, curves: bool,
-    statistics: Result | None = None, corpus: Path | None = None,
+    logs: Sequence[Sequence[Record]], evaluation: Result | None, parameters: int, *, curves: bool,
+    statistics: Result | None = None, corpus: Path | None = None, notes: str = "", came: str = "",
+    others: str = "",
 ) -> str:  # fmt: skip
-    """The card, as Markdown."""
-    begins = [record for record in records if record["kind"] == "begin"]
+    """The card, as Markdown.
+
+    Args:
+        logs: of all sittings, the first one's first.
+        evaluation: if there is one.
+        parameters: of the model.
+        curves: whether they are drawn.
+        statistics: of its attention.
+        corpus: folder that a prose model was trained on.
+        notes: Markdown of one's own.
+        came: how the sittings followed each other.
+        others: what other seeds came to.
+    """
+    records = joined(logs)
     steps = [record for record in records if record["kind"] == "train"]
     glances = [record for record in records if record["kind"] == "glance"]
-    settings = begins[-1]["settings"]
+    settings = begins_of(records)[0]["settings"]
     prose = "corpus" in settings
+    unable = cannot(evaluation)
     parts = [
         f"# {settings['name']}",
-        _beginning(begins, steps[-1], parameters, prose=prose),
+        _beginning(logs, steps[-1], parameters, prose=prose),
+        *([notes] if notes else []),
         *(["## Text", card_prose.data(corpus)] if prose else []),
         *(["## Perplexity", card_prose.perplexity(evaluation)] if prose else []),
         "## Accuracy",
         _accuracy(evaluation, prose=prose),
+        *(["## What it does not do", unable] if unable else []),
         *(["## Attention", _attention(statistics)] if statistics is not None else []),
         "## Recipe",
-        _recipe(settings, begins[-1], steps),
+        *([came] if came else []),
+        *recipes(logs),
+        *(["## The same with other seeds", others] if others else []),
         "## Curves",
         *(["![Loss and accuracy over the run](curves.svg)"] if curves else []),
         _curve_table(steps),
@@ -118,10 +146,14 @@ def card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _beginning(begins: Sequence[Record], last: Record, parameters: int, *, prose: bool) -> str:
-    settings, fit = begins[-1]["settings"], begins[-1].get("fit_minutes")
+def _beginning(
+    logs: Sequence[Sequence[Record]], last: Record, parameters: int, *, prose: bool
+) -> str:
+    begins = begins_of(joined(logs))
+    fit = sum(begins_of(log)[-1].get("fit_minutes") or 0 for log in logs)
     devices = ", ".join(dict.fromkeys(record["device"] for record in begins))
-    total = sum(stage["steps"] for stage in settings["stages"])
+    stages = [stage for log in logs for stage in begins_of(log)[-1]["settings"]["stages"]]
+    total = sum(stage["steps"] for stage in stages)
     of = f"steps, fitted into {fit:g} minutes" if fit else f"of {total:,} steps"
     on = "books and technical documents, and on questions about them"
     bench = "text that the tasks of `penstock.bench` generate"
@@ -153,13 +185,11 @@ def _accuracy(evaluation: Result | None, *, prose: bool) -> str:
     if evaluation is None:
         return "Not measured."
     cells = evaluation.figures["cells"]
-    asked = [cell["asked"] for cell in cells if cell["asked"]]
-    counts = f"{min(asked)} to {max(asked)}" if asked else "no"
     where = ", held-out prose where a task has prose around its facts" if prose else ""
     text = (
-        f"Exact match by task and prompt tokens{where}, full attention, {counts} fresh samples a "
-        f"cell, seed {evaluation.seed}, {evaluation.settings['device']}, the right answer given "
-        "(teacher-forced: every token of it the likeliest, `<eos>` included"
+        f"Exact match by task and prompt tokens{where}, full attention, {asked(cells)} fresh "
+        f"samples a cell, seed {evaluation.seed}, {evaluation.settings['device']}, the right "
+        "answer given (teacher-forced: every token of it the likeliest, `<eos>` included"
         f"{_PROSE_ORDER if prose else ''}).\n\n"
         f"```\n{report(cells)}\n```"
     )
@@ -184,53 +214,6 @@ def _attention(statistics: Result) -> str:
         f"```\n{keys_table(figures)}\n```\n\n{keys}\n\n{lines}\n\n"
         f"Command: `{statistics.command}`, commit {statistics.commit}."
     )
-
-
-def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
-    model, plan, rows = settings["model"], settings["optimizer"], settings["rows"]
-    done, told = steps[-1]["step"], []
-    for stage in settings["stages"]:  # with --fit the last one is as long as the time allowed
-        told.append(f"{min(stage['steps'], done):,} steps of {_listed(stage['lengths'])}")
-        done = max(0, done - stage["steps"])
-    stages = "; ".join(told)
-    decay = f"over the last {plan['decay_steps']:,}"
-    if begin.get("fit_minutes"):
-        warm = (one for one in steps if one["step"] > plan["warmup_steps"])
-        first = next((one["step"] for one in warm if one["rate_factor"] < 1), steps[-1]["step"])
-        decay = f"by the clock, seen from step {first:,} on"
-    mix = ", ".join(f"{task} {share:.2f}" for task, share in settings["mix"].items())
-    batch = settings["micro_batch_tokens"] * settings["micro_batches"]
-    lines = [
-        (
-            f"Qwen3: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} query "
-            f"and {model['kv_heads']} KV heads of {model['head_dim']}, feed-forward "
-            f"{model['feed_forward']}, RoPE theta {model['rope_theta']:g}, "
-            f"{model['positions']:,} positions, tied embeddings."
-        ),
-        f"{batch:,} tokens a step. Rows: {stages}.",
-        f"Mix: {mix}.",
-        (
-            f"Muon {plan['matrix_rate']} (momentum {plan['matrix_momentum']}, decay "
-            f"{plan['matrix_decay']}) on matrices, AdamW {plan['other_rate']} on the rest; "
-            f"{plan['warmup_steps']} steps of warm-up, linear decay {decay}."
-        ),
-        *(card_prose.recipe(settings) if "corpus" in settings else [_recall_rows(rows)]),
-        f"Seed {settings['seed']}, commit {begin['commit']}.",
-    ]
-    return "\n".join(f"* {line}" for line in lines)
-
-
-def _recall_rows(rows: Record) -> str:
-    return (
-        f"Loss on answers, weighed as {rows['answer_floor']:g} to {rows['answer_cap']:g} "
-        f"tokens each; {rows['other_weight']} on {rows['other_share']:.1%} of the other "
-        f"tokens. {rows['jump_share']:.0%} of the rows below {rows['jump_below']:,} tokens "
-        f"have up to {rows['jumps']} jumps in their positions."
-    )
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    return ", ".join(f"{length:,}" for length in lengths)
 
 
 def _curve_table(steps: Sequence[Record]) -> str:

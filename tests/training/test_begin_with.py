@@ -9,7 +9,7 @@ import torch
 
 import training
 from penstock.models.loader import load
-from training import model_card, train
+from training import card_sittings, model_card, train
 from training.checkpoint import load_checkpoint, read_vocabulary
 from training.data import RowMaker
 from training.settings import read_settings
@@ -93,7 +93,7 @@ def test_a_run_that_was_begun_so_just_resumes(
     assert weights[0] == weights[1]
     begins = [
         (record["step"], record["begun_with"]["model"])
-        for record in model_card.read_log(tmp_path / "in two" / "log.jsonl")
+        for record in card_sittings.read_log(tmp_path / "in two" / "log.jsonl")
         if record["kind"] == "begin"
     ]
     assert begins == [(0, "toy/model"), (3, "toy/model"), (3, "toy/model")]

@@ -284,7 +284,9 @@ def test_unknown_task_is_refused() -> None:
         RowMaker(replace(toy(), mix={"riddle": 1.0}), VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["recall-7m", "recall-2", "recall-2-second", "toy"])
+@pytest.mark.parametrize(
+    "name", ["recall-7m", "recall-2", "recall-2-second", "recall-2-third", "toy"]
+)
 def test_settings_are_whole(name: str) -> None:
     settings = read_settings(CONFIGS / f"{name}.toml")
     assert settings.name == name

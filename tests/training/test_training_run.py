@@ -18,7 +18,7 @@ from penstock.bench.result import Result
 from penstock.bench.tasks import Sample
 from penstock.core.errors import ConfigError
 from penstock.models.loader import load
-from training import adapter, evaluate, model_card, train
+from training import adapter, card_sittings, evaluate, model_card, train
 from training.checkpoint import load_checkpoint, read_vocabulary, save_checkpoint, write_sums
 from training.data import Batch, RowMaker
 from training.examine import mark
@@ -254,7 +254,7 @@ def test_a_resumed_run_leaves_the_same_model(
         for name in ("through", "in two")
     ]
     assert weights[0] == weights[1]
-    log = model_card.read_log(tmp_path / "in two" / "log.jsonl")
+    log = card_sittings.read_log(tmp_path / "in two" / "log.jsonl")
     assert [record["step"] for record in log if record["kind"] == "begin"] == [0, 3]
 
 

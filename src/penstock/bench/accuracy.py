@@ -43,7 +43,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
     add(
         "--tasks", default="all",
-        help="names separated by commas; all: those that the bundled model answers (any other's: all)",
+        help="names separated by commas; all: of the recall tasks, what the bundled model answers",
     )  # fmt: skip
     add("--tokens", type=_lengths, help="lengths of the prompts (default 16384; suite 8192,16384)")
     add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")

@@ -14,6 +14,8 @@ from penstock.bench.figures.breakdown import draw_breakdown, has_breakdown
 from penstock.bench.figures.cluster_costs import draw_cluster_costs
 from penstock.bench.figures.cluster_drift import draw_cluster_drift
 from penstock.bench.figures.cluster_keys import draw_cluster_keys
+from penstock.bench.figures.cluster_quality import draw_cluster_quality
+from penstock.bench.figures.cluster_speed import cluster_speed_figures
 from penstock.bench.figures.device_ablation import draw_device_ablation
 from penstock.bench.figures.device_kernels import draw_device_kernels
 from penstock.bench.figures.device_speed import (
@@ -62,6 +64,10 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
             name: draw_cluster_costs, f"{name}-drift": draw_cluster_drift,
             f"{name}-keys": draw_cluster_keys,
         }  # fmt: skip
+    if result.kind == "clusters.quality":
+        return {name: draw_cluster_quality}
+    if result.kind == "clusters.end_to_end":
+        return cluster_speed_figures(result, name)
     if result.kind == "device_tier.kernels":
         return {name: draw_device_kernels}
     if result.kind == "device_tier.speed":

@@ -5,10 +5,11 @@ word for word. The bundled model answers `BUNDLED_TASKS` with full attention (co
 that whatever is lost at a smaller memory budget was lost by the policy. Those are asked if no
 task is named.
 
-The others are for recall-2, which has the same words: the most frequent word of a document, and
-walks with values, answers of up to 8K tokens, it has learnt, the longest of some lists in six of
-ten documents; the bundled model none of them. Counting, frequent words in their order and sums no
-model of ours has learnt (`aggregation.py` says why): training evaluates them, and they are not here.
+The others are for recall-2, which has the same words: it has learnt to find the most frequent
+word of a document and to walk with values in answers of up to 8K tokens, and finds the longest of
+some lists in six of ten documents; the bundled model does none of this. Counting, frequent words
+in their order and sums no model of ours has learnt (`aggregation.py` says why): training evaluates
+them, and they are not here.
 
 Long answers in which later tokens need earlier ones are pointer_chasing and two_walkers (200 to
 1000 tokens) and long_walk (half the prompt); copy asks for long answers too.

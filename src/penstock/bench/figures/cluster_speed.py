@@ -1,0 +1,216 @@
+"""Figures of `clusters.end_to_end`: DynaKV's speed-ups, step times, bandwidth, and its cache."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from penstock.bench.clusters.end_to_end_run import CACHE
+from penstock.bench.clusters.end_to_end_table import (
+    LRU,
+    NO_CLUSTERS,
+    OURS,
+    PAPER_BANDWIDTHS,
+    PAPER_LENGTHS,
+    PAPER_SPEEDUPS,
+    PAPER_STEPS,
+    POLICY,
+    VIRTUAL,
+    device_name,
+    measured,
+    name_of,
+)
+from penstock.bench.figures.style import FAINT, GRID, INK, SERIES, short_tokens
+from penstock.bench.result import Result
+from penstock.core.errors import ConfigError
+
+_COLOURS = {
+    OURS: SERIES[0], NO_CLUSTERS: SERIES[1], "pqcache": SERIES[2], "clusterkv": SERIES[3],
+    "dynakv:layout=tokens": "#b5375a", "dynakv:update=static": "#3d9c98", "full": FAINT,
+}  # fmt: skip
+_WIDTH = 0.8
+"""Of the bars of one group together."""
+Row = dict[str, Any]
+
+
+def cluster_speed_figures(result: Result, name: str) -> dict[str, Callable[[Result], Figure]]:
+    """What a result has enough rows for, by the figures' names."""
+    out: dict[str, Callable[[Result], Figure]] = {}
+    if result.figures.get("speedups"):
+        out[name] = draw_cluster_speed
+    if measured(result.figures.get("rows", []), CACHE):
+        out[f"{name}-cache"] = draw_cluster_cache
+    return out
+
+
+def draw_cluster_speed(result: Result) -> Figure:
+    """A column for each device: speed-ups, then effective bandwidth, then step time by length.
+
+    Raises:
+        ConfigError: DynaKV and another method were not measured beside each other.
+    """
+    gains, rows = result.figures.get("speedups", []), measured(result.figures.get("rows", []))
+    if not gains:
+        raise ConfigError("no method of this result was measured beside dynakv")
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    figure = Figure(figsize=(1.4 + 6.6 * len(devices), 13.2), layout="constrained")
+    panels = figure.subplots(3, len(devices), squeeze=False, sharey="row")
+    for column, device in enumerate(devices):
+        here = [one for one in gains if one["device"] == device and one["method"] in PAPER_SPEEDUPS]
+        name = device_name(device)
+        _gains(panels[0][column], here, "mean", PAPER_SPEEDUPS)
+        panels[0][column].set_title(f"{name}: times faster, fig. 10b")
+        _gains(panels[1][column], here, "bandwidth", PAPER_BANDWIDTHS)
+        panels[1][column].set_title(f"{name}: times their effective bandwidth, fig. 10c")
+        ratio = _fullest_ratio(rows, device)
+        _steps(panels[2][column], [
+            row for row in rows if row["device"] == device and row["ratio"] == ratio
+        ])  # fmt: skip
+        panels[2][column].set_title(f"{name}: a step at {ratio:.0%}, table 6")
+    panels[0][0].set_ylabel("mean over lengths; line: least to most")
+    panels[1][0].set_ylabel("mean over lengths")
+    panels[2][0].set_ylabel("milliseconds (log scale)")
+    panels[0][0].legend(frameon=False, fontsize=9.5, loc="upper left")
+    handles, names = panels[2][0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=4, fontsize=10)
+    figure.suptitle(
+        f"Decode steps of DynaKV on {result.figures['model']}, equal numbers of selected tokens; "
+        f"measured in turn, {result.settings.get('steps')} steps each",
+        fontsize=12, x=0.01, ha="left",
+    )  # fmt: skip
+    return figure
+
+
+def _fullest_ratio(rows: Sequence[Row], device: str) -> float:
+    """The ratio that most lengths were measured at; among equals the middle one."""
+    here = [row for row in rows if row["device"] == device and row["method"] == OURS]
+    ratios = sorted({row["ratio"] for row in here})
+    lengths = {ratio: sum(row["ratio"] == ratio for row in here) for ratio in ratios}
+    best = [ratio for ratio in ratios if lengths[ratio] == max(lengths.values())]
+    return float(best[len(best) // 2])
+
+
+def _gains(axes: Axes, gains: Sequence[Row], field: str, paper: dict[str, float]) -> None:
+    """Bars by ratio, a colour for each other method; the paper's averages as dashes."""
+    ratios = sorted({one["ratio"] for one in gains})
+    width = _WIDTH / len(paper)
+    for number, method in enumerate(paper):
+        places = []
+        for one in gains:
+            if one["method"] != method or one[field] is None:
+                continue
+            place = ratios.index(one["ratio"]) + (number - (len(paper) - 1) / 2) * width
+            axes.bar(place, one[field], width=0.92 * width, color=_COLOURS[method],
+                     label=None if places else f"than {name_of(method)}")  # fmt: skip
+            if field == "mean":
+                axes.plot([place, place], [one["low"], one["high"]], color=INK, linewidth=1.0)
+            axes.annotate(
+                f"{one[field]:.2f}", (place, 0), xytext=(0, 4), textcoords="offset points",
+                ha="center", fontsize=9.5, color="white",
+            )  # fmt: skip
+            places.append(place)
+        for place in places:
+            label = "the paper's" if (method, place) == ("clusterkv", places[0]) else None
+            axes.plot([place - width / 2, place + width / 2], [paper[method]] * 2, color=INK,
+                      linewidth=1.6, linestyle="--", label=label)  # fmt: skip
+    axes.axhline(1, color=FAINT, linewidth=0.9)
+    axes.set_xticks(range(len(ratios)), [
+        f"{ratio:.0%} selected\n{_spoken_lengths(gains, ratio)}" for ratio in ratios
+    ])  # fmt: skip
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+
+
+def _spoken_lengths(gains: Sequence[Row], ratio: float) -> str:
+    """ "1K to 16K" for the lengths that a ratio's means are over."""
+    found = sorted({n for one in gains if one["ratio"] == ratio for n in one["lengths"]})
+    ends = dict.fromkeys(short_tokens(length) for length in (found[0], found[-1]))
+    return " to ".join(ends)
+
+
+def _steps(axes: Axes, rows: Sequence[Row]) -> None:
+    """Lines of all methods; the paper's models and growth with the length itself, faint."""
+    for method in dict.fromkeys(row["method"] for row in rows):
+        line = sorted((row["length"], row["mean_ms"]) for row in rows if row["method"] == method)
+        axes.plot(*np.transpose(line), marker="o", markersize=4.5, label=name_of(method),
+                  color=_COLOURS.get(method, INK), linewidth=2.4 if method == OURS else 1.4,
+                  zorder=3 if method == OURS else 2)  # fmt: skip
+    lengths = sorted({row["length"] for row in rows})
+    for number, steps in enumerate(PAPER_STEPS.values()):
+        pairs = [pair for pair in zip(PAPER_LENGTHS, steps, strict=True) if pair[0] in lengths]
+        if pairs:
+            axes.plot(*np.transpose(pairs), color=FAINT, linewidth=0.9, linestyle=":",
+                      label=None if number else "the paper's models")  # fmt: skip
+    ours = [row for row in rows if row["method"] == OURS]
+    first = min(ours, key=lambda row: row["length"])
+    axes.plot(lengths, [first["mean_ms"] * n / first["length"] for n in lengths], color=INK,
+              linewidth=0.9, linestyle="--", label="in proportion to the length")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xticks(lengths, [short_tokens(length) for length in lengths])
+    axes.set_xlabel("tokens of prompt and output")
+    axes.grid(color=GRID, linewidth=0.8)
+
+
+def draw_cluster_cache(result: Result) -> Figure:
+    """A column for each device: memory held, then step time, by the slots of the cache.
+
+    Raises:
+        ConfigError: no such row was measured.
+    """
+    rows = measured(result.figures.get("rows", []), CACHE)
+    if not rows:
+        raise ConfigError("this result has no rows with caches of several sizes")
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    figure = Figure(figsize=(1.4 + 5.8 * len(devices), 8.4), layout="constrained")
+    panels = figure.subplots(2, len(devices), squeeze=False, sharey="row")
+    for column, device in enumerate(devices):
+        here = [row for row in rows if row["device"] == device]
+        upper, lower = panels[0][column], panels[1][column]
+        _by_slots(upper, here, "ledger_bytes", 2**20, "{:.1f}")
+        _by_slots(lower, here, "mean_ms", 1.0, "{:.0f}")
+        upper.set_title(f"{device_name(device)}: memory held, MiB")
+        lower.set_title(f"{device_name(device)}: a step, ms (hits)")
+        lower.set_xlabel("slots of a layer, in selections (0: nothing stays)")
+    panels[0][0].legend(frameon=False, fontsize=10, loc="upper left")
+    first = rows[0]
+    figure.suptitle(
+        f"DynaKV's cache on {result.figures['model']}, {short_tokens(first['length'])} tokens, "
+        f"{first['ratio']:.0%} selected (fig. 14: up to 2.22x less memory, 1.12x faster than LRU)",
+        fontsize=12, x=0.01, ha="left",
+    )  # fmt: skip
+    return figure
+
+
+def _by_slots(axes: Axes, rows: Sequence[Row], field: str, unit: float, form: str) -> None:
+    kinds = {
+        POLICY: ("small ones stay, a share for updated", SERIES[0]),
+        LRU: ("LRU", SERIES[1]), VIRTUAL: ("virtual: two pools, filled ahead", SERIES[2]),
+    }  # fmt: skip
+    sizes = sorted({row["reuse"] for row in rows})
+    width = _WIDTH / len(kinds)
+    for row in rows:
+        if row["reuse"] == 0:
+            place, colour, label = 0.0, FAINT, "two pools, nothing stays"
+        elif row["method"] in kinds:
+            label, colour = kinds[row["method"]]
+            number = list(kinds).index(row["method"])
+            place = sizes.index(row["reuse"]) + (number - (len(kinds) - 1) / 2) * width
+        else:
+            continue
+        height = row[field] / unit
+        if label in axes.get_legend_handles_labels()[1]:
+            label = ""
+        axes.bar(place, height, width=0.92 * width, color=colour, label=label or None)
+        text = form.format(height)
+        if field == "mean_ms" and row["hit_rate"]:
+            text += f"\n({row['hit_rate']:.0%})"
+        axes.annotate(text, (place, height), xytext=(0, 2), textcoords="offset points",
+                      ha="center", fontsize=9, color=INK)  # fmt: skip
+    axes.set_xticks(range(len(sizes)), [f"{size:g}" for size in sizes])
+    axes.margins(y=0.22)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)

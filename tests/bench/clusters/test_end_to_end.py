@@ -1,0 +1,259 @@
+"""`python -m penstock.bench.clusters.end_to_end`: rows, sums, tables, figures, going on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.bench.clusters import end_to_end, end_to_end_run
+from penstock.bench.clusters.end_to_end_run import CACHE, DISK, MAIN, Case, LiveRow, Pace
+from penstock.bench.clusters.end_to_end_table import (
+    LRU,
+    NO_CLUSTERS,
+    POLICY,
+    VIRTUAL,
+    cache_gains,
+    end_to_end_table,
+    exponent,
+    growth,
+    speedups,
+    summary,
+)
+from penstock.bench.clusters.read_watch import ReadWatch, covered_ns
+from penstock.bench.figures.cluster_speed import draw_cluster_cache, draw_cluster_speed
+from penstock.bench.figures.report import draw_all
+from penstock.bench.result import Result
+from penstock.core.errors import ConfigError, PromptError
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.plain_model import random_model
+from penstock.policies.dynakv import DynaKV
+
+SMALL = (
+    "--devices=ufs", "--ratios=0.1", "--steps=4", "--rounds=2", "--warm=2", "--cache-length=0",
+    f"--methods=dynakv;pqcache;{NO_CLUSTERS}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("end") / "small.json"
+    end_to_end.run([*SMALL, "--lengths=256,320", f"--out={out}"])
+    return out
+
+
+def test_rows(result_file: Path) -> None:
+    document = json.loads(result_file.read_text())
+    assert document["kind"] == "clusters.end_to_end"
+    assert document["command"].startswith("python -m penstock.bench.clusters.end_to_end --dev")
+    found = document["figures"]
+    assert (found["model"], found["disk"]) == ("recall", None)
+    rows = found["rows"]
+    assert [(row["length"], row["method"]) for row in rows] == [
+        (length, method) for length in (256, 320) for method in ("dynakv", "pqcache", NO_CLUSTERS)
+    ]
+    for row in rows:
+        assert "error" not in row
+        selected = round(0.1 * row["length"])
+        assert row["selected_tokens"] == row["slots"] == selected
+        assert (row["steps"], len(row["round_ms"])) == (4, 2)
+        assert sum(row["round_ms"]) / 2 == pytest.approx(row["mean_ms"])
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["mean_ms"])
+        assert row["prompt_tokens"] <= row["length"] - 8
+        # 8 layers of 4 heads want as many tokens each; what they miss is useful.
+        missed = (1 - row["hit_rate"]) * 8 * 4 * selected
+        assert row["useful_bytes"] == pytest.approx(missed * 2 * 64 * 2)
+        assert row["read_bytes"] >= row["useful_bytes"] > 0
+        assert row["read_kib"] * 1024 * row["reads"] == pytest.approx(row["read_bytes"])
+        assert row["effective_bandwidth"] == pytest.approx(
+            row["useful_bytes"] / row["read_ms"] * 1e3
+        )
+        assert 0 < row["read_ms"] < row["mean_ms"]
+        assert row["ledger_bytes"] == sum(row["ledger_items"].values())
+        assert 0 <= row["right"] <= 1
+    ours, quantised, single = rows[3:]
+    assert ours["read_kib"] > 2 * single["read_kib"]
+    assert single["options"]["key_ratio"] == 1
+    assert single["options"]["predict"] is False
+    assert quantised["read_kib"] < 1.5
+
+
+def test_its_figure(result_file: Path, tmp_path: Path) -> None:
+    assert draw_all([result_file], tmp_path) == ["small"]
+    assert (tmp_path / "small.png").stat().st_size > 50_000
+
+
+def test_it_goes_on(result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    former = Result.load(result_file)
+    out = tmp_path / "again.json"
+    broken = {"error": "gone", **{k: former.figures["rows"][1][k] for k in (
+        "section", "device", "length", "ratio", "method", "reuse")}}  # fmt: skip
+    kept = former.figures["rows"][3:]
+    former.figures["rows"] = [former.figures["rows"][0], broken, *kept]
+    former.save(out)
+    again = end_to_end.run([*SMALL, "--lengths=256", "--resume", f"--out={out}", "--json"])
+    said = capsys.readouterr()
+    *_, last = said.out.splitlines()
+    assert json.loads(last) == again.as_dict() == json.loads(out.read_text())
+    assert "% " in said.err
+    rows = again.figures["rows"]
+    assert rows[:3] == kept, "another length is not measured again"
+    assert [row["method"] for row in rows[3:]] == ["dynakv", "pqcache", NO_CLUSTERS]
+    assert rows[3] != former.figures["rows"][0], "the whole group is"
+    assert again.settings["lengths"] == [256, 320]
+    with pytest.raises(ConfigError, match="steps=4"):
+        end_to_end.run([*SMALL, "--lengths=256", "--steps=2", "--resume", f"--out={out}"])
+    time_up = end_to_end.run([*SMALL, "--lengths=256", "--minutes=0"])
+    assert time_up.figures["rows"] == []
+
+
+def test_a_row_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_round = LiveRow.run_round
+
+    def failing(self: LiveRow, steps: int) -> None:
+        if isinstance(self.cache.policy, DynaKV):
+            raise RuntimeError("no such cluster\nand more")
+        run_round(self, steps)
+
+    monkeypatch.setattr(LiveRow, "run_round", failing)
+    methods = "--methods=dynakv;pqcache@1KiB;clusterkv"
+    result = end_to_end.run([*SMALL, methods, "--lengths=256"])
+    first, second, third = result.figures["rows"]
+    assert first["error"] == "RuntimeError: no such cluster"
+    assert "too little" in second["error"]
+    assert "mean_ms" in third
+    said = capsys.readouterr()
+    assert "RuntimeError: no such cluster" in said.out
+    assert "Traceback" in said.err
+
+
+def test_a_text_on_the_real_disk_and_caches(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the sky is blue . the grass is green . " * 40)
+    result = end_to_end.run([
+        *SMALL, "--lengths=200", f"--devices={DISK}", "--methods=dynakv", "--cache-length=224",
+        "--prompt-file", str(path), f"--out={tmp_path}/text.json",
+    ])  # fmt: skip
+    assert str(tmp_path) not in json.dumps(result.as_dict())
+    assert result.settings["text"] == "file"
+    assert result.figures["disk"]["bandwidth"] > 0
+    main, *caches = result.figures["rows"]
+    assert (main["section"], main["prompt_tokens"]) == (MAIN, 192)
+    assert not any("error" in row for row in caches)
+    by_slots = {row["reuse"]: row for row in caches if row["method"] != VIRTUAL}
+    assert by_slots[0.0]["shared_pools"]
+    assert [by_slots[reuse]["slots"] for reuse in (1.0, 2.0, 4.0)] == [22, 44, 88]
+    assert by_slots[4.0]["ledger_bytes"] > by_slots[1.0]["ledger_bytes"]
+    *_, largest = result.figures["cache"]
+    assert largest["memory"] > 1.1, "two pools instead of one for each layer"
+    assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 2.0, 4.0]
+    assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
+    figure = draw_cluster_cache(result)
+    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    assert by_slots[0.0]["ledger_bytes"] / 2**20 in bars
+    with pytest.raises(PromptError, match="cannot read"):
+        end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
+
+
+# Sums ---------------------------------------------------------------------------------------------
+
+
+def row(method: str, length: int, ms: float, **more: Any) -> dict[str, Any]:
+    case = Case(section=MAIN, device="ufs", length=length, ratio=0.1, method=method)
+    return {
+        **case.row, "mean_ms": ms, "median_ms": ms, "p90_ms": ms, "tokens_per_s": 1e3 / ms,
+        "reads": 10.0, "read_bytes": 4096.0, "read_kib": 0.4, "read_ms": 1.0, "select_ms": 1.0,
+        "effective_bandwidth": 1e9 / ms, "stall_share": 0.5, "hit_rate": 0.3,
+        "ledger_bytes": 1 << 20, "right": 1.0, **more,
+    }  # fmt: skip
+
+
+def test_speedups_and_growth() -> None:
+    rows = [
+        row("dynakv", 1024, 10.0), row("dynakv", 4096, 20.0), row("pqcache", 1024, 20.0),
+        row("pqcache", 4096, 160.0), row("clusterkv", 1024, 30.0),
+        {**row("clusterkv", 4096, 1.0, section=CACHE)},
+    ]  # fmt: skip
+    gains = {one["method"]: one for one in speedups(rows)}
+    assert set(gains) == {"pqcache", "clusterkv"}
+    assert gains["pqcache"]["mean"] == pytest.approx(4.0), "of 2 and 8"
+    assert (gains["pqcache"]["low"], gains["pqcache"]["high"]) == (2.0, 8.0)
+    assert gains["pqcache"]["bandwidth"] == pytest.approx(4.0)
+    assert gains["clusterkv"]["lengths"] == [1024]
+    assert gains["clusterkv"]["paper"] == 1.31
+    powers = {one["method"]: one["exponent"] for one in growth(rows)}
+    assert powers == {"dynakv": pytest.approx(0.5), "pqcache": pytest.approx(1.5)}
+    assert exponent((1, 2, 4), (3, 6, 12)) == pytest.approx(1.0)
+    text = end_to_end_table({"rows": rows, **summary(rows)})
+    for word in ("PQCache", "4.00", "1.47", "0.50", "paper, Qwen-S"):
+        assert word in text
+    result = Result.begin("clusters.end_to_end", [], {}, seed=0)
+    result.figures = {"model": "m", "rows": rows, **summary(rows)}
+    speed, bandwidth, steps = draw_cluster_speed(result).axes
+    assert [bar.get_height() for bar in speed.patches] == pytest.approx([4.0, 3.0])
+    assert len(bandwidth.patches) == 2
+    [ours] = [line for line in steps.get_lines() if line.get_label() == "DynaKV"]
+    assert list(ours.get_ydata()) == [10.0, 20.0]  # type: ignore[arg-type]
+    result.figures = {"rows": rows[:2], **summary(rows[:2])}
+    for draw in (draw_cluster_speed, draw_cluster_cache):
+        with pytest.raises(ConfigError):
+            draw(result)
+
+
+def test_gains_of_the_cache() -> None:
+    rows = [
+        row(method, 4096, ms, section=CACHE, reuse=2.0, ledger_bytes=size)
+        for method, ms, size in ((POLICY, 10.0, 300), (LRU, 11.0, 300), (VIRTUAL, 12.0, 100))
+    ]
+    [gain] = cache_gains(rows)
+    assert gain["faster"] == pytest.approx(1.1)
+    assert (gain["memory"], gain["virtual_slower"]) == (3.0, pytest.approx(1.2))
+    assert cache_gains([row("dynakv", 4096, 9.0, section=CACHE, reuse=0.0)]) == []
+
+
+def test_spans_are_counted_once() -> None:
+    assert covered_ns([(0, 10), (5, 12), (20, 30), (22, 25), (12, 13)]) == 23
+    assert covered_ns([]) == 0
+
+
+def test_all_reads_are_seen() -> None:
+    model: Any = random_model("tiny", max_positions=512, dtype=torch.float32)
+    policy = DynaKV(selected_tokens=32, tokens_per_cluster=8)
+    ids = torch.arange(200)[None] % 512
+    with TieredCache(model, policy, store="memory", max_tokens=256) as cache, torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        watch = ReadWatch(cache)
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        watch.take()  # the first step reads the whole prompt
+        before = cache.stats.decode.read_bytes
+        for _ in range(6):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+        counted, seen = cache.stats.decode.read_bytes - before, watch.take()
+    assert seen.read_bytes >= counted > 0
+    assert seen.reads > 0
+    assert seen.busy_s > 0
+    assert (seen + seen).reads == 2 * seen.reads
+
+
+def test_cases_and_bad_input() -> None:
+    args = end_to_end.parse_arguments(["--lengths=1024", "--cache-length=2048"])
+    cases = end_to_end.all_cases(args)
+    assert len({case.key for case in cases}) == len(cases)
+    assert [len([c for c in cases if c.section == part]) for part in (MAIN, CACHE)] == [42, 32]
+    assert end_to_end.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
+    case = Case(section=CACHE, device="ufs", length=1000, ratio=0.2, method="dynakv", reuse=2)
+    policy: Any = case.policy
+    assert (policy.selected_tokens, policy.reuse_tokens) == (200, 400)
+    assert end_to_end_run.key_of({**case.row, "mean_ms": 1.0}) == case.key
+    for arguments, said in (
+        (["--lengths=a"], "list of numbers"), (["--lengths=64"], "at least"),
+        (["--devices=tape"], "tape"), (["--ratios=1.5"], "below 1"), (["--resume"], "--out"),
+        (["--methods=none"], "no policy"), (["--steps=2"], "--rounds"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            end_to_end.parse_arguments(arguments)
+    with pytest.raises(ConfigError, match="another --task"):
+        end_to_end.run([*SMALL, "--lengths=256", "--task=single"])
