@@ -9,17 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
+from penstock.indexes.followed_clusters import PROMPT_QUERIES
 from penstock.indexes.low_rank import LowRankIndex
 from penstock.policies import FlexGen, Full, KVSwap, Quest, SelectionPolicy
+from penstock.policies.dynakv import DynaKV
 from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import KVFile
 from penstock.storage.store import KVStore
 from penstock.storage.unit_region import UnitRegion
+from penstock.tiers.replacement.cluster_aligned import ClusterAligned
 
 SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
 MAX_TOKENS, BATCH = 8192, 2
@@ -39,16 +44,22 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "flexgen": (FlexGen(), {}),
     "flexgen-staged": (FlexGen(group_tokens=7), {}),
     "full": (Full(), {}),
+    "clusters": (DynaKV(selected_tokens=512), {}),
+    "clusters-virtual": (DynaKV(selected_tokens=512, virtual=True, reuse_tokens=1024), {}),
+    "clusters-in-order": (DynaKV(selected_tokens=512, layout="tokens"), {}),
     "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
     "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
     "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
     "device-flexgen": (FlexGen(), {"device_tier": True}),
 }  # fmt: skip
 
+_ELSEWHERE = (KVStore, UnitRegion, KVFile, nn.Module, HostMemory)
+"""What is not in the budget: the store, the model, pinned memory beside it."""
+
 
 def spans(thing: Any, seen: set[int]) -> set[tuple[int, int]]:
     """(address, bytes) of every tensor storage, array and buffer that is reachable."""
-    if id(thing) in seen or isinstance(thing, (KVStore, UnitRegion, nn.Module, HostMemory)):
+    if id(thing) in seen or isinstance(thing, _ELSEWHERE):
         return set()
     seen.add(id(thing))
     if isinstance(thing, Tensor):
@@ -104,6 +115,17 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
         sizes = policy._device_sizes(MAX_TOKENS)
         scratch = DeviceSemanticUnits.scratch_bytes(shape, sizes, rows=rows, max_tokens=MAX_TOKENS)
         return scratch + 4 * rows * MAX_TOKENS
+    if isinstance(policy, DynaKV):
+        request = SizingRequest(
+            shape=replace(SHAPE, num_query_heads=2, num_kv_heads=1), batch=plan.batch,
+            max_tokens=MAX_TOKENS, limit_bytes=None, sector_bytes=512, device_is_cpu=True,
+            has_adapter=False, rows_per_sequence=4,
+        )  # fmt: skip
+        [(_, size)] = policy.index_sizes(request)
+        choice = ClusterAligned.scratch_bytes(plan.batch, plan.num_slots)
+        # Queries of the prompt are forgotten when it is clustered.
+        queries = SHAPE.num_layers * 2 * plan.batch * PROMPT_QUERIES * 32 * 2
+        return size.scratch_bytes + choice + 4 * plan.batch * MAX_TOKENS + queries
     if isinstance(policy, Quest):
         return plan.batch * (16 * plan.max_groups + 4 * MAX_TOKENS)
     if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:

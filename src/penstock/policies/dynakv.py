@@ -169,6 +169,7 @@ class DynaKV(BaselinePolicy):
     ) -> SlotPlan:  # fmt: skip
         held, scratch = size
         held += ClusterAligned.num_bytes(request.batch, num_slots)
+        scratch += ClusterAligned.scratch_bytes(request.batch, num_slots)
         if self.lays_out and request.is_direct(1):
             scratch += 2 * self.read_bytes(request.shape, request.batch, selected)
         return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)

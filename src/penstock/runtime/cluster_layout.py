@@ -251,10 +251,6 @@ class ClusterFetch:
             put(self._read, which, self._targets[here])
             self._read = self._submit()
 
-    def drop(self) -> None:
-        """Let the reads end without using them."""
-        self._bounds.clear()
-
 
 def place_dtype(max_tokens: int) -> np.dtype[Any]:
     """The smallest that tells the entries of a cluster apart."""

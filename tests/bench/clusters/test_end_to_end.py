@@ -205,12 +205,21 @@ def test_speedups_and_growth() -> None:
 
 def test_gains_of_the_cache() -> None:
     rows = [
-        row(method, 4096, ms, section=CACHE, reuse=2.0, ledger_bytes=size)
+        row(
+            method,
+            4096,
+            ms,
+            section=CACHE,
+            reuse=2.0,
+            ledger_bytes=size,
+            ledger_items={"slots and window": size - 50},
+        )
         for method, ms, size in ((POLICY, 10.0, 300), (LRU, 11.0, 300), (VIRTUAL, 12.0, 100))
     ]
     [gain] = cache_gains(rows)
     assert gain["faster"] == pytest.approx(1.1)
     assert (gain["memory"], gain["virtual_slower"]) == (3.0, pytest.approx(1.2))
+    assert gain["slots"] == 5.0
     assert cache_gains([row("dynakv", 4096, 9.0, section=CACHE, reuse=0.0)]) == []
 
 

@@ -198,6 +198,8 @@ class LiveRow:
             "stall_ms": counted["stall_s"] / count * 1e3,
             "stall_share": counted["stall_s"] / seconds,
             "select_ms": counted["predict_s"] / count * 1e3,
+            "follow_ms": counted["follow_s"] / count * 1e3,
+            "adapt_ms": counted["adapt_s"] / count * 1e3,
             "hit_rate": 1 - missed / counted["units_wanted"] if counted["units_wanted"] else None,
             "written_bytes": counted["written_bytes"] / count,
             "ledger_bytes": report.used_bytes, "ledger_items": report.items,

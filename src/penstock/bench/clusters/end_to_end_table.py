@@ -138,10 +138,15 @@ def cache_gains(rows: Sequence[Row]) -> list[Row]:
                      "lru_hit_rate": lru["hit_rate"]}  # fmt: skip
         if ours is not None and virtual is not None:
             gain |= {"memory": ours["ledger_bytes"] / virtual["ledger_bytes"],
+                     "slots": _slot_bytes(ours) / _slot_bytes(virtual),
                      "virtual_slower": virtual["mean_ms"] / ours["mean_ms"]}  # fmt: skip
         if len(gain) > 2:
             out.append(gain)
     return out
+
+
+def _slot_bytes(row: Row) -> float:
+    return float(row["ledger_items"]["slots and window"])
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -215,22 +220,19 @@ def _growth(found: Sequence[Row]) -> str:
 
 
 def _cache(found: Sequence[Row]) -> str:
-    header = [
-        "cache (fig. 14)",
-        "faster than LRU",
-        "hits",
-        "LRU's",
-        "memory of virtual",
-        "its time",
-    ]
-    lines = [
-        [f"{device_name(one['device'])}, {one['reuse']:g} selections",
-         _number(one.get("faster"), 3), _share(one.get("hit_rate")),
-         _share(one.get("lru_hit_rate")),
-         "-" if "memory" not in one else f"1/{one['memory']:.2f}",
-         "-" if "memory" not in one else f"{one['virtual_slower']:.2f}x"]
-        for one in found
-    ]  # fmt: skip
+    header = ["cache (fig. 14)", "faster than LRU", "hits", "LRU's", "virtual: memory",
+              "slots and window", "time"]  # fmt: skip
+    lines = []
+    for one in found:
+        virtual = ["-", "-", "-"]
+        if "memory" in one:
+            virtual = [f"1/{one['memory']:.2f}", f"1/{one['slots']:.2f}",
+                       f"{one['virtual_slower']:.2f}x"]  # fmt: skip
+        lines.append([
+            f"{device_name(one['device'])}, {one['reuse']:g} selections",
+            _number(one.get("faster"), 3), _share(one.get("hit_rate")),
+            _share(one.get("lru_hit_rate")), *virtual,
+        ])  # fmt: skip
     lines.append([f"paper, at most: {PAPER_POLICY}x faster, 1/{PAPER_MEMORY} of the memory", ""])
     return format_table(header, lines) if found else ""
 

@@ -66,8 +66,13 @@ class ClusterAligned(ReplacementPolicy):
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int) -> int:
-        """Bytes of the tables and of one choice, for the ledger."""
-        return (4 + 6 * 8) * batch * num_slots
+        """Bytes of the table, for the ledger."""
+        return 4 * batch * num_slots
+
+    @staticmethod
+    def scratch_bytes(batch: int, num_slots: int) -> int:
+        """Temporaries of one choice, for the ledger."""
+        return 6 * 8 * batch * num_slots
 
     def tell(self, told: Told) -> None:
         """What the slots hold now, before `victims` is asked; read then, not before."""
