@@ -1,5 +1,7 @@
 """Cluster-aligned replacement: who goes first, and who stays."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -78,14 +80,14 @@ def test_compiled_plans_are_the_twins(data: st.DataObject) -> None:
     """The same slots, tables and victims over several steps; nothing pinned is taken."""
     rows, slots = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 24))
     tokens, number = data.draw(st.integers(slots, 60)), data.draw(st.integers(1, 9))
-    options = {
+    options: dict[str, Any] = {
         "updated_share": data.draw(st.sampled_from([0.0, 0.25, 1.0])),
         "prefers_small": data.draw(st.booleans()),
     }
     generator = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     dtype, base = data.draw(st.sampled_from([np.int16, np.int32])), data.draw(st.integers(0, 5))
     pairs = [
-        (SlotTable(rows, slots, tokens + base), ClusterAligned(rows, slots, **options))  # type: ignore[arg-type]
+        (SlotTable(rows, slots, tokens + base), ClusterAligned(rows, slots, **options))
         for _ in range(2)
     ]
     for now in range(1, 8):

@@ -36,6 +36,10 @@ SMALL = (
 )  # fmt: skip
 
 
+def heights(axes: Any) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]
+
+
 @pytest.fixture(scope="module")
 def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("end") / "small.json"
@@ -152,7 +156,7 @@ def test_a_text_on_the_real_disk_and_caches(tmp_path: Path) -> None:
     assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 2.0, 4.0]
     assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
     figure = draw_cluster_cache(result)
-    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    bars = heights(figure.axes[0])
     assert by_slots[0.0]["ledger_bytes"] / 2**20 in bars
     with pytest.raises(PromptError, match="cannot read"):
         end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
@@ -193,7 +197,7 @@ def test_speedups_and_growth() -> None:
     result = Result.begin("clusters.end_to_end", [], {}, seed=0)
     result.figures = {"model": "m", "rows": rows, **summary(rows)}
     speed, bandwidth, steps = draw_cluster_speed(result).axes
-    assert [bar.get_height() for bar in speed.patches] == pytest.approx([4.0, 3.0])
+    assert heights(speed) == pytest.approx([4.0, 3.0])
     assert len(bandwidth.patches) == 2
     [ours] = [line for line in steps.get_lines() if line.get_label() == "DynaKV"]
     assert list(ours.get_ydata()) == [10.0, 20.0]  # type: ignore[arg-type]
@@ -265,4 +269,4 @@ def test_cases_and_bad_input() -> None:
         with pytest.raises(ConfigError, match=said):
             end_to_end.parse_arguments(arguments)
     with pytest.raises(ConfigError, match="another --task"):
-        end_to_end.run([*SMALL, "--lengths=256", "--task=single"])
+        end_to_end.run([*SMALL, "--lengths=256", "--task=single_noise"])

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -232,10 +233,18 @@ class EndToEnd:
                 progress.say(f"prefilling {length:,} tokens")
                 text = (length, forced_text(loaded, args, length))
             self.rows += run_group(
-                group, text[1], loaded, pace_of(args), progress.say,
-                lambda count, weight=weight: progress.step(count * weight),
-            )  # fmt: skip
+                group,
+                text[1],
+                loaded,
+                pace_of(args),
+                progress.say,
+                partial(_step, progress, weight),
+            )
             keep()
+
+
+def _step(progress: Progress, weight: int, cases: int) -> None:
+    progress.step(weight * cases)
 
 
 def _work(group: Sequence[Case]) -> int:

@@ -98,7 +98,7 @@ def _gains(axes: Axes, gains: Sequence[Row], field: str, paper: dict[str, float]
     ratios = sorted({one["ratio"] for one in gains})
     width = _WIDTH / len(paper)
     for number, method in enumerate(paper):
-        places = []
+        places: list[float] = []
         for one in gains:
             if one["method"] != method or one[field] is None:
                 continue
