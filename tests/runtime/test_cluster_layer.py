@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.core.errors import CacheStateError, StorageError
 from penstock.core.shape import KVShape
 from penstock.policies import POLICIES
+from penstock.runtime import cluster_layout
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.cluster_layer import ClusterLayer
 from penstock.runtime.runtime_config import RuntimeConfig
@@ -216,3 +217,25 @@ def test_a_virtual_cache_gives_the_same_from_two_pools(reuse: int | None, num_la
     check_bytes(virtual)
     for runtime in (virtual, own):
         runtime.close()
+
+
+def test_rounds_behind_the_first_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small buffer reads the same in more rounds, and says so."""
+    plain, script = make(), Script()
+    for tokens in (90, *[1] * 20):
+        script.run(plain, tokens)
+    wanted = plain.stats.decode
+    in_rounds, script = make(), Script()
+    script.run(in_rounds, 90)
+
+    def small(padded: np.ndarray[Any, Any], room: int) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(padded))]
+
+    monkeypatch.setattr(cluster_layout, "_rounds", small)
+    for _ in range(20):
+        script.run(in_rounds, 1)
+    found = in_rounds.stats.decode
+    assert found.units_hit == wanted.units_hit
+    assert found.read_bytes >= wanted.read_bytes > 0
+    assert found.reads > wanted.reads
+    check_bytes(in_rounds)

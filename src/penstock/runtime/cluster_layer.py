@@ -14,7 +14,7 @@ from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.cluster_follower import ClusterFollower, Followed
-from penstock.runtime.cluster_layout import ClusterLayout, Wanted
+from penstock.runtime.cluster_layout import ClusterFetch, ClusterLayout, Wanted
 from penstock.runtime.fetch_plan import FetchPlan
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.retrieval_layer import RetrievalLayer
@@ -220,10 +220,18 @@ class ClusterLayer(RetrievalLayer):
         except BaseException:
             release()
             raise
-        return PendingRead(
-            fetch.tickets, self.setup.tracer, unstage=lambda: fetch.land(self._put),
+        pending = PendingRead(
+            fetch.tickets, self.setup.tracer, unstage=lambda: self._take_over(pending, fetch),
             release=release,
         )  # fmt: skip
+        return pending
+
+    def _take_over(self, pending: PendingRead, fetch: ClusterFetch) -> None:
+        """Copy what has landed, and count the rounds that were submitted behind the first."""
+        fetch.land(self._put)
+        pending.read_bytes += fetch.later_bytes
+        pending.num_reads += fetch.later_reads
+        pending.stall_s += fetch.later_wait_s
 
     def _read_buffer(self, ahead: int) -> tuple[AlignedBuffer, Callable[[], None]]:
         """Memory that clusters land in, and what gives it back."""

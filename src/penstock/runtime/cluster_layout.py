@@ -1,5 +1,6 @@
 """ClusterLayout: one layer's tokens by cluster in a file of their own, beside those in order."""
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -215,6 +216,8 @@ class ClusterFetch:
         self._file, self._clusters, self._buffer = file, clusters, buffer
         self._cluster_of, self._inside, self._targets = cluster_of, inside, targets
         self._waiting = waiting
+        self.later_bytes, self.later_reads, self.later_wait_s = 0, 0, 0.0
+        """Of the rounds behind the first: read, in so many requests, waited for."""
         self._padded = _padded_bytes(file, clusters)
         self._bounds = _rounds(self._padded, buffer.num_bytes)
         self._read = self._submit()
@@ -247,9 +250,15 @@ class ClusterFetch:
             here = (self._cluster_of >= first) & (self._cluster_of < end)
             starts = self._read.counts.cumsum() - self._read.counts
             which = starts[self._cluster_of[here] - first] + self._inside[here]
+            start = time.perf_counter()
             self._read.wait()
+            if first > 0:
+                self.later_wait_s += time.perf_counter() - start
             put(self._read, which, self._targets[here])
             self._read = self._submit()
+            for ticket in self.tickets:
+                self.later_bytes += ticket.read_bytes
+                self.later_reads += ticket.num_reads
 
 
 def place_dtype(max_tokens: int) -> np.dtype[Any]:

@@ -73,7 +73,8 @@ def draw_cluster_speed(result: Result) -> Figure:
     panels[0][0].set_ylabel("mean over lengths; line: least to most")
     panels[1][0].set_ylabel("mean over lengths")
     panels[2][0].set_ylabel("milliseconds (log scale)")
-    panels[0][0].legend(frameon=False, fontsize=9.5, loc="upper left")
+    panels[0][0].set_ylim(top=1.25 * panels[0][0].get_ylim()[1])  # room for the legend
+    panels[0][0].legend(frameon=False, fontsize=9.5, loc="upper left", ncols=2)
     handles, names = panels[2][0].get_legend_handles_labels()
     figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
