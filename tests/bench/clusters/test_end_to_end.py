@@ -22,7 +22,11 @@ from penstock.bench.clusters.end_to_end_table import (
     summary,
 )
 from penstock.bench.clusters.read_watch import ReadWatch, covered_ns
-from penstock.bench.figures.cluster_speed import draw_cluster_cache, draw_cluster_speed
+from penstock.bench.figures.cluster_speed import (
+    cluster_speed_figures,
+    draw_cluster_cache,
+    draw_cluster_speed,
+)
 from penstock.bench.figures.report import draw_all
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PromptError
@@ -201,6 +205,10 @@ def test_speedups_and_growth() -> None:
     assert len(bandwidth.patches) == 2
     [ours] = [line for line in steps.get_lines() if line.get_label() == "DynaKV"]
     assert list(ours.get_ydata()) == [10.0, 20.0]  # type: ignore[arg-type]
+    assert set(cluster_speed_figures(result, "a")) == {"a", "a-cache"}
+    static = [*rows[:2], row("dynakv:update=static", 1024, 9.0)]
+    result.figures = {"rows": static, **summary(static)}
+    assert cluster_speed_figures(result, "a") == {}, "nothing that the paper compares with"
     result.figures = {"rows": rows[:2], **summary(rows[:2])}
     for draw in (draw_cluster_speed, draw_cluster_cache):
         with pytest.raises(ConfigError):

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 def cluster_speed_figures(result: Result, name: str) -> dict[str, Callable[[Result], Figure]]:
     """What a result has enough rows for, by the figures' names."""
     out: dict[str, Callable[[Result], Figure]] = {}
-    if result.figures.get("speedups"):
+    if any(one["method"] in PAPER_SPEEDUPS for one in result.figures.get("speedups", [])):
         out[name] = draw_cluster_speed
     if measured(result.figures.get("rows", []), CACHE):
         out[f"{name}-cache"] = draw_cluster_cache
