@@ -32,8 +32,10 @@ from penstock.policies import POLICIES, FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.policies.base import IndexRequest
 
 CONTEXT, STEPS, OVERLAP = 2200, 5, 0.77
-RANKS = {"louiskv": "begin_step"}
+RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
+MEMORY = {"dynakv": "3/4"}
+"""Where half a tiny cache is too little: a prompt is clustered a whole row at a time."""
 REPLACED = sorted(name for name, p in POLICIES.items() if p.retrieves and not p.drops)
 
 
@@ -238,7 +240,7 @@ def test_all_work_is_done(name: str, model: CausalLM, monkeypatch: pytest.Monkey
     plain, ranks = POLICIES[name](), RANKS.get(name, "score")
     for number, policy in enumerate((plain, streamed(plain, OverlapStream()))):
         calls.clear()
-        with filled(model, policy) as cache:
+        with filled(model, policy, memory=MEMORY.get(name, "1/2")) as cache:
             if number == 0:
                 inner = type(cache._runtime.layers[0].index)  # type: ignore[union-attr]
                 for method in (ranks, "fit", "look", "append"):
