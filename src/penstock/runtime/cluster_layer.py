@@ -94,14 +94,23 @@ class ClusterLayer(RetrievalLayer):
         self._settle()
         out = super().attend(call)
         if self._new is not None and self.index.ready:
-            position = self._new
-            self._following = self.setup.writer.run(
-                lambda: self.follower.follow(position, self.table, self.length)
-            )
-            if self.setup.plan.shared_pools and self.following_layer is None:
-                self._settle()  # another layer takes the slots
+            self._follow(self._new)
         self._new = None
         return out
+
+    def _follow(self, position: int) -> None:
+        """Let the clusters take in this step's token, behind what comes next where that is safe."""
+
+        def job() -> Followed:
+            return self.follower.follow(position, self.table, self.length)
+
+        if self.setup.plan.shared_pools and self.following_layer is None:
+            # Another layer takes the slots next, so that nobody could go on meanwhile.
+            self._following = Future()
+            self._following.set_result(job())
+            self._settle()
+            return
+        self._following = self.setup.writer.run(job)
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`; units are single tokens. More than one are another prompt:
