@@ -17,9 +17,7 @@ def make(rows: int = 2, tokens: int = 96, base: int = 4, seed: int = 0) -> Follo
         tokens_per_cluster=8, update="adaptive", buffer_entries=4, recluster_tokens=16,
         threshold_quantile=0.9, threshold_factor=1.0,
     )  # fmt: skip
-    index = FollowedClusters(
-        SHAPE, sizes, batch=rows, max_tokens=160, scaling=0.3, device=torch.device("cpu")
-    )
+    index = FollowedClusters(SHAPE, sizes, batch=rows, max_tokens=160, scaling=0.3)
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(10, 8, generator=generator)
     index.begin_fit(base, tokens)

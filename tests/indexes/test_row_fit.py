@@ -138,7 +138,7 @@ def test_the_ledgers_bytes_of_a_fit_are_tight(tokens: int, rows: int, dim: int) 
         clusters.fit(keys)
 
     said = AdaptiveClusters.scratch_bytes(
-        rows=rows, dim=dim, tokens=tokens, tokens_per_cluster=16
+        dim=dim, tokens=tokens, tokens_per_cluster=16
     )  # fmt: skip
     numpys, torches = peak_bytes(fit)
     # The two peaks are not at the same time: k-means is torch's, and while numpy adds up, torch

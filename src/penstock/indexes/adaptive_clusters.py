@@ -119,12 +119,8 @@ class AdaptiveClusters:
         return waiting + tables + held + CentroidScan.num_bytes(rows, max_clusters, dim)
 
     @staticmethod
-    def scratch_bytes(*, rows: int, dim: int, tokens: int, tokens_per_cluster: int) -> int:
-        """Temporaries of `fit_row` and `end_fit` for a prompt of so many tokens, for the ledger.
-
-        Args:
-            rows: of the whole partition; makes no difference, as they are fitted one by one.
-        """
+    def scratch_bytes(*, dim: int, tokens: int, tokens_per_cluster: int) -> int:
+        """Temporaries of `fit_row` and `end_fit` for a prompt of so many tokens, for the ledger."""
         clusters = max(1, tokens // tokens_per_cluster)
         labels = labels_bytes(tokens, dim, clusters)
         return max(labels, 8 * tokens + grouped_bytes(clusters, dim))

@@ -55,7 +55,7 @@ class FollowedClusters(KeyIndex):
 
     def __init__(
         self, shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int, scaling: float,
-        device: torch.device, seed: int = 0,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         """Allocate; nothing grows later.
 
@@ -64,7 +64,7 @@ class FollowedClusters(KeyIndex):
             batch: rows.
         """
         assert shape.num_kv_heads == 1, "one KV head a row"
-        self.sizes, self._scaling, self._device = sizes, scaling, device
+        self.sizes, self._scaling = sizes, scaling
         self.clusters = AdaptiveClusters(
             rows=batch, dim=shape.head_dim, max_tokens=max_tokens,
             max_clusters=sizes.capacity(max_tokens),

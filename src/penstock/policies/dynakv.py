@@ -141,7 +141,7 @@ class DynaKV(BaselinePolicy):
         held += 4 * request.batch * sizes.capacity(request.max_tokens)  # when each was updated
         scratch = FollowedClusters.scratch_bytes(shape, sizes, **size)
         fit = request.max_tokens * shape.token_bytes + AdaptiveClusters.scratch_bytes(
-            rows=request.batch, dim=shape.head_dim, tokens=request.max_tokens,
+            dim=shape.head_dim, tokens=request.max_tokens,
             tokens_per_cluster=sizes.tokens_per_cluster,
         )  # fmt: skip
         if self.lays_out:
@@ -204,7 +204,7 @@ class DynaKV(BaselinePolicy):
         """See `SelectionPolicy.make_index`."""
         return FollowedClusters(
             request.shape, self.cluster_sizes, batch=request.batch,
-            max_tokens=request.max_groups, scaling=request.scaling, device=request.device,
+            max_tokens=request.max_groups, scaling=request.scaling,
         )  # fmt: skip
 
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:

@@ -106,11 +106,9 @@ class ClusterLayer(RetrievalLayer):
 
         if self.setup.plan.shared_pools and self.following_layer is None:
             # Another layer takes the slots next, so that nobody could go on meanwhile.
-            self._following = Future()
-            self._following.set_result(job())
-            self._settle()
-            return
-        self._following = self.setup.writer.run(job)
+            self._count(job())
+        else:
+            self._following = self.setup.writer.run(job)
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`; units are single tokens. More than one are another prompt:
@@ -129,9 +127,11 @@ class ClusterLayer(RetrievalLayer):
             StorageError: something could not be written or read.
         """
         following, self._following = self._following, None
-        if following is None:
-            return
-        done, phase = following.result(), self.setup.stats.decode
+        if following is not None:
+            self._count(following.result())
+
+    def _count(self, done: Followed) -> None:
+        phase = self.setup.stats.decode
         phase.follow_s += done.seconds
         phase.adapt_s += done.adapt_s
         phase.writes += done.writes
