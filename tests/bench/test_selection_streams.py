@@ -34,6 +34,8 @@ from penstock.policies.base import IndexRequest
 CONTEXT, STEPS, OVERLAP = 2200, 5, 0.77
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
+SLOTS: dict[str, Any] = {"hillinfer": {"selected_tokens": 400, "hot_tokens": 2}}
+"""Options without which a method holds more than one selection."""
 MEMORY = {"dynakv": "3/4"}
 """Where half a tiny cache is too little: a prompt is clustered a whole row at a time."""
 REPLACED = sorted(name for name, p in POLICIES.items() if p.retrieves and not p.drops)
@@ -102,7 +104,7 @@ def test_every_method_overlaps_as_much_as_it_says(
     name: str, overlap: float, model: CausalLM
 ) -> None:
     watched = Watched(OverlapStream(overlap=overlap))
-    policy = streamed(POLICIES[name](), watched)
+    policy = streamed(POLICIES[name](**SLOTS.get(name, {})), watched)
     with filled(model, policy, batch=2) as cache:
         decode(model, cache, batch=2)
         assert not cache.plan.is_resident

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.shape import KVShape
-from penstock.core.slot_plan import SizingRequest
+from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.indexes.followed_clusters import PROMPT_QUERIES
 from penstock.indexes.low_rank import LowRankIndex
+from penstock.near_storage.cold_keys import ColdKeys
+from penstock.near_storage.near_index import NearIndex
 from penstock.policies import FlexGen, Full, KVSwap, Quest, SelectionPolicy
 from penstock.policies.dynakv import DynaKV
+from penstock.policies.hillinfer import HillInfer
 from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.device_tier.host_memory import HostMemory
@@ -25,6 +28,7 @@ from penstock.storage.file import KVFile
 from penstock.storage.store import KVStore
 from penstock.storage.unit_region import UnitRegion
 from penstock.tiers.replacement.cluster_aligned import ClusterAligned
+from penstock.tiers.replacement.hot_cold import HotCold
 
 SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
 MAX_TOKENS, BATCH = 8192, 2
@@ -47,6 +51,11 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "clusters": (DynaKV(selected_tokens=512), {}),
     "clusters-virtual": (DynaKV(selected_tokens=512, virtual=True, reuse_tokens=1024), {}),
     "clusters-in-order": (DynaKV(selected_tokens=512, layout="tokens"), {}),
+    "near": (HillInfer(alpha=0.1, hot_tokens=1600), {"limit_bytes": FULL_BYTES // 2}),
+    "near-products": (
+        HillInfer(alpha=0.1, rule="products", devices=2), {"limit_bytes": FULL_BYTES},
+    ),
+    "near-local": (HillInfer(alpha=0.1, near=False), {"limit_bytes": FULL_BYTES}),
     "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
     "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
     "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
@@ -107,6 +116,17 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
     return runtime
 
 
+def near_temporary_bytes(policy: HillInfer, plan: SlotPlan) -> int:
+    """Choices, logits and masks of HillInfer; the shared memory stays."""
+    places = plan.num_slots + policy.window_tokens + policy.sink_tokens + 2
+    choice = HotCold.scratch_bytes(plan.batch, plan.num_slots)
+    logits = NearIndex.scratch_bytes(plan.batch, 8, places, MAX_TOKENS)
+    codes = 0
+    if not policy.near:
+        codes = ColdKeys.scratch_bytes(policy.settings_for(SHAPE, plan.batch, MAX_TOKENS))
+    return choice + logits + codes + plan.batch * (2 * places + 4 * MAX_TOKENS)
+
+
 def temporary_bytes(runtime: TieredRuntime) -> int:
     """What the plan sets aside for tensors that live during a call only."""
     policy, plan = runtime.policy, runtime.plan
@@ -126,6 +146,8 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
         # Queries of the prompt are forgotten when it is clustered.
         queries = SHAPE.num_layers * 2 * plan.batch * PROMPT_QUERIES * 32 * 2
         return size.scratch_bytes + choice + 4 * plan.batch * MAX_TOKENS + queries
+    if isinstance(policy, HillInfer):
+        return near_temporary_bytes(policy, plan)
     if isinstance(policy, Quest):
         return plan.batch * (16 * plan.max_groups + 4 * MAX_TOKENS)
     if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:

@@ -1,5 +1,6 @@
 """Units go to disk and come back, directly or staged; errors come up and leave nothing behind."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -136,3 +137,94 @@ def test_some_writes_may_stay_under_way() -> None:
     rig.transfer.drain()
     assert rig.file.num_writes == 3
     rig.writer.close()
+
+
+class Gate:
+    """Holds the writer up until it is opened."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._event = threading.Event()
+        rig.writer.run(self._event.wait)
+
+    def open(self) -> None:
+        self._event.set()
+
+
+@pytest.fixture
+def staged() -> Iterator[Rig]:
+    rig = Rig(direct=False)
+    yield rig
+    rig.writer.close()
+
+
+def test_copies_are_written_behind_the_caller(staged: Rig) -> None:
+    gate, expected = Gate(staged), []
+    for step in range(2):
+        data = staged.fill(10 * step)
+        staged.transfer.write(np.array([2 * step, 2 * step + 1]), np.array([3, 4]))
+        expected.append(data[3:5])
+    staged.memory.tensor.fill_(255)  # the slots are free again at once
+    assert staged.file.num_writes == 0
+    gate.open()
+    staged.transfer.drain()
+    assert staged.sections_free
+    staged.transfer.read(np.arange(4), np.arange(4)).land()
+    assert torch.equal(staged.memory.tensor[:4], torch.cat(expected))
+
+
+def test_no_more_is_under_way_than_a_section_holds(staged: Rig) -> None:
+    gate, done = Gate(staged), []
+    data = staged.fill()
+
+    def write_seven() -> None:
+        for unit in range(7):
+            staged.transfer.write(np.array([unit]), np.array([unit]))
+            done.append(unit)
+
+    thread = threading.Thread(target=write_seven)
+    thread.start()
+    thread.join(timeout=0.3)
+    assert thread.is_alive()
+    assert len(done) == STAGED_ROWS
+    gate.open()
+    thread.join()
+    staged.transfer.drain()
+    assert staged.sections_free
+    for start in (0, 4):
+        units = np.arange(start, min(start + 4, 7))
+        staged.memory.tensor.zero_()
+        staged.transfer.read(units, units).land()
+        assert torch.equal(staged.memory.tensor[start : units[-1] + 1], data[start : units[-1] + 1])
+
+
+def test_what_fails_behind_the_caller_comes_up_in_its_own_drain(staged: Rig) -> None:
+    """Another transfer that needs the rows meanwhile is not told."""
+    other = SlotTransfer(staged.region, staged.memory, staged.staging, staged.writer, None)
+    staged.fill()
+    staged.file.failing_writes = {0}
+    gate = Gate(staged)
+    staged.transfer.write(np.arange(2), np.arange(2))
+    gate.open()
+    for start in range(4, 16, 2):
+        other.write(np.arange(start, start + 2), np.arange(2))
+    other.drain()
+    with pytest.raises(StoreFullError):
+        staged.transfer.drain()
+    staged.transfer.drain()
+    assert staged.sections_free
+
+
+def test_reads_get_the_section_of_writes_when_those_are_done(staged: Rig) -> None:
+    staged.fill()
+    gate = Gate(staged)
+    staged.transfer.write(np.arange(3), np.arange(3))
+    assert staged.staging is not None
+    taken = [staged.staging.acquire() for _ in range(Staging.NUM_SECTIONS - 1)]
+    thread = threading.Timer(0.1, gate.open)
+    thread.start()
+    taken.append(staged.staging.acquire())  # waits for the write
+    assert staged.file.num_writes > 0
+    for section in taken:
+        staged.staging.release(section)
+    staged.transfer.drain()
+    assert staged.sections_free

@@ -24,6 +24,10 @@ class PhaseStats:
     units_reused: int = 0
     """Units attended to as an earlier step had selected and fetched them, nothing being asked;
     neither wanted nor hit (LouisKV between semantic boundaries)."""
+    units_promoted: int = 0
+    """Units that became hot (HillInfer)."""
+    units_demoted: int = 0
+    """Units that became cold again."""
     stall_s: float = 0.0
     """Time that attention waited for reads."""
     predict_s: float = 0.0

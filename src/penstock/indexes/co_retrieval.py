@@ -13,6 +13,8 @@ from torch import Tensor
 
 EMPTY = -1
 """In an order: a place that stays free."""
+_FEWEST_PAIRS = 1024
+"""Looked at before others are thrown out."""
 
 
 def retrieved(
@@ -88,8 +90,7 @@ def chain_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
         int64 [clusters], a permutation
     """
     chains = _Chains(len(counts))
-    for i, j in _strongest_first(counts):
-        chains.join(i, j)
+    chains.join_all(_strongest_first(counts))
     return chains.order(range(len(counts)))
 
 
@@ -115,12 +116,8 @@ def pool_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     number = len(counts)
     edges = _strongest_first(counts)
     chains = _Chains(number)
-    matched = np.zeros(number, dtype=np.bool_)
-    for i, j in edges:
-        if not matched[i] and not matched[j]:
-            chains.join(i, j)
-            matched[i] = matched[j] = True
-    alone = (~matched).nonzero()[0].tolist()
+    chains.join_all(edges, most_links=1)
+    alone = np.flatnonzero(chains.links == 0).tolist()
     for i, j in zip(alone[1::2], alone[2::2], strict=False):  # never retrieved with a free one
         chains.join(i, j)
     if alone and len(alone) % 2 == 0:
@@ -128,9 +125,7 @@ def pool_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
         first = EMPTY
     else:
         first = alone[0] if alone else EMPTY
-    for i, j in edges:
-        if first not in (i, j):
-            chains.join(i, j)
+    chains.join_all(edges[(edges != first).all(axis=1)])
     rest = chains.order(c for c in range(number) if c != first)
     return np.concatenate([np.array([first], dtype=np.int64), rest])
 
@@ -146,19 +141,38 @@ def neighbours_sum(order: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
     return int(counts[left[both], right[both]].sum())
 
 
-def _strongest_first(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Pairs i < j that were retrieved together, the most frequent first."""
+def _strongest_first(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pairs i < j that were retrieved together, the most frequent first. [pairs, 2]"""
     i, j = np.triu(counts, 1).nonzero()
     by_count = np.argsort(-counts[i, j], kind="stable")
-    return list(zip(i[by_count].tolist(), j[by_count].tolist(), strict=True))
+    return np.stack([i[by_count], j[by_count]], axis=1)
 
 
 class _Chains:
     """Clusters in chains, joined end to end."""
 
     def __init__(self, number: int) -> None:
+        self.links = np.zeros(number, dtype=np.int64)
+        """How many neighbours each has."""
         self._links: list[list[int]] = [[] for _ in range(number)]
         self._other_end = list(range(number))  # right for ends of chains
+
+    def join_all(self, pairs: NDArray[np.int64], most_links: int = 2) -> None:
+        """Link pairs, one after another, where both have fewer links than `most_links`.
+
+        Pairs of which one has no room any more are thrown out now and then, all at once: of
+        millions only thousands are looked at.
+
+        Args:
+            pairs: [pairs, 2]
+        """
+        while len(pairs):
+            some = max(_FEWEST_PAIRS, len(pairs) // 16)
+            for i, j in pairs[:some].tolist():
+                if len(self._links[i]) < most_links and len(self._links[j]) < most_links:
+                    self.join(i, j)
+            pairs = pairs[some:]
+            pairs = pairs[(self.links[pairs] < most_links).all(axis=1)]
 
     def join(self, i: int, j: int) -> None:
         """Link two clusters where both are ends, and not of one chain."""
@@ -167,6 +181,7 @@ class _Chains:
             return
         links[i].append(j)
         links[j].append(i)
+        self.links[[i, j]] += 1
         first, last = ends[i], ends[j]
         ends[first], ends[last] = last, first
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.device.group_shares import group_shares
 from penstock.kernels.group_products import group_products
 from penstock.kernels.group_scores import (
     compiled_scratch_bytes,
@@ -219,10 +220,7 @@ class LowRankIndex(KeyIndex):
         kv_heads = self._shape.num_kv_heads
         per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
         logits = self._group_logits(per_head, num_units)[:, :num_units]
-        hidden = torch.arange(num_units, device=query.device) >= end
-        # Where there are none at all, scores mean nothing, but are numbers.
-        logits = logits.masked_fill(hidden[:, None], torch.finfo(logits.dtype).min)
-        return torch.softmax(logits, dim=1).sum(dim=2)
+        return group_shares(logits, end)
 
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from penstock.kernels import kmeans_compiled
 from penstock.kernels.device.available import uses_triton
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 1 << 14, 1 << 19
@@ -30,7 +31,7 @@ def kmeans(
     """Centroids of each set: the means of the points that are nearest to them.
 
     On a GPU it runs in the current stream and never waits for the device (`kmeans_triton`, where
-    there is Triton).
+    there is Triton); on a CPU in compiled code where distances are asked for (`kmeans_compiled`).
 
     The first centroids are points drawn by `seed`, the same places in every set, so that a set's
     result depends on no other set. A centroid that loses all its points stays where it was.
@@ -73,6 +74,18 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -
         room = _scratch_bytes(flat.shape[0], clusters, dim, elements)
         ids: Tensor = fast.nearest(points, flat, cosine=cosine, scratch_bytes=room)
         return ids.view(points.shape[:-1])
+    if kmeans_compiled.can_take(points, cosine=cosine):
+        return kmeans_compiled.nearest(points, flat.contiguous(), elements=elements)
+    return nearest_reference(points, flat, cosine=cosine, elements=elements)
+
+
+def nearest_reference(points: Tensor, flat: Tensor, *, cosine: bool, elements: int) -> Tensor:
+    """The meaning of `nearest` in plain torch, but for the rounding of products.
+
+    Args:
+        flat: the centroids. float32 [sets, clusters, dim]
+    """
+    clusters, dim = flat.shape[-2:]
     prepared = _prepare(flat, cosine=cosine)
     step = _chunk_points(flat.shape[0], clusters, dim, elements)
     out = torch.empty(points.shape[:-1], dtype=torch.int64, device=points.device)
@@ -135,6 +148,14 @@ def _means(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) ->
         room = _scratch_bytes(sets, clusters, dim, elements)
         moved: Tensor = fast.means(points, centroids, cosine=cosine, scratch_bytes=room)
         return moved
+    if kmeans_compiled.can_take(points, cosine=cosine):
+        return kmeans_compiled.means(points, centroids.contiguous(), elements=elements)
+    return means_reference(points, centroids, cosine=cosine, elements=elements)
+
+
+def means_reference(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
+    """The meaning of a pass in plain torch. [sets, clusters, dim]"""
+    sets, clusters, dim = centroids.shape
     prepared = _prepare(centroids, cosine=cosine)
     sums = torch.zeros_like(centroids)
     sizes = centroids.new_zeros(sets, clusters, 1)

@@ -102,7 +102,7 @@ def _add_kernel(
 
 def can_take(points: Tensor) -> bool:
     """Whether dtype and dim are ones that the kernels are made for."""
-    return points.dtype in DTYPES and _width(points.shape[-1]) <= (
+    return points.dtype in DTYPES and padded_width(points.shape[-1]) <= (
         MOST_ROW_BYTES // points.element_size()
     )
 
@@ -123,26 +123,26 @@ def means(points: Tensor, centroids: Tensor, *, cosine: bool, scratch_bytes: int
     """
     sets, clusters, dim = centroids.shape
     centroids = centroids.contiguous()
-    rounded, offsets = _prepare(centroids, points.dtype, cosine=cosine)
+    rounded, offsets = prepare(centroids, points.dtype, cosine=cosine)
     sums = torch.zeros_like(centroids)
     sizes = torch.zeros(sets * clusters, dtype=torch.int32, device=points.device)
     bounds = torch.arange(sets * clusters + 1, dtype=torch.int32, device=points.device)
     step = _chunk_points(points, sets, POINT_BYTES, scratch_bytes)
     for start in range(0, points.shape[-2], step):
-        chunk = _two_leading(points[..., start : start + step, :])
+        chunk = two_leading(points[..., start : start + step, :])
         count = chunk.shape[-2]
         # Narrow numbers are sorted in half the passes.
         narrow = sets * clusters <= torch.iinfo(torch.int16).max
         dtype = torch.int16 if narrow else torch.int32
         keys = torch.empty(sets, count, dtype=dtype, device=points.device)
-        _assign(chunk, rounded, offsets, keys, across=True)
+        assign(chunk, rounded, offsets, keys, across=True)
         ordered, order = torch.sort(keys.view(-1), stable=True)
         starts = torch.searchsorted(ordered, bounds.to(dtype), out_int32=True)
         with torch.cuda.device_of(points):
             _add_kernel[(sets * clusters,)](
                 chunk, order, starts, sums, sizes, count, clusters, chunk.shape[1],
                 *chunk.stride(),
-                DIM=dim, WIDTH=_width(dim), BLOCK=BLOCK_MEMBERS, num_warps=4,
+                DIM=dim, WIDTH=padded_width(dim), BLOCK=BLOCK_MEMBERS, num_warps=4,
             )  # fmt: skip
     del rounded
     counts = sizes.view(sets, clusters, 1)
@@ -165,17 +165,17 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool, scratch_bytes: i
     """
     sets = centroids.shape[0]
     centroids = centroids.contiguous()
-    rounded, offsets = _prepare(centroids, points.dtype, cosine=cosine)
+    rounded, offsets = prepare(centroids, points.dtype, cosine=cosine)
     total = points.shape[-2]
     out = torch.empty(sets, total, dtype=torch.int64, device=points.device)
     step = _chunk_points(points, sets, 0, scratch_bytes)
     for start in range(0, total, step):
-        chunk = _two_leading(points[..., start : start + step, :])
-        _assign(chunk, rounded, offsets, out[:, start : start + step], across=False)
+        chunk = two_leading(points[..., start : start + step, :])
+        assign(chunk, rounded, offsets, out[:, start : start + step], across=False)
     return out
 
 
-def _prepare(centroids: Tensor, dtype: torch.dtype, *, cosine: bool) -> tuple[Tensor, Tensor]:
+def prepare(centroids: Tensor, dtype: torch.dtype, *, cosine: bool) -> tuple[Tensor, Tensor]:
     """Centroids to multiply with, and what to add to each product. [sets, clusters(, dim)]"""
     if cosine:
         rounded = normalize(centroids, dim=-1).to(dtype)
@@ -184,16 +184,16 @@ def _prepare(centroids: Tensor, dtype: torch.dtype, *, cosine: bool) -> tuple[Te
     return rounded, rounded.float().square().sum(-1).mul_(-0.5)
 
 
-def _assign(points: Tensor, rounded: Tensor, offsets: Tensor, out: Tensor, *, across: bool) -> None:
+def assign(points: Tensor, rounded: Tensor, offsets: Tensor, out: Tensor, *, across: bool) -> None:
     """Write the nearest centroid of each point, numbered within its set or across all sets.
 
     Args:
         points: [outer, inner, points, dim], outer * inner sets
-        rounded, offsets: see `_prepare`.
+        rounded, offsets: see `prepare`.
         out: int16, int32 or int64 [sets, points], last dim contiguous
     """
     outer, inner, count, dim = points.shape
-    width = _width(dim)
+    width = padded_width(dim)
     wide = width * points.element_size() > 256  # a row of a block of points
     block_points = 64 if wide else 128
     with torch.cuda.device_of(points):
@@ -217,13 +217,13 @@ def _chunk_points(points: Tensor, sets: int, point_bytes: int, scratch_bytes: in
     return max(1, min(points.shape[-2], most))
 
 
-def _two_leading(points: Tensor) -> Tensor:
+def two_leading(points: Tensor) -> Tensor:
     """The same points as [outer, inner, points, dim], without a copy of up to four dimensions."""
     if points.ndim > 4:
         return points.flatten(1, -3)
     return points[(None,) * (4 - points.ndim)]
 
 
-def _width(dim: int) -> int:
+def padded_width(dim: int) -> int:
     """A power of two that holds `dim`, at least what a matrix product takes."""
     return max(16, 1 << (dim - 1).bit_length())

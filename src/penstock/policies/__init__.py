@@ -16,12 +16,13 @@ from penstock.policies.baselines.shadowkv import ShadowKV
 from penstock.policies.baselines.snapkv import SnapKV
 from penstock.policies.baselines.streaming_llm import StreamingLLM
 from penstock.policies.dynakv import DynaKV
+from penstock.policies.hillinfer import HillInfer
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.louiskv import LouisKV
 
 _ALL: tuple[type[SelectionPolicy], ...] = (
     KVSwap, Full, FlexGen, ShadowKV, Loki, InfiniGenStarReuse, InfiniGenStar, InfiniGen, Quest,
-    ArkVale, PQCache, ClusterKV, LeoAM, LouisKV, DynaKV, SnapKV, H2O, RaaS, StreamingLLM,
+    ArkVale, PQCache, ClusterKV, LeoAM, LouisKV, DynaKV, HillInfer, SnapKV, H2O, RaaS, StreamingLLM,
 )  # fmt: skip
 POLICIES: dict[str, type[SelectionPolicy]] = {policy.name: policy for policy in _ALL}
 """Every method by the name that the command line uses."""

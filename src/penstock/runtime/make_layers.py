@@ -6,14 +6,20 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.indexes.device_tier.base import StepClock
 from penstock.indexes.followed_clusters import FollowedClusters
+from penstock.near_storage.near_index import NearIndex
+from penstock.near_storage.near_store import NearStore
+from penstock.near_storage.scorer import LocalScorer, Scorer
 from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.dynakv import DynaKV
+from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.cluster_layer import ClusterBuffers, ClusterLayer
 from penstock.runtime.cluster_layout import ClusterLayout
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.device_tier.device_layer import DeviceLayer, DeviceSetup
 from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.near_layer import NearLayer
+from penstock.runtime.near_work import NearWork
 from penstock.runtime.resident_layer import ResidentLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
@@ -45,12 +51,13 @@ def make_layers(
     pools: list[PoolMemory] = []
     compact = CompactPool(setup) if plan.compact else None
     buffers = _cluster_buffers(policy, setup)
+    near = _near_work(config, policy, setup)
     layers = resident_layers(whole, setup.shape, plan, config.max_tokens, config.device)
     for i in range(whole, config.shape.num_layers):
         if not plan.shared_pools or len(pools) < 2:
             pools.append(PoolMemory.allocate(*size))
         memory = pools[(i - whole) % 2] if plan.shared_pools else pools[-1]
-        layers.append(_make_layer(i, config, policy, setup, memory, compact, buffers))
+        layers.append(_make_layer(i, config, policy, setup, memory, compact, buffers, near))
     if isinstance(policy, DynaKV) and policy.virtual and plan.shared_pools:
         _chain(layers[whole:])
     return layers
@@ -95,6 +102,7 @@ def _index_request(
 def _make_layer(
     i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
     memory: PoolMemory, compact: CompactPool | None, buffers: ClusterBuffers | None,
+    near: NearWork | None,
 ) -> LayerCache:  # fmt: skip
     if config.exact or not policy.retrieves:
         return LayerCache(i, setup, memory)
@@ -103,6 +111,10 @@ def _make_layer(
     if isinstance(index.core, FollowedClusters):
         layout = _make_layout(i, config, policy, setup, index.core)
         return ClusterLayer(i, setup, memory, policy, index, layout, buffers)
+    if isinstance(index.core, NearIndex):
+        assert isinstance(policy, HillInfer)
+        assert near is not None
+        return NearLayer(i, setup, memory, policy, index, near)
     return RetrievalLayer(i, setup, memory, policy, index, compact)
 
 
@@ -118,6 +130,24 @@ def _chain(layers: list[AnyLayer]) -> None:
         former = layers[i - 2 if i >= 2 else (len(layers) - 1 - i) // 2 * 2 + i]
         assert isinstance(former, ClusterLayer)
         layer.former_layer = None if former is layer else former
+
+
+def _near_work(
+    config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup
+) -> NearWork | None:
+    if not isinstance(policy, HillInfer) or config.exact:
+        return None
+    plan, layers = setup.plan, config.shape.num_layers
+    fixed = policy.hot_tokens
+    if isinstance(setup.store, NearStore):
+        scorer: Scorer = setup.store.scorer
+    else:
+        fixed = fixed or plan.num_slots  # nobody works beside this process
+        settings = policy.score_settings(_index_request(0, config, plan, setup.shape, 1))
+        scorer = LocalScorer(settings, layers)
+    return NearWork(
+        scorer, layers=layers, most_hot=plan.num_slots, least_hot=plan.selected_groups, fixed=fixed
+    )
 
 
 def _cluster_buffers(policy: SelectionPolicy, setup: LayerSetup) -> ClusterBuffers | None:

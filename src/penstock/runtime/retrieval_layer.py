@@ -180,20 +180,34 @@ class RetrievalLayer(LayerCache):
         if fetched is not None and self.index.observes:
             selection, plan = fetched
             self.index.observe(selection, self._weights(call, plan.selected_slots))
+        shown = self.attended_mask(None if fetched is None else fetched[1])
         if self._compact is None and call.sink_logits is None and call.softcap is None:
-            out = decode_attention(call.query, self.pool.tokens, self.pool.mask, call.scaling)
+            out = decode_attention(call.query, self.pool.tokens, shown, call.scaling)
             return out.to(call.query.dtype).transpose(1, 2)
-        keys, values, mask = self.pool.keys, self.pool.values, self.pool.mask
+        keys, values, mask = self.pool.keys, self.pool.values, shown
         if self._compact is not None and fetched is not None:
             keys, values, mask = self._compact.gather(self.pool, fetched[1].selected_slots)
         total = AttentionSum(call)
         total.add(keys, values, mask)
         return total.result()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a step attends to what it selected alone, and not to all that slots hold."""
+        return self._compact is not None
+
+    def attended_mask(self, plan: FetchPlan | None) -> Tensor:
+        """What of the pool a step attends to, additive; plan: None where nothing was selected.
+
+        Returns:
+            [rows, places]
+        """
+        return self.pool.mask
+
     def _attended(self, fetched: tuple[Selection, FetchPlan] | None) -> Tensor:
         """True for each token that this step sees. bool [rows, length]"""
         gathered = None
-        if self._compact is not None and fetched is not None:
+        if self.gathers and fetched is not None:
             gathered = fetched[1].selected_slots
         plan = self.setup.plan
         first_groups = self._first_unit - plan.sink_slots

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -50,10 +51,57 @@ class StagingSection:
         self.copied: torch.cuda.Event | None = None
 
 
+class WriteRows:
+    """Rows of one section that writes of all layers go through, in turn, behind the step.
+
+    The writer works in order, so that the oldest rows are free first. The section is taken with the
+    first write and goes back when nothing is under way and somebody asks (`give_back`).
+    """
+
+    def __init__(self, staging: "Staging") -> None:
+        self._staging = staging
+        self._section: StagingSection | None = None
+        self._under_way: deque[tuple[int, int, Future[int]]] = deque()
+
+    def take(self, count: int) -> tuple[AlignedBuffer, int]:
+        """Room for so many rows: a buffer, and the first of them; waits for older writes.
+
+        What failed is not said here but where the one who wrote waits for it.
+
+        Args:
+            count: not more than the staging has.
+        """
+        if self._section is None:
+            self._section = self._staging.acquire()
+        first = self._under_way[-1][1] if self._under_way else 0
+        if first + count > self._staging.rows:
+            first = 0
+        while any(begin < first + count and first < end for begin, end, _ in self._under_way):
+            self._under_way.popleft()[2].exception()
+        return self._section.buffer, first
+
+    def hold(self, first: int, count: int, future: "Future[int]") -> None:
+        """Rows that were taken stay taken until `future` is done."""
+        self._under_way.append((first, first + count, future))
+
+    def give_back(self, *, wait: bool) -> None:
+        """Give the section back where nothing is under way.
+
+        Args:
+            wait: for what is under way.
+        """
+        while self._under_way and (wait or self._under_way[0][2].done()):
+            self._under_way.popleft()[2].exception()
+        if self._section is not None and not self._under_way:
+            self._staging.release(self._section)
+            self._section = None
+
+
 class Staging:
     """A few sections, taken by transfers and given back when their bytes have moved on.
 
-    Three suffice: the fetch that is attended to, the one prefetched for the next layer, a write.
+    Three suffice: the fetch that is attended to, the one prefetched for the next layer, and one for
+    writes (`writes`).
     """
 
     NUM_SECTIONS = 3
@@ -65,6 +113,7 @@ class Staging:
             StagingSection(rows, row_bytes, pinned=pinned) for _ in range(self.NUM_SECTIONS)
         ]
         self._free = list(self._all)
+        self.writes = WriteRows(self)
 
     @classmethod
     def num_bytes(cls, rows: int, row_bytes: int) -> int:
@@ -73,6 +122,8 @@ class Staging:
 
     def acquire(self) -> StagingSection:
         """Take a free section; waits for its last copy to the GPU."""
+        if not self._free:
+            self.writes.give_back(wait=True)
         assert self._free, "more transfers in flight than staging sections"
         section = self._free.pop()
         if section.copied is not None:
@@ -203,31 +254,35 @@ class SlotTransfer:
     def write(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Queue pool rows `rows[i]` for writing as `unit_ids[i]`.
 
-        In host memory the rows are written from where they are and must not change before
-        `drain`; otherwise they are copied out first.
+        In host memory, where a unit fills its sectors, the rows are written from where they are and
+        must not change before `drain`; otherwise they are copied first, and written from the copy
+        behind the caller, as many as fit a section. Errors come up in `drain` either way.
         """
         if self._memory.buffer is not None:
             self._queue(unit_ids, self._memory.buffer, rows)
             return
         assert self._staging is not None
-        for start in range(0, len(rows), self._staging.rows):
-            piece = rows[start : start + self._staging.rows]
-            self.drain()
-            section = self._staging.acquire()
-            try:
-                index = torch.from_numpy(piece).to(self._memory.tensor.device)
-                source = self._memory.tensor.index_select(0, index)
-                section.buffer.tensor[: len(piece), : self.region.unit_bytes] = source.cpu()
-                ids = unit_ids[start : start + len(piece)]
-                self._queue(ids, section.buffer, np.arange(len(piece)))
-                self.drain()
-            finally:
-                self._staging.release(section)
+        most = max(1, self._staging.rows // 2)  # one half is copied while the other is written
+        for start in range(0, len(rows), most):
+            part = slice(start, start + most)
+            self._write_copy(unit_ids[part], rows[part], self._staging.writes)
+
+    def _write_copy(
+        self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], writes: WriteRows
+    ) -> None:
+        buffer, first = writes.take(len(rows))
+        places = np.arange(first, first + len(rows))
+        index = torch.from_numpy(rows).to(self._memory.tensor.device)
+        source = self._memory.tensor.index_select(0, index)
+        buffer.tensor[first : first + len(rows), : self.region.unit_bytes] = source.cpu()
+        writes.hold(first, len(rows), self._queue(unit_ids, buffer, places))
 
     def _queue(
         self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]
-    ) -> None:
-        self._writes.append(self._writer.submit(self.region, unit_ids, buffer, rows))
+    ) -> "Future[int]":
+        future = self._writer.submit(self.region, unit_ids, buffer, rows)
+        self._writes.append(future)
+        return future
 
     def drain(self, keep: int = 0) -> None:
         """Wait until everything queued but the newest `keep` writes is written.
@@ -243,5 +298,7 @@ class SlotTransfer:
             except StorageError as error:
                 failure = failure or error
             self._writes.pop(0)
+        if self._staging is not None:
+            self._staging.writes.give_back(wait=False)
         if failure is not None:
             raise failure

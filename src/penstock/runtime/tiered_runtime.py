@@ -12,6 +12,7 @@ from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
+from penstock.near_storage.near_store import NearStore
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
@@ -25,6 +26,7 @@ from penstock.runtime.make_layers import (
     make_layers,
     resident_layers,
 )
+from penstock.runtime.open_store import open_store
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import Staging
@@ -70,13 +72,6 @@ class TieredRuntime:
         self._closed = False
         self._torn = self._lost_writes = False
 
-    def _open_store(self) -> KVStore:
-        files = 2 if self.config.policy.lays_out and not self.config.exact else 1
-        return KVStore.create(
-            self.config.store, num_layers=files * self.config.shape.num_layers,
-            unit_bytes=self._unit_tokens * self._rows.shape.token_bytes,
-        )  # fmt: skip
-
     def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
         """Divide the budget for `batch` rows; opens the store, or closes it if none is needed.
 
@@ -87,7 +82,7 @@ class TieredRuntime:
         must_tier = bool(self.layers) and not self.plan.is_resident
         stays = config.device_tier or (config.policy.stays_resident and not config.exact)
         if self._store is None and not stays:
-            self._store = self._open_store()
+            self._store = open_store(config, self._rows.shape, self._unit_tokens, batch)
         request = SizingRequest(
             shape=self._rows.shape, batch=batch * self._rows.per_sequence,
             max_tokens=config.max_tokens,
@@ -137,6 +132,8 @@ class TieredRuntime:
             steps.watch(self.layers)
             return
         assert self._store is not None
+        if isinstance(self._store, NearStore):
+            self._store.serve(plan.batch)
         self._writer = self._writer or Writer(config.tracer)
         staging = None
         if plan.staging_rows:

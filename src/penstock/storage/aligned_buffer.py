@@ -1,12 +1,16 @@
 """AlignedBuffer: host memory that direct I/O can land in, in huge pages where the OS has them."""
 
 import contextlib
+import functools
 import mmap
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:  # a scorer process has no use for torch, and should start at once
+    from torch import Tensor
 
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -21,7 +25,6 @@ class AlignedBuffer:
 
     Attributes:
         array: np.uint8 [num_rows, row_bytes]
-        tensor: torch.uint8 [num_rows, row_bytes], the same memory
         address: of the first byte; a multiple of 4096, of 2 MiB from that size on
     """
 
@@ -42,11 +45,15 @@ class AlignedBuffer:
         self.array: npt.NDArray[np.uint8] = root[start : start + self.num_bytes].reshape(
             num_rows, row_bytes
         )
-        self.tensor: torch.Tensor = torch.from_numpy(self.array)
         self.address = _address(root) + start
-        self.is_pinned = pinned and self.num_bytes > 0 and torch.cuda.is_available()
-        if self.is_pinned:
-            _pin(root, self.address, self.num_bytes)
+        self.is_pinned = pinned and self.num_bytes > 0 and _pin(root, self.address, self.num_bytes)
+
+    @functools.cached_property
+    def tensor(self) -> "Tensor":
+        """torch.uint8 [num_rows, row_bytes], the same memory."""
+        import torch
+
+        return torch.from_numpy(self.array)
 
 
 def _map_zeroed(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -63,11 +70,17 @@ def _map_zeroed(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(pages, dtype=np.uint8)
 
 
-def _pin(root: npt.NDArray[np.uint8], address: int, num_bytes: int) -> None:
-    """Register the memory with CUDA until `root`, the owner of every view, is collected."""
+def _pin(root: npt.NDArray[np.uint8], address: int, num_bytes: int) -> bool:
+    """Register the memory with CUDA, if there is one, until `root`, the owner of every view, is
+    collected; returns whether that was done."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     weakref.finalize(root, runtime.cudaHostUnregister, address).atexit = False
+    return True
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:

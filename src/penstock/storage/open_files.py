@@ -56,12 +56,16 @@ def open_files(place: str, count: int) -> FileSet:
         ConfigError: the path is a file.
         StorageError: the directory cannot be made or written to.
     """
+    return wrap_descriptors(open_descriptors(place, count))
+
+
+def _find_directory(place: str) -> str:
     if place != "auto":
-        return _open_in(_directory(place), count)
+        return _directory(place)
     first = default_directory()
     if not _is_on_disk(first) and _is_on_disk("/var/tmp"):
-        return _open_in("/var/tmp", count)
-    return _open_in(first, count)
+        return "/var/tmp"
+    return first
 
 
 def _directory(place: str) -> str:
@@ -91,18 +95,47 @@ def _is_on_disk(directory: str) -> bool:
         os.close(opened.descriptor)
 
 
-def _open_in(directory: str, count: int) -> FileSet:
+class Descriptors(NamedTuple):
+    """Nameless files that another process may take over while this one keeps them alive."""
+
+    directory: str
+    numbers: list[int]
+    direct: bool
+    """Opened for direct I/O."""
+
+
+def open_descriptors(place: str, count: int) -> Descriptors:
+    """Open `count` nameless files as `open_files` does, for whoever wraps them.
+
+    Raises:
+        ConfigError: the path is a file.
+        StorageError: the directory cannot be made or written to.
+    """
+    directory = _find_directory(place)
     direct = _is_on_disk(directory)
-    descriptors: list[int] = []
+    numbers: list[int] = []
     try:
-        descriptors.extend(
-            open_nameless(directory, direct=direct).descriptor for _ in range(count)
-        )  # keeps those opened when a later one fails
-        if not direct:
+        numbers.extend(open_nameless(directory, direct=direct).descriptor for _ in range(count))
+    except BaseException:  # keeps those opened when a later one fails
+        for number in numbers:
+            os.close(number)
+        raise
+    return Descriptors(directory, numbers, direct)
+
+
+def wrap_descriptors(opened: Descriptors) -> FileSet:
+    """Make files of descriptors, whatever is in them; closes them if that fails.
+
+    Raises:
+        StorageError: the directory takes no file to try direct I/O with.
+    """
+    directory, descriptors = opened.directory, opened.numbers
+    try:
+        if not opened.direct:
             access = _Access(None, skips_cache=False, is_direct=False)
             return _threaded_files(directory, descriptors, 512, access)
         sector_bytes = direct_sector_bytes(descriptors[0])
-        access = _probe(descriptors[0], sector_bytes)
+        access = _probe(directory, sector_bytes)
         if access.queue is not None:
             return _direct_files(directory, descriptors, access.queue, sector_bytes)
         return _threaded_files(directory, descriptors, sector_bytes, access)
@@ -159,11 +192,13 @@ def _where(directory: str) -> str:
     return f"{directory} ({kind})" if kind else directory
 
 
-def _probe(descriptor: int, sector_bytes: int) -> _Access:
-    """Write a little to an O_DIRECT file and read it back through native AIO."""
+def _probe(directory: str, sector_bytes: int) -> _Access:
+    """Write a little to a file of its own and read it back through native AIO."""
+    descriptor = open_nameless(directory, direct=True).descriptor
     try:
         queue = AioQueue(queue_depth(descriptor))
     except PenstockError:
+        os.close(descriptor)
         return _Access(None, skips_cache=True, is_direct=True)
     num_bytes = max(_PROBE_BYTES, sector_bytes)
     rows = AlignedBuffer(2, num_bytes)
@@ -175,7 +210,6 @@ def _probe(descriptor: int, sector_bytes: int) -> _Access:
         before = _device_read_bytes()
         file.submit_reads(zero, length, zero + rows.address + num_bytes, rows.array).wait()
         is_direct = before is None or _device_read_bytes() != before
-        os.ftruncate(descriptor, 0)
         if is_direct and np.array_equal(rows.array[0], rows.array[1]):
             return _Access(queue, skips_cache=True, is_direct=True)
         queue.close()
@@ -186,6 +220,8 @@ def _probe(descriptor: int, sector_bytes: int) -> _Access:
     except BaseException:
         queue.close()
         raise
+    finally:
+        file.close()
 
 
 def _device_read_bytes() -> int | None:

@@ -61,7 +61,7 @@ class KVStore:
         """
         if num_layers < 1 or unit_bytes < 1:
             raise ConfigError(f"a store needs layers and bytes, not {num_layers} x {unit_bytes}")
-        profile, place = _parse(str(location))
+        profile, place = parse_location(str(location))
         if place == "memory":
             memory: list[KVFile] = [MemoryFile() for _ in range(num_layers)]
             opened = FileSet(memory, "host memory", lambda: _close_all(memory))
@@ -100,7 +100,7 @@ class KVStore:
         self.close()
 
 
-def _parse(location: str) -> tuple[DeviceProfile | None, str]:
+def parse_location(location: str) -> tuple[DeviceProfile | None, str]:
     """Split a location into the device to simulate and the place: "memory", "auto" or a path."""
     if location in PRESETS:
         return PRESETS[location], "memory"

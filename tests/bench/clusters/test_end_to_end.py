@@ -116,6 +116,52 @@ def test_it_goes_on(result_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert time_up.figures["rows"] == []
 
 
+def test_pieces_become_one(result_file: Path, tmp_path: Path) -> None:
+    whole, out = Result.load(result_file), tmp_path / "one.json"
+    pieces = []
+    for number, length in enumerate((320, 256, 320)):
+        piece = Result.load(result_file)
+        piece.settings["lengths"] = [length]
+        piece.figures["rows"] = [
+            row | {"mean_ms": 1.0 + number} for row in whole.figures["rows"]
+            if row["length"] == length
+        ]  # fmt: skip
+        piece.machine["cpu"] = "another" if number == 1 else piece.machine["cpu"]
+        pieces.append(str(tmp_path / f"{number}.json"))
+        piece.save(pieces[-1])
+    end_to_end.run([f"--out={out}", "--merge", *pieces])
+    one = Result.load(out)
+    assert one.settings == {**whole.settings, "lengths": [320, 256]}
+    assert one.machine == whole.machine
+    assert [(row["length"], row["method"], row["mean_ms"]) for row in one.figures["rows"]] == [
+        (length, method, ms) for length, ms in ((256, 2.0), (320, 1.0))
+        for method in ("dynakv", "pqcache", NO_CLUSTERS)
+    ]  # fmt: skip
+    cores = one.machine["cores"]
+    assert [row.get("machine") for row in one.figures["rows"]] == [
+        *[f"another, {cores} cores"] * 3, None, None, None,
+    ]  # fmt: skip
+    assert one.figures["minutes"] == pytest.approx(3 * whole.figures["minutes"])
+    assert one.figures["growth"] == [], "nobody has two lengths on one machine"
+    assert {gain["method"]: gain["lengths"] for gain in one.figures["speedups"]} == {
+        "pqcache": [256, 320], NO_CLUSTERS: [256, 320],
+    }  # fmt: skip
+    assert "(another, " in end_to_end_table(one.figures)
+    again = end_to_end.run([f"--out={out}", "--merge", str(result_file)])
+    assert again.figures["rows"] == one.figures["rows"], "what is there stays"
+    other = Result.load(result_file)
+    other.settings["steps"] = 8
+    other.save(pieces[0])
+    with pytest.raises(ConfigError, match="cannot merge: the result was made with steps=8"):
+        end_to_end.run([f"--out={out}", "--merge", pieces[0]])
+    other.kind = "clusters.quality"
+    other.save(pieces[0])
+    with pytest.raises(ConfigError, match="is a result of clusters"):
+        end_to_end.run([f"--out={out}", "--merge", pieces[0]])
+    with pytest.raises(ConfigError, match="name it"):
+        end_to_end.parse_arguments(["--merge", pieces[0]])
+
+
 def test_a_row_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

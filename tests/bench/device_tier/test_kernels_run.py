@@ -30,7 +30,7 @@ def test_every_kernel_is_measured_beside_its_twin(measured: Path) -> None:
     names = {row["kernel"] for row in figures["rows"]}
     assert names == {
         "gather_units", "gather_range", "store_tokens", "append_token", "pool_attention",
-        "score_units", "select_tokens", "plan_slots", "find_boundaries, leave_window, grow_units",
+        "score_units", "select_tokens", "plan_slots", "find_boundaries, grow_units",
         "kmeans",
     }  # fmt: skip
     for row in figures["rows"]:

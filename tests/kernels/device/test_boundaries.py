@@ -10,19 +10,19 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.kernels.device import boundaries as public
-from penstock.kernels.device.boundaries import UnitState
+from penstock.kernels.device.boundaries import Leaving, UnitState
 
 Form = ModuleType | SimpleNamespace
 
 
 @pytest.fixture(params=["torch", "triton"])
 def form(request: pytest.FixtureRequest) -> Iterator[Form]:
-    """The three functions in one of their forms."""
+    """Both functions in one of their forms."""
     if request.param == "torch":
         yield SimpleNamespace(
             find_boundaries=public.find_boundaries_reference,
-            grow_units=public.grow_units_reference, leave_window=public.leave_window_reference,
-        )  # fmt: skip
+            grow_units=public.grow_units_reference,
+        )
     else:
         request.getfixturevalue("triton")
         from penstock.kernels.device import boundaries_triton
@@ -48,12 +48,12 @@ class Finder:
 
     def step(
         self, form: Form, query: Tensor, position: int, *, tau: float = 0.0, stride: int = 0,
-        every: bool = False,
+        every: bool = False, leaving: Leaving | None = None,
     ) -> list[bool]:  # fmt: skip
         form.find_boundaries(
             query, self.previous, self.known, self.last, self.due_rows, self.boundary,
             torch.tensor([position], device=self.device), tau=tau, stride=stride, every=every,
-            rows_per_sequence=self.rows_per_sequence, counters=self.counters,
+            rows_per_sequence=self.rows_per_sequence, counters=self.counters, leaving=leaving,
         )  # fmt: skip
         return [bool(cut) for cut in self.boundary.tolist()]
 
@@ -127,8 +127,26 @@ def test_a_query_of_zeros_is_like_nothing(form: Form, device: torch.device) -> N
     assert finder.step(form, half, 2, tau=0.55) == [True]
 
 
+def leave(form: Form, unit_of: Tensor, state: UnitState, end: int, sequences: int) -> list[bool]:
+    """The token at `end` leaves the window; gives what rows retrieve beside those of a boundary.
+
+    Three tokens may be taken of a row that begins at 0; rows begin where their padding ends.
+    """
+    rows, device = len(unit_of), unit_of.device
+    finder = Finder(sequences, rows // sequences, 1, 16, torch.float32, device)
+    query = torch.ones(rows, 1, 16, device=device)
+    finder.step(form, query, 0)
+    leaving = Leaving(
+        unit_of, state, torch.tensor([end], device=device), state.start,
+        torch.tensor([3], device=device), 1,
+    )  # fmt: skip
+    assert finder.step(form, query, 1, tau=0.5, leaving=leaving) == [False] * sequences
+    assert finder.counters.tolist() == [[2, 1, 1]] * sequences
+    return [bool(due) for due in finder.due_rows.tolist()]
+
+
 class Loop:
-    """One row, as the words of `grow_units` and `leave_window` say, with lists."""
+    """One row, as the words of `grow_units` and `Leaving` say, with lists."""
 
     def __init__(self, clusters: int, capacity: int, start: int) -> None:
         self.units: list[dict[str, object]] = [{"cluster": True} for _ in range(clusters)]
@@ -188,7 +206,8 @@ def test_units_grow_as_a_loop_says(
         keys = torch.randn(rows, 2, dim, generator=random).to(device, dtype)[:, 1]
         at = torch.tensor([position], device=device)
         form.grow_units(keys, boundary.to(device), means, open_sum, state, unit_of, at, 2)
-        form.leave_window(unit_of, state, at - prompt - window)
+        few = leave(form, unit_of, state, position - prompt - window, 2)
+        assert few == [3 - start <= 1 for start in starts]
         for row, loop in enumerate(loops):
             loop.grow(keys[row].cpu().float(), bool(boundary[row // 2]), position)
             loop.leave(position - prompt - window)
@@ -229,10 +248,21 @@ def test_nothing_has_left(form: Form, device: torch.device) -> None:
     assert state.first.tolist() == [[2, 2, 2]] * 40
     assert unit_of.tolist() == [[0, 1, 2, 0, 0]] * 40
     for end in (-3, -1, 0, 1):
-        form.leave_window(unit_of, state, torch.tensor([end], device=device))
+        leave(form, unit_of, state, end, 10)
     assert not state.sizes.any()
-    form.leave_window(unit_of, state, torch.tensor([2], device=device))
+    leave(form, unit_of, state, 2, 10)
     assert state.sizes.tolist() == [[0, 0, 1]] * 40
+
+
+def test_rows_with_few_tokens_retrieve(form: Form, device: torch.device) -> None:
+    """Rows apart, also where their sequence has no boundary; a token that is in no unit."""
+    state = UnitState.allocate(4, 3, device)
+    state.start.copy_(torch.tensor([0, 1, 2, 3]))
+    unit_of = torch.tensor([[0, 2, 1, -1]], dtype=torch.int32, device=device).repeat(4, 1)
+    assert leave(form, unit_of, state, 1, 2) == [False, False, True, True]
+    assert state.sizes.tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]]
+    leave(form, unit_of, state, 3, 2)
+    assert int(state.sizes.sum()) == 2
 
 
 def test_public_functions_choose_a_form(device: torch.device) -> None:
@@ -246,7 +276,7 @@ def test_public_functions_choose_a_form(device: torch.device) -> None:
     unit_of = torch.zeros(2, 5, dtype=torch.int16, device=device)
     at = torch.tensor([4], device=device)
     public.grow_units(query[:, 0], finder.boundary, means, open_sum, state, unit_of, at, 2)
-    public.leave_window(unit_of, state, at)
+    leave(public, unit_of, state, 4, 1)
     assert torch.equal(means[:, 0], query[:, 0])
     assert state.sizes.tolist() == [[1, 0, 0, 0]] * 2
 
@@ -268,9 +298,9 @@ def test_a_step_can_be_captured(form: Form, device: torch.device) -> None:
                 query, finder.previous, finder.known, finder.last, finder.due_rows,
                 finder.boundary, at, tau=0.8, stride=0, every=False, rows_per_sequence=2,
                 counters=finder.counters,
+                leaving=Leaving(unit_of, state, at - 4, state.start, at - 4, 0),
             )  # fmt: skip
             form.grow_units(query[:, 1], finder.boundary, means, open_sum, state, unit_of, at, 2)
-            form.leave_window(unit_of, state, at - 4)
 
         step()
         torch.cuda.synchronize()

@@ -95,16 +95,22 @@ def test_plan_is_the_engine_s(
         (1, 2, 8192, 8, torch.bfloat16),
     ],
 )
+@pytest.mark.parametrize("programs", [None, 1, 9])
 def test_gathered_units_are_in_their_slots(
     device: torch.device,
     form: str,
+    monkeypatch: pytest.MonkeyPatch,
+    programs: int | None,
     rows: int,
     wanted: int,
     unit_bytes: int,
     group: int,
     dtype: torch.dtype,
 ) -> None:
+    """Also where a program copies several tiles, as with many rows."""
     gather = kernel("gather_units", form)
+    if programs is not None and form == "triton":
+        monkeypatch.setattr("penstock.kernels.device.slots_triton._PROGRAMS", programs)
     torch.manual_seed(unit_bytes)
     units, num_slots, tail = 3 * wanted, wanted + 2, 2
     host = on_host(torch.randint(0, 256, (rows, units, unit_bytes), dtype=torch.uint8), device)

@@ -71,6 +71,25 @@ def test_scores_are_the_hosts(
     assert out[~within | (sizes <= 0)].eq(-1.0).all()
 
 
+@pytest.mark.parametrize("programs", [1, 4])
+def test_a_program_scores_several_blocks(
+    triton: None, device: torch.device, monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """As with many rows and units: blocks do not divide among programs, the last one is short."""
+    from penstock.kernels.device import units_triton
+
+    monkeypatch.setattr(units_triton, "_PROGRAMS", programs)
+    torch.manual_seed(4)
+    query, means = torch.randn(2, 4, 16, device=device), torch.randn(2, 700, 16, device=device)
+    sizes = torch.randint(0, 3, (2, 700), dtype=torch.int32, device=device)
+    count = torch.tensor([690, 130], dtype=torch.int32, device=device)
+    due = torch.ones(2, dtype=torch.bool, device=device)
+    out, expected = torch.zeros(2, 700, device=device), torch.zeros(2, 700, device=device)
+    units_triton.score_units(query, means, sizes, count, 0.25, due, out)
+    score_units_reference(query, means, sizes, count, 0.25, due, expected)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_rows_not_due_keep_their_scores(score: Kernel, device: torch.device) -> None:
     """With scratch that was used for other scores, and not cleared."""
     torch.manual_seed(1)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
+from penstock.bench.clusters.end_to_end_merge import KIND, check_same, grow, merged
 from penstock.bench.clusters.end_to_end_run import (
     CACHE,
     DISK,
@@ -42,17 +43,12 @@ from penstock.devices.presets import PRESETS
 from penstock.models.loader import LoadedModel, load
 from penstock.storage.measured_directory import measure_directory
 
-KIND = "clusters.end_to_end"
 METHODS = (
     "full", "dynakv", "dynakv:layout=tokens", "dynakv:update=static", "pqcache", "clusterkv",
     NO_CLUSTERS,
 )  # fmt: skip
 REUSES = (0.0, 1.0, 2.0, 4.0)
 """Slots of the cache sweep, in selections."""
-_SHARED = ("model", "text", "warm", "rounds", "steps", "threads", "cache_ratio", "seed")
-"""Settings that a result which is gone on with must have in common."""
-_GROWING = ("lengths", "ratios", "devices", "methods")
-"""Settings that may differ: a result then has what either run was asked for."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -84,6 +80,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
     add("--resume", action="store_true", help="go on with the result in --out")
+    add("--merge", nargs="+", metavar="FILE", default=[],
+        help="measure nothing: put these results into the one in --out")  # fmt: skip
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     args.lengths, args.ratios = _numbers(args.lengths, int), _numbers(args.ratios, float)
@@ -98,8 +96,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if not all(0 < ratio < 1 for ratio in [*args.ratios, args.cache_ratio]):
         raise ConfigError("shares of the tokens are above 0 and below 1")
-    if args.resume and not args.out:
-        raise ConfigError("--resume goes on with the file of --out; name it")
+    if (args.resume or args.merge) and not args.out:
+        raise ConfigError("--resume and --merge go on with the file of --out; name it")
     least = pace_of(args).decoded + 64
     if min([*args.lengths, args.cache_length or least]) < least:
         raise ConfigError(f"lengths must be at least {least}: so much is decoded, and a prompt")
@@ -196,14 +194,8 @@ class EndToEnd:
         Raises:
             ConfigError: that run was another one.
         """
-        for name in _SHARED:
-            if former.settings.get(name) != settings[name]:
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
-                )
-        for name in _GROWING:
-            kept = former.settings[name]
-            settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
+        check_same(former.settings, settings, "resume")
+        grow(settings, former.settings)
         found = {key_of(row) for row in former.figures["rows"] if "error" not in row}
         again = {
             case.key for cases in self.groups.values()
@@ -267,11 +259,13 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
+    if args.merge:
+        return _finish(merged(args.out, args.merge), args)
     began, minutes = time.perf_counter(), 0.0
     torch.manual_seed(args.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
-    private = ("out", "json", "resume", "minutes", "prompt_file")
+    private = ("out", "json", "resume", "merge", "minutes", "prompt_file")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
     shown = ["PATH" if argument == args.prompt_file else argument for argument in arguments]
@@ -299,6 +293,13 @@ def run(arguments: Sequence[str]) -> Result:
     finally:
         keep()
         torch.set_num_threads(threads)
+    return _finish(result, args)
+
+
+def _finish(result: Result, args: argparse.Namespace) -> Result:
+    """Save what is whole, and print it."""
+    if args.out:
+        result.save(args.out)
     print(end_to_end_table(result.figures))
     if args.json:
         print(json.dumps(result.as_dict()))

@@ -106,14 +106,15 @@ def speedups(rows: Sequence[Row]) -> list[Row]:
 
 
 def growth(rows: Sequence[Row]) -> list[Row]:
-    """How step time grows with the length: the power over all lengths, and from one to the next."""
+    """How step time grows with the length: the power over all lengths, and from one to the next;
+    on each machine by itself."""
     out = []
-    order = sorted(
-        measured(rows), key=lambda r: (r["device"], r["ratio"], r["method"], r["length"])
-    )
-    for (device, ratio, method), some in groupby(
-        order, key=lambda r: (r["device"], r["ratio"], r["method"])
-    ):
+
+    def line(row: Row) -> tuple[Any, ...]:
+        return row["device"], row["ratio"], row["method"], row.get("machine", "")
+
+    order = sorted(measured(rows), key=lambda r: (*line(r), r["length"]))
+    for (device, ratio, method, machine), some in groupby(order, key=line):
         found = list(some)
         lengths, times = [r["length"] for r in found], [r["mean_ms"] for r in found]
         if len(found) < 2:
@@ -122,6 +123,7 @@ def growth(rows: Sequence[Row]) -> list[Row]:
         out.append({
             "device": device, "ratio": ratio, "method": method, "lengths": lengths, "ms": times,
             "exponent": exponent(lengths, times), "exponents": steps,
+            **({"machine": machine} if machine else {}),
         })  # fmt: skip
     return out
 
@@ -170,6 +172,7 @@ def _rows(rows: Sequence[Row], section: str) -> str:
             continue
         slots = f", {row['reuse']:g}x" if section == CACHE else ""
         name = f"{row['device']} {row['length']:6,} {row['ratio']:4.0%}  {name_of(row['method'])}"
+        name += _elsewhere(row)
         if "error" in row:
             lines.append([name + slots, row["error"]])
             continue
@@ -205,8 +208,9 @@ def _growth(found: Sequence[Row]) -> str:
     lines = []
     for one in found:
         times = dict(zip(one["lengths"], one["ms"], strict=True))
+        name = f"{device_name(one['device'])}, {one['ratio']:.0%}: {name_of(one['method'])}"
         lines.append([
-            f"{device_name(one['device'])}, {one['ratio']:.0%}: {name_of(one['method'])}",
+            name + _elsewhere(one),
             *(_number(times.get(length), 1) for length in lengths), f"{one['exponent']:.2f}",
             f"{one['exponents'][-1]:.2f}",
         ])  # fmt: skip
@@ -235,6 +239,11 @@ def _cache(found: Sequence[Row]) -> str:
         ])  # fmt: skip
     lines.append([f"paper, at most: {PAPER_POLICY}x faster, 1/{PAPER_MEMORY} of the memory", ""])
     return format_table(header, lines) if found else ""
+
+
+def _elsewhere(row: Row) -> str:
+    """The machine, where it is not the result's own."""
+    return f" ({row['machine']})" if "machine" in row else ""
 
 
 def _number(value: float | None, digits: int) -> str:

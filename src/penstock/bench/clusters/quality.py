@@ -4,7 +4,8 @@ Source: DynaKV, section 8.2 (Fig. 10a), whose answers are graded; here the outpu
 all methods see the same tokens at every place: how often the next one is the likeliest, what it
 costs (nats), and how often the likeliest is that of full attention. All methods select the same
 number of tokens beside the same sinks and window; tokens are found for whole outputs of a task that
-the bundled model can do, or a text that any model reads on.
+the bundled model can do, or a text that any model reads on. With `--traces` many processes can
+share the work: each keeps what its methods say there, and a last run takes it all from there.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from penstock.bench.clusters.end_to_end_run import ForcedText
 from penstock.bench.clusters.end_to_end_table import NO_CLUSTERS
 from penstock.bench.clusters.program import model_name
 from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
+from penstock.bench.clusters.traces import DocumentTokens, Found, Trace, TraceFolder
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
@@ -43,16 +45,6 @@ PARTS = 8
 _SAY_STEPS = 64
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trace:
-    """One method's answers to one document, a token of the output each."""
-
-    likeliest: NDArray[np.int64]
-    """[steps]"""
-    nats: NDArray[np.float64]
-    """What the text's own next token costs. [steps]"""
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
@@ -67,16 +59,25 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt", type=int, default=1024, help="tokens of the prompt")
     add("--output", type=int, default=4096, help="most tokens of the output")
     add("--documents", type=int, default=2, help="documents, or places in the text")
+    add("--document", type=int, help="of these, only the one with this number, from 0 on")
     add("--selected", type=int, default=256, help="tokens that every method selects")
     add("--window", type=int, default=64, help="newest tokens that all attend to")
     add("--methods", default=";".join(METHODS), help="as in penstock bench accuracy")
     add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
     add("--seed", type=int, default=0)
+    add("--traces", metavar="FOLDER",
+        help="keep what each method says of a document here, and do not ask again")  # fmt: skip
+    add("--kept", action="store_true",
+        help="ask nobody: documents of which --traces has all methods")  # fmt: skip
     add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output < PARTS:
         raise ConfigError(f"sizes count from 1 on, --output from {PARTS} on")
+    if args.kept and not args.traces:
+        raise ConfigError("--kept takes what is in the folder of --traces; name it")
+    if args.document is not None and not 0 <= args.document < args.documents:
+        raise ConfigError(f"--document {args.document} is not one of {args.documents}, from 0 on")
     return args
 
 
@@ -180,34 +181,60 @@ def measure(args: argparse.Namespace, result: Result) -> None:
     """
     loaded = load(args.model)
     settings = methods_of(args)
-    texts = documents(loaded, args)
-    progress = Progress(sum(len(ids) - prompt for ids, prompt in texts) * len(settings))
+    texts = list(enumerate(documents(loaded, args)))
+    if args.document is not None:
+        texts = [texts[args.document]]
+    progress = Progress(sum(len(ids) - prompt for _, (ids, prompt) in texts) * len(settings))
     result.figures.update(model=model_name(args.model), rows=[])
-    for number, (ids, prompt) in enumerate(texts):
-        text = ForcedText(loaded, ids, len(ids) - prompt, args.chunk)
+    kept = TraceFolder(args.traces, model_name(args.model), args.chunk)
+    for number, (ids, prompt) in texts:
+        document = _Document(loaded, number, ids, prompt, args.chunk)
+        if args.kept and not all(kept.find(setting, document.tokens) for setting in settings):
+            progress.say(f"document {number + 1} is left out: not all methods are kept")
+            continue
         right, full = np.array(ids[1:]), None
         for setting in settings:
             row: dict[str, Any] = {"method": setting.text, "document": number, "prompt": prompt}
-            done = 0
-
-            def on_step(
-                at: int, *, name: str = setting.text, document: int = number, first: int = prompt
-            ) -> None:
-                nonlocal done
-                done += 1
-                progress.step(int(at >= first))
-                if done % _SAY_STEPS == 0:
-                    progress.say(f"document {document + 1}, {name}, token {at}")
-
             try:
-                trace, known = decode(loaded, text, setting, on_step)
+                if (found := kept.find(setting, document.tokens)) is not None:
+                    progress.skip(len(found.trace.nats))
+                else:
+                    found = Found(*document.ask(setting, progress))
+                    kept.keep(setting, document.tokens, found)
             except PenstockError as error:
                 result.figures["rows"].append(row | {"error": str(error)})
                 continue
-            full = trace if setting.text == FULL else full
-            result.figures["rows"].append(row | cell(trace, full, right) | known)
+            full = found.trace if setting.text == FULL else full
+            result.figures["rows"].append(row | cell(found.trace, full, right) | found.known)
             if args.out:
                 result.save(args.out)
+
+
+class _Document:
+    """A document, prefilled when the first method is asked about it."""
+
+    def __init__(
+        self, loaded: LoadedModel, number: int, ids: list[int], prompt: int, chunk: int
+    ) -> None:
+        self._loaded, self._number, self._chunk = loaded, number, chunk
+        self.tokens = DocumentTokens(number, ids, prompt)
+        self._text: ForcedText | None = None
+
+    def ask(self, setting: Setting, progress: Progress) -> tuple[Trace, dict[str, Any]]:
+        """See `decode`."""
+        _, ids, prompt = self.tokens
+        if self._text is None:
+            self._text = ForcedText(self._loaded, ids, len(ids) - prompt, self._chunk)
+        done = 0
+
+        def on_step(at: int) -> None:
+            nonlocal done
+            done += 1
+            progress.step(int(at >= prompt))
+            if done % _SAY_STEPS == 0:
+                progress.say(f"document {self._number + 1}, {setting.text}, token {at}")
+
+        return decode(self._loaded, self._text, setting, on_step)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -253,10 +280,13 @@ def run(arguments: Sequence[str]) -> Result:
     """
     args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "text")}
+    private = ("out", "json", "text", "traces", "document", "kept")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": model_name(args.model), "output_of": "file" if args.text else args.task}
-    shown = ["PATH" if argument == args.text else argument for argument in arguments]
-    shown = ["--text=PATH" if item.startswith("--text=") else item for item in shown]
+    paths = (args.text, args.traces)
+    shown = ["PATH" if argument in paths else argument for argument in arguments]
+    for name in ("--text=", "--traces="):
+        shown = [f"{name}PATH" if item.startswith(name) else item for item in shown]
     result = Result.begin(KIND, shown, settings, seed=args.seed)
     measure(args, result)
     result.figures["methods"] = summary(result.figures["rows"])

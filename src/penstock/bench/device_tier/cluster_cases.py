@@ -9,7 +9,7 @@ from penstock.bench.device_tier.kernel_cases import DIM, Cases, Grid, KernelCase
 from penstock.bench.device_tier.step_timer import new_event
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
 from penstock.indexes.device_tier.semantic_units import DeviceUnitSizes
-from penstock.kernels.kmeans import kmeans, nearest
+from penstock.kernels.device.clusters import cluster_keys
 from penstock.models.plain_model import random_model
 from penstock.models.query_projection import decoder_layers
 
@@ -25,14 +25,15 @@ def cluster_cases(grid: Grid, device: torch.device) -> Cases:
         clusters = num_clusters(block, CLUSTER_TOKENS)
         sizes = DeviceUnitSizes(cluster_tokens=CLUSTER_TOKENS, block_tokens=block, spare_units=0)
 
-        def cluster(
-            block: int = block, clusters: int = clusters, elements: int = sizes.elements(rows)
-        ) -> None:
-            part = points.view(rows, -1, block, DIM)  # all blocks at once, as the index does
-            means = kmeans(
-                part, clusters, iterations=ITERATIONS, cosine=False, seed=0, elements=elements
-            )
-            nearest(part, means, cosine=False, elements=elements)
+        def cluster(block: int = block, clusters: int = clusters, sizes: Any = sizes) -> None:
+            blocks = points.view(rows, -1, block, DIM)
+            for part in torch.split(
+                blocks, sizes.blocks_together(rows), dim=1
+            ):  # as the index does
+                cluster_keys(
+                    part, clusters, iterations=ITERATIONS, cosine=False, seed=0,
+                    elements=sizes.elements(rows),
+                )  # fmt: skip
 
         products = 2 * rows * grid.tokens * clusters * DIM * (ITERATIONS + 1)
         yield KernelCase(

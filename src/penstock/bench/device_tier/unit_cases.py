@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.bench.device_tier.kernel_cases import DIM, Cases, Grid, KernelCase, copies
 from penstock.bench.device_tier.kernel_timer import Call
 from penstock.kernels.device import boundaries, slots, units
-from penstock.kernels.device.boundaries import UnitState
+from penstock.kernels.device.boundaries import Leaving, UnitState
 from penstock.kernels.device.slots import FetchLists
 
 
@@ -135,27 +135,22 @@ def _step(grid: Grid, device: torch.device, rows: int, begins: bool) -> KernelCa
     unit_of = torch.zeros(rows, grid.tokens, dtype=torch.int16, device=device)
     position = torch.full((1,), grid.tokens - 1, device=device)
     end = position - grid.budget
+    leaving = Leaving(unit_of, state, end, state.start, end, 0)
     tau = 2.0 if begins else 0.7
 
-    def calls(
-        find: Callable[..., None], grow: Callable[..., None], leave: Callable[..., None]
-    ) -> Sequence[Call]:
+    def calls(find: Callable[..., None], grow: Callable[..., None]) -> Sequence[Call]:
         def step() -> None:
             find(
                 query, previous, known, last, due, boundary, position, tau=tau, stride=0,
-                every=False, rows_per_sequence=per_sequence, counters=counters,
+                every=False, rows_per_sequence=per_sequence, counters=counters, leaving=leaving,
             )  # fmt: skip
-            leave(unit_of, state, end)
             grow(query[:, 0], boundary, means, open_sum, state, unit_of, position, per_sequence)
 
         return 8 * [step]
 
     return KernelCase(
-        kernel="find_boundaries, leave_window, grow_units",
+        kernel="find_boundaries, grow_units",
         size=f"{rows} rows, {'all begin' if begins else 'none begins'}",
-        calls=calls(boundaries.find_boundaries, boundaries.grow_units, boundaries.leave_window),
-        twins=calls(
-            boundaries.find_boundaries_reference, boundaries.grow_units_reference,
-            boundaries.leave_window_reference,
-        ),
+        calls=calls(boundaries.find_boundaries, boundaries.grow_units),
+        twins=calls(boundaries.find_boundaries_reference, boundaries.grow_units_reference),
     )  # fmt: skip

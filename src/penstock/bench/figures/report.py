@@ -24,6 +24,11 @@ from penstock.bench.figures.device_speed import (
     has_device_breakdown,
 )
 from penstock.bench.figures.method import compares_methods, draw_methods
+from penstock.bench.figures.near_agreement import draw_near_agreement
+from penstock.bench.figures.near_counts import draw_near_counts
+from penstock.bench.figures.near_decode import near_decode_figures
+from penstock.bench.figures.near_placement import draw_near_placement
+from penstock.bench.figures.near_smartssd import smartssd_figures
 from penstock.bench.figures.needle import draw_needles
 from penstock.bench.figures.pareto import draw_pareto, has_front
 from penstock.bench.figures.result_lengths import by_length
@@ -68,6 +73,14 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
         return {name: draw_cluster_quality}
     if result.kind == "clusters.end_to_end":
         return cluster_speed_figures(result, name)
+    if result.kind == "near_storage.placement":
+        return {name: draw_near_placement, f"{name}-counts": draw_near_counts}
+    if result.kind == "near_storage.agreement":
+        return {name: draw_near_agreement}
+    if result.kind == "near_storage.decode":
+        return near_decode_figures(result, name)
+    if result.kind == "near_storage.smartssd":
+        return smartssd_figures(name)
     if result.kind == "device_tier.kernels":
         return {name: draw_device_kernels}
     if result.kind == "device_tier.speed":

@@ -28,6 +28,9 @@ class StepClock:
         """Units from here on are in the window."""
         self.left = torch.full((1,), -1, dtype=torch.int64, device=device)
         """Position that left the window with this step, -1 for none (units of one token)."""
+        self._offsets = torch.arange(plan.group_tokens, device=device)
+        self.unit_places = plan.sink_slots * plan.group_tokens + self._offsets
+        """Places in the window of the tokens of the step's unit. int64 [group_tokens]"""
         self.start = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         """First position of each row that is not padding. [rows]"""
         self.first_unit = torch.full(
@@ -51,6 +54,8 @@ class StepClock:
         self.end_unit.copy_(self.unit + 1 - self.ring_slots).clamp_(min=0)
         if self._group_tokens == 1:
             self.left.copy_(self.end_unit - 1)
+        slot = self._sink_slots + self.unit % self.ring_slots
+        torch.add(slot * self._group_tokens, self._offsets, out=self.unit_places)
 
     def advance(self) -> None:
         """The step is over."""

@@ -13,17 +13,16 @@ from penstock.core.shape import KVShape
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
 from penstock.indexes.device_tier.base import SETTLE_STEPS, DeviceIndex, StepClock, Wanted
 from penstock.indexes.prompt_clusters import integer_dtype
-from penstock.kernels.device.boundaries import (
-    UnitState,
-    find_boundaries,
-    grow_units,
-    leave_window,
-)
+from penstock.kernels.device.boundaries import Leaving, UnitState, find_boundaries, grow_units
+from penstock.kernels.device.clusters import cluster_bytes, cluster_keys
 from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
-from penstock.kernels.kmeans import FEWEST_ELEMENTS, kmeans, kmeans_bytes, nearest
+from penstock.kernels.kmeans import FEWEST_ELEMENTS
 
 ROW_ELEMENTS = 1 << 19
 """Of a row's share of a chunk's temporaries in k-means; a GPU wants more at a time than a CPU."""
+POINTS_TOGETHER = 1 << 17
+"""Keys of all rows that are clustered in the same launches, where a block of each row is no more:
+enough to fill a GPU, and not so many that what the iterations keep grows with the prompt."""
 SEED = 0
 """Of the tokens that k-means begins with."""
 SPARE_UNITS = 2 * SETTLE_STEPS
@@ -43,8 +42,12 @@ class DeviceUnitSizes:
     cosine: bool = False
 
     def elements(self, rows: int) -> int:
-        """Elements of a chunk's temporaries in k-means."""
+        """Elements of a chunk's temporaries in k-means, of one block of every row."""
         return min(ROW_ELEMENTS * rows, max(FEWEST_ELEMENTS, 8 * rows * self.block_tokens))
+
+    def blocks_together(self, rows: int) -> int:
+        """Blocks of every row that are clustered at once."""
+        return max(1, POINTS_TOGETHER // (rows * self.block_tokens))
 
     def capacity(self, max_tokens: int) -> int:
         """Units of a row."""
@@ -135,9 +138,10 @@ class DeviceSemanticUnits(DeviceIndex):
     def scratch_bytes(shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, max_tokens: int) -> int:
         """Temporaries of a block of the prompt or of a step, for the ledger."""
         block = min(sizes.block_tokens, max_tokens)
-        prompt = rows * (48 * block + 8 * shape.head_dim * (block // sizes.cluster_tokens + 1))
-        clusters = max(1, block // sizes.cluster_tokens)
-        prompt += kmeans_bytes(rows, clusters, shape.head_dim, sizes.elements(rows))
+        blocks = min(sizes.blocks_together(rows), max_tokens // block)
+        clusters = num_clusters(block, sizes.cluster_tokens)
+        prompt = _order_bytes(block) * rows * blocks * block
+        prompt += cluster_bytes(rows, blocks, block, clusters, shape.head_dim, sizes.elements(rows))
         heads, capacity = shape.num_query_heads, sizes.capacity(max_tokens)
         return max(prompt, UnitScratch.num_bytes(rows, heads, capacity))
 
@@ -165,12 +169,13 @@ class DeviceSemanticUnits(DeviceIndex):
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _take(self, flat: Tensor, first_token: int) -> None:
-        """Cluster keys, [rows, tokens, head_dim]: whole blocks at once, then what is left."""
+        """Cluster keys, [rows, tokens, head_dim]: some blocks at once, then what is left."""
         block = self._sizes.block_tokens
-        whole = flat.shape[1] // block
-        done = whole * block
-        if whole:
-            self._add_blocks(flat[:, :done].view(len(flat), whole, block, -1), first_token)
+        done = flat.shape[1] // block * block
+        step = block * self._sizes.blocks_together(len(flat))
+        for start in range(0, done, step):
+            part = flat[:, start : min(start + step, done)]
+            self._add_blocks(part.view(len(flat), -1, block, flat.shape[2]), first_token + start)
         if done < flat.shape[1]:
             self._add_blocks(flat[:, done:].unsqueeze(1), first_token + done)
         self._known.zero_()
@@ -193,18 +198,17 @@ class DeviceSemanticUnits(DeviceIndex):
         if base + units > self._capacity:
             raise CacheStateError("the pool of units is full; give louiskv a larger cluster_tokens")
         places = slice(first, first + blocks * count)
-        means = kmeans(
+        means, labels = cluster_keys(
             keys, clusters, iterations=ITERATIONS, cosine=size.cosine, seed=SEED,
             elements=self._elements,
         )  # fmt: skip
-        labels = nearest(keys, means, cosine=size.cosine, elements=self._elements)
-        self.means[:, base : base + units] = means.flatten(1, 2).to(self.means.dtype)
-        order = labels.to(self.unit_of.dtype).argsort(dim=2, stable=True)
+        self.means[:, base : base + units] = means.flatten(1, 2)
+        order = labels.argsort(dim=2, stable=True)
         starts = torch.arange(blocks, device=keys.device).unsqueeze(1)
-        unit_of = labels + (starts * clusters + base)
-        members = order + (starts * count + first)
-        self.unit_of[:, places] = unit_of.view(rows, -1).to(self.unit_of.dtype)
-        self.members[:, places] = members.view(rows, -1).to(self.members.dtype)
+        unit_of = labels.to(self.unit_of.dtype)
+        unit_of += (starts * clusters + base).to(unit_of.dtype)
+        self.unit_of[:, places] = unit_of.view(rows, -1)
+        self.members[:, places] = order.add_(starts * count + first).view(rows, -1)
         # All sequences of a batch have the same number of units after a prompt; those that had
         # fewer have some that are empty.
         self._units = self._first_segment = base + units
@@ -241,10 +245,11 @@ class DeviceSemanticUnits(DeviceIndex):
             query, self._previous, self._known, self._last, wanted.due, self.boundary,
             clock.position, tau=self._tau, stride=self._stride, every=self._every_step,
             rows_per_sequence=self._rows_per_sequence, counters=self.counters,
+            leaving=Leaving(
+                self.unit_of, state, clock.left, clock.first_unit, clock.end_unit,
+                wanted.ids.shape[1],
+            ),
         )  # fmt: skip
-        leave_window(self.unit_of, state, clock.left)
-        few = clock.end_unit - clock.first_unit <= wanted.ids.shape[1]
-        wanted.due.logical_or_(few)
         score_units(
             query, self.means, state.sizes, state.count, self._scaling, wanted.due, self._scores
         )
@@ -351,6 +356,14 @@ class DeviceSemanticUnits(DeviceIndex):
 def _clustering_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all layers and caches: prompts are clustered beside the prefill."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _order_bytes(block: int) -> int:
+    """Of a key: its unit, its place in the order of its block's clusters, what the sort takes.
+
+    torch sorts 4,096 numbers and fewer in place.
+    """
+    return 16 if block <= 4096 else 40
 
 
 _MERGED_ROWS = 16

@@ -1,4 +1,4 @@
-"""find_boundaries(), grow_units(), leave_window(): segments of the answer, kept on the device."""
+"""find_boundaries() and grow_units(): segments of the answer, kept on the device."""
 
 from dataclasses import dataclass
 
@@ -46,12 +46,33 @@ class UnitState:
         return self.first.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What a step changes besides boundaries: a token leaves the window and may be taken."""
+
+    unit_of: Tensor
+    """Unit of each position, -1 for none. int16 or int32 [rows, tokens]"""
+    state: UnitState
+    """Its `sizes` grow by one where the token is not padding or a sink."""
+    position: Tensor
+    """Of the token; negative: none has left. int64 [1]"""
+    first: Tensor
+    """First position that may be taken. int32 [rows]"""
+    end: Tensor
+    """Positions from here on are in the window. int64 [1]"""
+    budget: int
+    """Rows with no more tokens between the two retrieve at every step: they take them all."""
+
+
 def find_boundaries(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
-    rows_per_sequence: int, counters: Tensor,
+    rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
 ) -> None:  # fmt: skip
     """Decide which sequences begin a segment at this step, and which rows retrieve.
+
+    With `leaving` also let the token that has just left the window be taken: its unit is one token
+    larger, and a row with few tokens retrieves (`counters` say nothing of that).
 
     Source: LouisKV, section 4.1 and algorithm 1, line 35 (`indexes/semantic_boundaries.py`).
 
@@ -68,6 +89,7 @@ def find_boundaries(
         every: all rows retrieve; boundaries only cut segments.
         rows_per_sequence: rows of a sequence, which lie side by side.
         counters: grow by steps, boundaries and retrievals. int64 [sequences, 3]
+        leaving: the token that leaves the window with this step; None: only boundaries.
     """
     if uses_triton(query):
         import penstock.kernels.device.boundaries_triton as fast
@@ -77,14 +99,14 @@ def find_boundaries(
         find = find_boundaries_reference
     find(
         query, previous, known, last, due_rows, boundary, position, tau=tau, stride=stride,
-        every=every, rows_per_sequence=rows_per_sequence, counters=counters,
+        every=every, rows_per_sequence=rows_per_sequence, counters=counters, leaving=leaving,
     )  # fmt: skip
 
 
 def find_boundaries_reference(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
-    rows_per_sequence: int, counters: Tensor,
+    rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
 ) -> None:  # fmt: skip
     """The meaning of `find_boundaries` in plain torch."""
     if stride:
@@ -100,6 +122,9 @@ def find_boundaries_reference(
     counters[:, 0] += 1
     counters[:, 1] += boundary
     counters[:, 2] += due
+    if leaving is not None:
+        _leave_window(leaving.unit_of, leaving.state, leaving.position)
+        due_rows.logical_or_(leaving.end - leaving.first <= leaving.budget)
 
 
 def grow_units(
@@ -119,7 +144,7 @@ def grow_units(
         boundary: from `find_boundaries`. bool [sequences]
         means: index vectors; the open segment's is brought up to date. [rows, capacity, head_dim]
         open_sum: sum of the open segment's keys. float32 [rows, head_dim]
-        state: brought up to date, except for `sizes` of units that grow: see `leave_window`.
+        state: brought up to date, except for `sizes` of units that grow: see `Leaving`.
         unit_of: receives the unit of the token, -1 for none. int16 or int32 [rows, tokens]
         position: of the token. int64 [1]
         rows_per_sequence: rows of a sequence, which lie side by side.
@@ -157,24 +182,7 @@ def grow_units_reference(
     unit_of.scatter_(1, at, unit.masked_fill(~held.unsqueeze(1), -1).to(unit_of.dtype))
 
 
-def leave_window(unit_of: Tensor, state: UnitState, end: Tensor) -> None:
-    """Let the token that has just left the window be taken: its unit is one token larger.
-
-    Args:
-        unit_of: unit of each position, -1 for none. int16 or int32 [rows, tokens]
-        state: its `sizes` grow by one where the token is not padding or a sink.
-        end: position of the token; negative: none has left. int64 [1]
-    """
-    if uses_triton(unit_of):
-        from penstock.kernels.device import boundaries_triton
-
-        boundaries_triton.leave_window(unit_of, state, end)
-    else:
-        leave_window_reference(unit_of, state, end)
-
-
-def leave_window_reference(unit_of: Tensor, state: UnitState, end: Tensor) -> None:
-    """The meaning of `leave_window` in plain torch."""
+def _leave_window(unit_of: Tensor, state: UnitState, end: Tensor) -> None:
     unit = unit_of.gather(1, end.clamp_min(0).expand(len(unit_of), 1)).long()
     leaves = ((end >= 0) & (end >= state.start)).unsqueeze(1) & (unit >= 0)
     state.sizes.scatter_add_(1, unit.clamp_min(0), leaves.to(torch.int32))

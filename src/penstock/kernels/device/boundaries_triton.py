@@ -1,4 +1,4 @@
-"""Triton forms of find_boundaries(), grow_units() and leave_window(): one short launch each."""
+"""Triton forms of find_boundaries() and grow_units(): one short launch each."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -6,32 +6,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.device.boundaries import UnitState
+from penstock.kernels.device.boundaries import Leaving, UnitState
 
 
 def find_boundaries(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
-    rows_per_sequence: int, counters: Tensor,
+    rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
 ) -> None:  # fmt: skip
     """See `boundaries.find_boundaries`: one program a sequence, all its heads in one tile."""
     rows, heads, dim = query.shape
     together = triton.next_power_of_2(rows_per_sequence * heads)
+    # Where nothing leaves, these are not looked at.
+    unit_of, sizes, start = due_rows, due_rows, due_rows
+    left, first, end, budget, tokens, capacity = position, due_rows, position, 0, 0, 0
+    if leaving is not None:
+        unit_of, sizes, start = leaving.unit_of, leaving.state.sizes, leaving.state.start
+        left, first, end, budget = leaving.position, leaving.first, leaving.end, leaving.budget
+        tokens, capacity = unit_of.shape[1], leaving.state.capacity
     _find_boundaries[(rows // rows_per_sequence,)](
         query, previous, known, last, due_rows, boundary, position, counters, tau, stride,
-        query.stride(0), query.stride(1), ROWS=rows_per_sequence,
+        query.stride(0), query.stride(1), unit_of, sizes, start, left, first, end, budget, tokens,
+        capacity, ROWS=rows_per_sequence,
         PADDED_ROWS=triton.next_power_of_2(rows_per_sequence), HEADS=heads, TOGETHER=together,
         DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), BY_STRIDE=stride > 0, EVERY=every,
-        num_warps=8 if together * dim >= 4096 else 4,
+        LEAVES=leaving is not None, num_warps=8 if together * dim >= 4096 else 4,
     )  # fmt: skip
 
 
 @triton.jit
 def _find_boundaries(
     query, previous, known, last, due_rows, boundary, position, counters, tau, stride,
-    query_row, query_head,
+    query_row, query_head, unit_of, sizes, start, left, first, end, budget, tokens, capacity,
     ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BY_STRIDE: tl.constexpr, EVERY: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     """One sequence; nothing is stored before all threads have loaded."""
     sequence = tl.program_id(0)
@@ -55,16 +64,31 @@ def _find_boundaries(
         old_length = tl.maximum(tl.sqrt(tl.sum(old * old, axis=1)), 1e-8)
         cosine = tl.sum(asked * old, axis=1) / (length * old_length)
         cut = cut | (tl.sum(cosine, axis=0) / (ROWS * HEADS) < tau)
+    due = cut
+    if EVERY:
+        due = cut | True
+    own = tl.arange(0, PADDED_ROWS)
+    retrieves = tl.broadcast_to(due, [PADDED_ROWS])
+    at_row = sequence * ROWS + own
+    at_size, size, leaves = at_row.to(tl.int64), at_row, own < 0
+    if LEAVES:
+        gone = tl.load(left)
+        begin = tl.load(start + at_row, mask=own < ROWS, other=0)
+        leaves = (own < ROWS) & (gone >= 0) & (gone >= begin)
+        unit = tl.load(unit_of + at_size * tokens + gone, mask=leaves, other=-1).to(tl.int64)
+        leaves = leaves & (unit >= 0)
+        at_size = at_size * capacity + unit
+        size = tl.load(sizes + at_size, mask=leaves, other=0) + 1
+        begin = tl.load(first + at_row, mask=own < ROWS, other=0)
+        retrieves = retrieves | (tl.load(end) - begin <= budget)
     tl.debug_barrier()
     tl.store(kept, new, mask=inside)
     tl.store(boundary + sequence, cut)
     tl.store(last + sequence, tl.where(cut, here, before))
     tl.store(known + sequence, True)
-    due = cut
-    if EVERY:
-        due = cut | True
-    own = tl.arange(0, PADDED_ROWS)
-    tl.store(due_rows + sequence * ROWS + own, tl.broadcast_to(due, [PADDED_ROWS]), mask=own < ROWS)
+    tl.store(due_rows + at_row, retrieves, mask=own < ROWS)
+    if LEAVES:
+        tl.store(sizes + at_size, size, mask=leaves)
     tl.store(counter, steps + 1)
     tl.store(counter + 1, cuts + cut.to(tl.int64))
     tl.store(counter + 2, retrievals + due.to(tl.int64))
@@ -117,26 +141,3 @@ def _grow_units(
     tl.store(sizes + at, 0, mask=begins)
     number = tl.where(held, unit, -1).to(unit_of.dtype.element_ty)
     tl.store(unit_of + wide * tokens + here, number)
-
-
-def leave_window(unit_of: Tensor, state: UnitState, end: Tensor) -> None:
-    """See `boundaries.leave_window`: a lane a row."""
-    rows, tokens = unit_of.shape
-    _leave_window[(triton.cdiv(rows, 32),)](
-        unit_of, state.sizes, state.start, end, rows, tokens, state.capacity, ROWS=32, num_warps=1
-    )
-
-
-@triton.jit
-def _leave_window(
-    unit_of, sizes, start, end, rows, tokens, capacity, ROWS: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = tl.load(end)
-    begin = tl.load(start + row, mask=row < rows, other=0)
-    leaves = (row < rows) & (here >= 0) & (here >= begin)
-    wide = row.to(tl.int64)
-    unit = tl.load(unit_of + wide * tokens + here, mask=leaves, other=-1).to(tl.int64)
-    leaves = leaves & (unit >= 0)
-    at = sizes + wide * capacity + unit
-    tl.store(at, tl.load(at, mask=leaves, other=0) + 1, mask=leaves)

@@ -10,7 +10,11 @@ from torch import Tensor
 from penstock.kernels.device.slots import FetchLists
 
 _TILE_WORDS = 512
-"""Words of 8 bytes that one program copies: 4 KiB, so that short lists still fill the device."""
+"""Words of 8 bytes that are copied at a time: 4 KiB, so that short lists still fill the device."""
+_PROGRAMS = 2048
+"""Programs beyond which each copies several tiles: where nothing is listed, they are what a step
+costs, and a link is full with far fewer."""
+_MOST_TILES = 16
 
 
 @triton.jit
@@ -97,34 +101,35 @@ def _gather(
     host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
     width, host_row_words, pool_row_words, mask_row,
     WORDS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(counts_ptr + row)
-    first = tl.program_id(0) * ENTRIES
-    if first >= count:
+    if tl.program_id(0) * ENTRIES >= count:
         return
-    entry = first + tl.arange(0, ENTRIES)
-    listed = entry < count
-    unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
-    slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
     chunk = tl.program_id(2)
     word = chunk * CHUNK + tl.arange(0, CHUNK)
-    whole = listed[:, None] & (word < WORDS)[None, :]
-    source = host_ptr + row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
-    target = pool_ptr + row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
-    tl.store(target, tl.load(source, mask=whole, eviction_policy="evict_first"), mask=whole)
-    if chunk == 0:
-        offset = tl.arange(0, GROUP_WIDE)
-        start = tl.load(start_ptr + row)
-        position = unit[:, None] * GROUP + offset[None, :]
-        place = slot[:, None] * GROUP + offset[None, :]
-        shown = tl.where(position >= start, 0.0, -float("inf"))
-        tl.store(
-            mask_ptr + row * mask_row + place,
-            shown.to(mask_ptr.dtype.element_ty),
-            mask=listed[:, None] & (offset < GROUP)[None, :],
-        )
+    start = tl.load(start_ptr + row)
+    for tile in range(TILES):
+        entry = (tile * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
+        listed = entry < count
+        unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
+        slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
+        whole = listed[:, None] & (word < WORDS)[None, :]
+        source = row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
+        target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
+        held = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
+        tl.store(pool_ptr + target, held, mask=whole)
+        if chunk == 0:
+            offset = tl.arange(0, GROUP_WIDE)
+            position = unit[:, None] * GROUP + offset[None, :]
+            place = slot[:, None] * GROUP + offset[None, :]
+            shown = tl.where(position >= start, 0.0, -float("inf"))
+            tl.store(
+                mask_ptr + row * mask_row + place,
+                shown.to(mask_ptr.dtype.element_ty),
+                mask=listed[:, None] & (offset < GROUP)[None, :],
+            )
 
 
 def gather_units_triton(
@@ -135,7 +140,7 @@ def gather_units_triton(
     lists: FetchLists,
     group_tokens: int,
 ) -> None:
-    """A program per 4 KiB, several small units at a time; see `slots.gather_units`."""
+    """A program per tile of 4 KiB, or for some of them; see `slots.gather_units`."""
     rows, width = lists.units.shape
     words = _words(host.shape[2])
     source, target = host.view(torch.int64), pool.view(torch.int64)
@@ -143,13 +148,15 @@ def gather_units_triton(
     assert source.stride(2) == target.stride(2) == mask.stride(1) == 1
     chunk = min(triton.next_power_of_2(words), _TILE_WORDS)
     entries = max(1, min(_TILE_WORDS // chunk, triton.next_power_of_2(width)))
-    grid = (triton.cdiv(width, entries), rows, triton.cdiv(words, chunk))
-    _gather[grid](
+    tiles, chunks = triton.cdiv(width, entries), triton.cdiv(words, chunk)
+    each = triton.next_power_of_2(triton.cdiv(tiles * rows * chunks, _PROGRAMS))
+    each = min(each, _MOST_TILES, triton.next_power_of_2(tiles))
+    _gather[(triton.cdiv(tiles, each), rows, chunks)](
         source, target, mask, start, lists.units, lists.slots, lists.counts,
         width, source.stride(0), target.stride(0), mask.stride(0),
         WORDS=words, CHUNK=chunk, ENTRIES=entries,
         GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
-        num_warps=4,
+        TILES=each, num_warps=4,
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ from penstock.kernels.device.units import BLOCK_UNITS, UnitScratch
 
 COMBINED_UNITS = 256
 """Units whose scores one program puts together."""
+_PROGRAMS = 1024
+"""Programs beyond which each scores several blocks: where none is due, they are what it costs."""
+_MOST_BLOCKS = 16
 
 
 def score_units(
@@ -28,12 +31,13 @@ def score_units(
     blocks = triton.cdiv(capacity, BLOCK_UNITS)
     # The interpreter multiplies bfloat16 as if it were whole numbers.
     interpreted = query.dtype == torch.bfloat16 and not query.is_cuda
-    _logits[(rows, blocks)](
+    each = min(triton.next_power_of_2(triton.cdiv(rows * blocks, _PROGRAMS)), _MOST_BLOCKS)
+    _logits[(rows, triton.cdiv(blocks, each))](
         query, means, sizes, count, due, scratch.logits, scratch.partial[0], scratch.partial[1],
-        scaling, query.stride(0), query.stride(1), means.stride(0), capacity,
+        scaling, query.stride(0), query.stride(1), means.stride(0), capacity, blocks,
         HEADS=heads, PADDED_HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
         PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_UNITS,
-        WIDEN=interpreted or query.dtype != means.dtype, num_warps=4,
+        WIDEN=interpreted or query.dtype != means.dtype, EACH=each, num_warps=4,
     )  # fmt: skip
     _combine[(rows, triton.cdiv(capacity, COMBINED_UNITS))](
         scratch.logits, scratch.partial[0], scratch.partial[1], sizes, count, due, out, capacity,
@@ -45,39 +49,44 @@ def score_units(
 @triton.jit
 def _logits(
     query, means, sizes, count, due, logits, largest, total, scaling,
-    query_row, query_head, means_row, capacity,
+    query_row, query_head, means_row, capacity, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Scaled logits of one block of units, and each head's maximum and sum over the block."""
-    row, block = tl.program_id(0), tl.program_id(1)
+    """Scaled logits of some blocks of units, and each head's maximum and sum over each block."""
+    row = tl.program_id(0)
     if tl.load(due + row) == 0:
         return
     wide = row.to(tl.int64)
-    units = block * BLOCK + tl.arange(0, BLOCK)
     head, lane = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
-    size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
-    held = (size > 0) & (units < tl.load(count + row))
-    keys = tl.load(
-        means + wide * means_row + units[:, None] * DIM + lane[None, :],
-        mask=held[:, None] & (lane < DIM)[None, :], other=0.0,
-    )  # fmt: skip
     asked = tl.load(
         query + wide * query_row + head[None, :] * query_head + lane[:, None],
         mask=(head < HEADS)[None, :] & (lane < DIM)[:, None], other=0.0,
     )  # fmt: skip
     if WIDEN:
-        keys, asked = keys.to(tl.float32), asked.to(tl.float32)
-    products = tl.dot(keys, asked, input_precision="ieee")
-    products = tl.where(held[:, None], products * scaling, float("-inf"))
-    at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
-    tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
-    maximum = tl.max(products, axis=0)
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    share = tl.sum(tl.exp(products - shift[None, :]), axis=0)
-    at_block = (wide * HEADS + head) * tl.num_programs(1) + block
-    tl.store(largest + at_block, maximum, mask=head < HEADS)
-    tl.store(total + at_block, share, mask=head < HEADS)
+        asked = asked.to(tl.float32)
+    used = tl.load(count + row)
+    for step in range(EACH):
+        block = step * tl.num_programs(1) + tl.program_id(1)
+        units = block * BLOCK + tl.arange(0, BLOCK)
+        size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
+        held = (size > 0) & (units < used)
+        keys = tl.load(
+            means + wide * means_row + units[:, None] * DIM + lane[None, :],
+            mask=held[:, None] & (lane < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        if WIDEN:
+            keys = keys.to(tl.float32)
+        products = tl.dot(keys, asked, input_precision="ieee")
+        products = tl.where(held[:, None], products * scaling, float("-inf"))
+        at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
+        tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
+        maximum = tl.max(products, axis=0)
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+        share = tl.sum(tl.exp(products - shift[None, :]), axis=0)
+        at_block = (wide * HEADS + head) * blocks + block
+        tl.store(largest + at_block, maximum, mask=(head < HEADS) & (block < blocks))
+        tl.store(total + at_block, share, mask=(head < HEADS) & (block < blocks))
 
 
 @triton.jit

@@ -23,6 +23,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "plan_cluster_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *13 * (_ADDRESS,)),
     "store_codes": (_ADDRESS, *7 * (_COUNT,), _ADDRESS),
     "coalesce": (*2 * (_ADDRESS,), *2 * (_COUNT,), *4 * (_ADDRESS,)),
+    "copy_runs": (*3 * (_ADDRESS,), _COUNT),
     "check_events": (_ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "rms_norm": (*2 * (_ADDRESS,), _FACTOR, *3 * (_COUNT,), _ADDRESS),
     "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
@@ -30,6 +31,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
     "copy_centroids": (*2 * (_ADDRESS,), _COUNT),
     "nearest_centroids": (*2 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "nearest_points": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *4 * (_ADDRESS,)),
     "cluster_step": (*3 * (_ADDRESS,), *3 * (_COUNT,), *3 * (_ADDRESS,)),
     "split_cluster": (*3 * (_ADDRESS,), *5 * (_COUNT,), *3 * (_ADDRESS,)),
     "cluster_counts": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), _ADDRESS),
@@ -37,15 +39,23 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
         _ADDRESS, *3 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,), *2 * (_COUNT,),
         *3 * (_ADDRESS,),
     ),
+    "put_key_codes": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
+    "score_key_codes": (*3 * (_ADDRESS,), _COUNT, _ADDRESS, *2 * (_COUNT,)),
+    "key_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), *2 * (_COUNT,)),
+    "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
+    "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
 })  # fmt: skip
 
-_VECTORS = frozenset({"rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention"})
+_VECTORS = frozenset({
+    "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
+})  # fmt: skip
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
 
-_BYTE_PRODUCTS = frozenset(
-    {"group_scores", "copy_centroids", "nearest_centroids", "cluster_step", "split_cluster"}
-)
+_BYTE_PRODUCTS = frozenset({
+    "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
+    "split_cluster",
+})  # fmt: skip
 """Kernels that need AVX-512 VNNI."""
 
 Kernel = Callable[..., None]

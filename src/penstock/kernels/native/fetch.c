@@ -92,3 +92,14 @@ PENSTOCK_EXPORT void penstock_check_events(const int64_t *events, int64_t num_ev
         if (found[1] < 0 && events[2] != iocbs[(events[0] & 0xffffffff) * 8 + 4]) found[1] = i;
     }
 }
+
+/* Copy runs of bytes that lie side by side to where each goes. The twin is kernels/copy_runs.py.
+ *
+ * lengths, targets: int64 [count]; targets are addresses */
+PENSTOCK_EXPORT void penstock_copy_runs(const char *source, const int64_t *lengths,
+                                        const int64_t *targets, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        memcpy((void *)(intptr_t)targets[i], source, lengths[i]);
+        source += lengths[i];
+    }
+}

@@ -76,7 +76,6 @@ class DeviceLayer:
         self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         wanted = max(1, plan.selected_groups)
         self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
-        self._offsets = torch.arange(plan.group_tokens, device=device)
         self._may_step = False
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
@@ -132,7 +131,11 @@ class DeviceLayer:
             clock.start, sink_places=plan.sink_slots * plan.group_tokens,
             ring_slots=plan.ring_slots, group_tokens=plan.group_tokens,
         )  # fmt: skip
-        index.put(self._open_unit(), clock)
+        if plan.group_tokens == 1:
+            unit_keys = keys.unsqueeze(1)
+        else:
+            unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
+        index.put(unit_keys, clock)
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
@@ -146,17 +149,6 @@ class DeviceLayer:
         out, lse = pool_attention(query, pool.tokens, pool.mask, call.scaling, with_lse=True)
         out, _ = add_attention_sink(out.unsqueeze(2).float(), lse.unsqueeze(2), call.sink_logits)
         return out.to(call.query.dtype).transpose(1, 2)
-
-    def _open_unit(self) -> Tensor:
-        """Keys of the unit that the step's token belongs to, from the window.
-
-        Returns:
-            [rows, group_tokens, kv_heads, head_dim]
-        """
-        plan, clock = self.setup.plan, self.setup.clock
-        slot = plan.sink_slots + clock.unit % plan.ring_slots
-        places = slot * plan.group_tokens + self._offsets
-        return self.window.tokens[:, :, 0].index_select(1, places)
 
     def _attended(self) -> Tensor:
         """True for each token that this step sees. bool [rows, length]"""

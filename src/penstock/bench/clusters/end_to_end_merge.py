@@ -1,0 +1,78 @@
+"""Results of `clusters.end_to_end` that several processes or machines made, in one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.clusters.end_to_end_run import key_of
+from penstock.bench.clusters.end_to_end_table import summary
+from penstock.bench.result import Result
+from penstock.core.errors import ConfigError
+
+KIND = "clusters.end_to_end"
+SHARED = ("model", "text", "warm", "rounds", "steps", "threads", "cache_ratio", "seed")
+"""Settings that results which become one must have in common."""
+GROWING = ("lengths", "ratios", "devices", "methods")
+"""Settings that may differ: a result then has what either run was asked for."""
+
+
+def check_same(former: dict[str, Any], settings: dict[str, Any], what: str) -> None:
+    """Refuse results that were made otherwise.
+
+    Raises:
+        ConfigError: a setting that they must share differs.
+    """
+    for name in SHARED:
+        if former.get(name) != settings[name]:
+            raise ConfigError(f"cannot {what}: the result was made with {name}={former.get(name)}")
+
+
+def grow(settings: dict[str, Any], former: dict[str, Any]) -> None:
+    """Let settings say what either run was asked for, the former's first."""
+    for name in GROWING:
+        kept = former[name]
+        settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
+
+
+def merged(out: str | Path, pieces: Sequence[str]) -> Result:
+    """The result in `out` (where there is one) with the groups of others that it lacks.
+
+    Rows of one group stay together, since they are compared. What another machine measured says so
+    (`machine` of a row), and step times are not followed from one machine to another.
+
+    Args:
+        out: not written here.
+        pieces: files; of a group that several have, the first counts.
+
+    Raises:
+        ConfigError: a file is not such a result, or was made with other settings.
+    """
+    paths = [path for path in (str(out), *pieces) if path != str(out) or Path(path).exists()]
+    results = [Result.load(path) for path in paths]
+    for path, one in zip(paths, results, strict=True):
+        if one.kind != KIND:
+            raise ConfigError(f"{Path(path).name} is a result of {one.kind}, not of {KIND}")
+    base, *others = results
+    rows: list[dict[str, Any]] = list(base.figures["rows"])
+    minutes = base.figures["minutes"]
+    for other in others:
+        check_same(other.settings, base.settings, "merge")
+        grow(base.settings, dict(other.settings))
+        held = {_group(row) for row in rows}
+        place = {} if _place(other) == _place(base) else {"machine": _place(other)}
+        rows += [row | place for row in other.figures["rows"] if _group(row) not in held]
+        minutes += other.figures["minutes"]
+        base.figures["disk"] = base.figures["disk"] or other.figures["disk"]
+    rows.sort(key=lambda row: (row["section"], row["length"]))
+    base.figures |= {"rows": rows, **summary(rows), "minutes": minutes}
+    return base
+
+
+def _group(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows that were measured in turn have in common."""
+    return key_of(row)[:-2]
+
+
+def _place(result: Result) -> str:
+    """The machine of a result, in words."""
+    return f"{result.machine['cpu']}, {result.machine['cores']} cores"

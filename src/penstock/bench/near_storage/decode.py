@@ -1,0 +1,280 @@
+"""`python -m penstock.bench.near_storage.decode`: HillInfer's decode steps, with real processes.
+
+Source: HillInfer, sections 5.3 and 5.4 (Figs. 12, 13 and 16b).
+
+A real model is given a text whose last tokens are forced; everything before is prefilled once and
+put into every method's cache. "main": methods that select the same number of tokens under one
+budget of the main process's memory, then HillInfer with and without a near-storage device with the
+same hot pool. "split": HillInfer with hot pools of many sizes beside the one that it solves for
+from the rates measured in the same run. Rows that are compared take turns. Simulated devices lie
+over memory, in the device process where there is one (several of them are several drives); "auto"
+is the real disk.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from penstock.bench.accuracy_settings import parse_setting, parse_settings
+from penstock.bench.clusters.end_to_end import forced_text, measured_disk, pace_of
+from penstock.bench.clusters.end_to_end_run import DISK, ForcedText
+from penstock.bench.clusters.program import model_name
+from penstock.bench.clusters.texts import RING_WALK
+from penstock.bench.entry import run_program
+from penstock.bench.near_storage.decode_cases import (
+    OURS,
+    PLAIN,
+    NearCase,
+    main_cases,
+    near_key,
+    section_order,
+    split_cases,
+)
+from penstock.bench.near_storage.decode_run import run_near_group
+from penstock.bench.near_storage.decode_table import decode_table, summary
+from penstock.bench.progress import Progress
+from penstock.bench.result import Result
+from penstock.core.errors import ConfigError
+from penstock.devices.presets import PRESETS
+from penstock.models.loader import LoadedModel, load
+
+KIND = "near_storage.decode"
+METHODS = (
+    "full", "flexgen", "h2o", "infinigen", "leoam", OURS, PLAIN, f"{OURS}:devices=2",
+    f"{OURS}:bits=4",
+)  # fmt: skip
+LEAST_SIZES = 3
+_PRIVATE = ("out", "json", "resume", "minutes", "prompt_file")
+_SAME = ("model", "text", "warm", "rounds", "steps", "threads", "memory", "hot_share", "seed")
+"""Settings that a run must share with the one that it goes on with."""
+_GROWING = ("lengths", "alphas", "devices", "methods", "split_lengths", "split_devices")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        ConfigError: a number is out of its range, or a device or method does not exist.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m penstock.bench.{KIND}", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="recall", help="the bundled model, a released one, or a folder")
+    add("--prompt-file", metavar="FILE", help="read this text on, in place of a task")
+    add("--task", default=RING_WALK, help="whose document and right answer are the text")
+    add("--lengths", default="8192,16384,32768", help="tokens of prompt and output; empty: no rows")
+    add("--alphas", default="0.2,0.1", help="share of the tokens that a step selects")
+    add("--devices", default=DISK, help=f"{DISK}, or simulated: {', '.join(PRESETS)}")
+    add("--methods", default=";".join(METHODS), help="as in penstock bench accuracy")
+    add("--memory", default="3/5", help="budget of what takes one, if it names none itself")
+    add("--hot-share", type=float, default=0.4, help="hot pool of the two rows with and without a "
+        "device, in what the length is; 0: none")  # fmt: skip
+    add("--split-lengths", default="16384", help="tokens; empty: no rows")
+    add("--split-devices", help="devices of the hot pools of many sizes, if others")
+    add("--split-alphas", default="0.2", help="shares that those select")
+    add("--sizes", type=int, default=9, help="hot pools, from one selection to the most")
+    add("--most", type=float, default=0.8, help="of the tokens, that may be hot in them")
+    add("--steps", type=int, default=24, help="measured steps of a row")
+    add("--rounds", type=int, default=4, help="rounds in which the rows take turns")
+    add("--warm", type=int, default=14, help="steps before; the split is solved after the eighth")
+    add("--row-seconds", type=float, default=40.0, help="decode fewer steps of a row beyond this")
+    add("--threads", type=int, default=1, help="of the model's own arithmetic")
+    add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
+    add("--minutes", type=float, help="begin no group of rows when this much time has passed")
+    add("--seed", type=int, default=0)
+    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    for name, kind in (
+        ("lengths", int), ("alphas", float), ("split_lengths", int), ("split_alphas", float),
+    ):  # fmt: skip
+        setattr(args, name, _numbers(getattr(args, name), kind))
+    args.devices = args.devices.split(",")
+    args.split_devices = (args.split_devices or ",".join(args.devices)).split(",")
+    args.methods = [setting.text for setting in parse_settings([args.methods])]
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    for device in [*args.devices, *args.split_devices]:
+        if device != DISK and device not in PRESETS:
+            raise ConfigError(f"no device {device!r}; choose from {DISK}, {', '.join(PRESETS)}")
+    if min(args.rounds, args.chunk, args.threads) < 1 or args.steps < args.rounds:
+        raise ConfigError("--rounds, --chunk and --threads count from 1 on, --steps from --rounds")
+    if args.warm < 2 or args.sizes < LEAST_SIZES or not args.row_seconds > 0:
+        raise ConfigError(f"--warm is at least 2, --sizes {LEAST_SIZES}, and --row-seconds above 0")
+    shares = [*args.alphas, *args.split_alphas, args.most]
+    if not all(0 < share < 1 for share in shares) or not 0 <= args.hot_share < 1:
+        raise ConfigError("shares of the tokens are above 0 and below 1")
+    if args.resume and not args.out:
+        raise ConfigError("--resume goes on with the file of --out; name it")
+    least = pace_of(args).decoded + 64
+    if min([*args.lengths, *args.split_lengths, least]) < least:
+        raise ConfigError(f"lengths must be at least {least}: so much is decoded, and a prompt")
+
+
+def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of numbers like 1024,2048") from error
+
+
+def all_cases(args: argparse.Namespace) -> list[NearCase]:
+    """Every row; those of one group follow on one another, and so do those of one length."""
+    out: list[NearCase] = []
+    for length in sorted({*args.lengths, *args.split_lengths}):
+        if length in args.lengths:
+            for device, alpha in product(args.devices, args.alphas):
+                out += main_cases(
+                    args.methods, device=device, length=length, alpha=alpha, memory=args.memory,
+                    hot_share=args.hot_share,
+                )  # fmt: skip
+        if length in args.split_lengths:
+            for device, alpha in product(args.split_devices, args.split_alphas):
+                out += split_cases(
+                    device=device, length=length, alpha=alpha, sizes=args.sizes, most=args.most
+                )
+    for case in out:
+        parse_setting(case.method)
+    return out
+
+
+class Decode:
+    """All rows of a run, group by group."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what is to be measured; nothing is loaded yet."""
+        self._args = args
+        self.rows: list[dict[str, Any]] = []
+        self.groups: dict[tuple[Any, ...], list[NearCase]] = {}
+        for case in all_cases(args):
+            self.groups.setdefault(case.group, []).append(case)
+
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
+        """Keep what an earlier run has measured; a group that lacks rows is measured whole.
+
+        Args:
+            settings: of the result; what the earlier run was asked for is added.
+
+        Raises:
+            ConfigError: that run was another one.
+        """
+        for name in _SAME:
+            if former.settings.get(name) != settings[name]:
+                raise ConfigError(
+                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
+                )
+        for name in _GROWING:
+            kept = former.settings[name]
+            settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
+        found = {near_key(row) for row in former.figures["rows"]}
+        again = {
+            case.key for cases in self.groups.values()
+            if not {case.key for case in cases} <= found for case in cases
+        }  # fmt: skip
+        self.rows = [row for row in former.figures["rows"] if near_key(row) not in again]
+
+    def run(self, loaded: LoadedModel, keep: Callable[[], None]) -> None:
+        """Measure what is left.
+
+        Args:
+            keep: called after each group.
+        """
+        args, began = self._args, time.perf_counter()
+        done = {near_key(row) for row in self.rows}
+        left = [group for group in self.groups.values() if group[0].key not in done]
+        progress = Progress(sum(map(_work, self.groups.values())))
+        progress.skip(sum(map(_work, self.groups.values())) - sum(map(_work, left)))
+        text: tuple[int, ForcedText] | None = None
+        for group in left:
+            minutes = (time.perf_counter() - began) / 60
+            if args.minutes is not None and minutes >= args.minutes:
+                _say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+                return
+            length, weight = group[0].length, _work(group) // (2 * len(group))
+            if text is None or text[0] != length:
+                progress.say(f"prefilling {length:,} tokens")
+                text = (length, forced_text(loaded, args, length))
+            self.rows += run_near_group(
+                group, text[1], loaded, pace_of(args), args.row_seconds, progress.say,
+                partial(_step, progress, weight),
+            )  # fmt: skip
+            self.rows.sort(key=section_order)
+            keep()
+
+
+def _step(progress: Progress, weight: int, cases: int) -> None:
+    progress.step(weight * cases)
+
+
+def _work(group: Sequence[NearCase]) -> int:
+    """Work in a group, in the units of the progress lines."""
+    return 2 * len(group) * (group[0].length // 1024 + 4)
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure, print the tables, save the result.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    torch.manual_seed(args.seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    settings = {k: v for k, v in vars(args).items() if k not in _PRIVATE}
+    settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
+    shown = ["PATH" if argument == args.prompt_file else argument for argument in arguments]
+    shown = ["--prompt-file=PATH" if x.startswith("--prompt-file=") else x for x in shown]
+    result = Result.begin(KIND, shown, settings, seed=args.seed)
+    bench, began, minutes, disk = Decode(args), time.perf_counter(), 0.0, None
+    former = _former(args)
+    if former is not None:
+        bench.take_up(former, result.settings)
+        minutes, disk = former.figures["minutes"], former.figures["disk"]
+    if DISK in [*args.devices, *args.split_devices] and disk is None:
+        disk = measured_disk()
+
+    def keep() -> None:
+        result.figures = {
+            "model": model_name(args.model), "disk": disk, "rows": bench.rows,
+            **summary(bench.rows), "minutes": minutes + (time.perf_counter() - began) / 60,
+        }  # fmt: skip
+        if args.out:
+            result.save(args.out)
+
+    try:
+        bench.run(load(args.model), keep)
+    finally:
+        keep()
+        torch.set_num_threads(threads)
+    print(decode_table(result.figures))
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+def _former(args: argparse.Namespace) -> Result | None:
+    if not args.resume:
+        return None
+    try:
+        return Result.load(args.out)
+    except ConfigError:
+        return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run_program(run)

@@ -1,0 +1,238 @@
+"""NearDevice: the cache's end of one near-storage device, and the process behind it."""
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import ConfigError, StorageError
+from penstock.near_storage import protocol, shared_memory
+from penstock.near_storage.channel import Channel, Link, ScorerError
+from penstock.near_storage.settings import DeviceSettings
+from penstock.storage.open_files import open_descriptors
+
+START_TIMEOUT_S = 60.0
+"""A process must answer so soon after its start."""
+_GRACE_S = 2.0
+_RUN = (
+    "import ast, runpy, sys; sys.path[:] = ast.literal_eval(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+)
+"""Runs a module with this process's own path."""
+
+
+class NearDevice:
+    """Starts a scorer process, connects to it, and starts it again after it was lost.
+
+    The files are opened here and handed down, so that they outlive the process and yet are gone
+    with the last user. Any thread may use it.
+
+    Attributes:
+        generation: grows with every start; whoever keeps state with the device sends it anew
+        restore: called after a restart, before anybody else's request, to send the maps
+        scores, reads, writes: the channels (see `protocol`)
+        link: how fast units have come
+    """
+
+    program: tuple[str, ...] = ("penstock.near_storage.device_process",)
+    """Module that is run, and arguments before the descriptors."""
+
+    def __init__(self, settings: DeviceSettings, place: str, *, timeout_s: float) -> None:
+        """Open the files in `place` (see `open_files`; "memory": nameless memory) and start.
+
+        Args:
+            timeout_s: most seconds to wait for an answer.
+
+        Raises:
+            ConfigError: the system has no sockets between processes, or `place` makes no sense.
+            StorageError: `place` cannot be used, or the process does not start.
+        """
+        if os.name != "posix":
+            raise ConfigError("near-storage devices need Unix sockets; give near=false here")
+        self.timeout_s = timeout_s
+        self.generation = 0
+        self.restore: Callable[[], None] = lambda: None
+        self._descriptors: list[int] = []
+        if place == "memory":
+            settings = replace(settings, in_memory=True)
+            for _ in range(settings.layers):
+                self._descriptors.append(shared_memory.create(0))
+        else:
+            opened = open_descriptors(place, settings.layers)
+            self._descriptors = opened.numbers
+            settings = replace(settings, directory=opened.directory, direct=opened.direct)
+        self.settings = settings
+        self._state = _State()
+        self._close = weakref.finalize(self, _end, self._state, self._descriptors)
+        self.lock = threading.RLock()
+        """For starting and stopping."""
+        self.link = Link()
+        self.sector_bytes, self.is_direct, self.description = 1, False, ""
+        self.write_lock = threading.Lock()
+        """For `write_section`."""
+        self._share_memory()
+        self._start()
+
+    # Life -------------------------------------------------------------------------------------
+
+    def _share_memory(self) -> None:
+        """Make the shared memory; it outlives a process, so that no bytes are lost with one."""
+        division, state = self.settings.division, self._state
+        if state.memory >= 0:
+            os.close(state.memory)
+        state.memory = shared_memory.create(division.num_bytes)
+        self.memory: NDArray[np.uint8] = shared_memory.attach(state.memory, division.num_bytes)
+        self.areas = [division.area(self.memory, i) for i in range(shared_memory.NUM_AREAS)]
+        self.sections: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for i in range(shared_memory.NUM_SECTIONS):
+            self.sections.put(division.section(i))
+        self.write_section = division.section(shared_memory.NUM_SECTIONS)
+        self.map_section = division.section(shared_memory.NUM_SECTIONS + 1)
+
+    def _start(self) -> None:
+        state = self._state
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+        state.failure = None
+        state.channels = [Channel(ours, self) for ours, _ in pairs]
+        self.scores, self.reads, self.writes = state.channels
+        handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
+        try:
+            state.process = subprocess.Popen(
+                [sys.executable, "-c", _RUN, repr(sys.path), *self.program, *map(str, handed)],
+                pass_fds=[*handed, *self._descriptors], stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise StorageError(f"cannot start a near-storage device: {error}") from error
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        self.generation += 1
+        settings = {**self.settings.as_json(), "descriptors": self._descriptors}
+        exchange = self.scores.begin(protocol.Configure(settings))
+        message = exchange.next(time.monotonic() + max(START_TIMEOUT_S, self.timeout_s))
+        if not isinstance(message, protocol.Ready):
+            raise self.scores.nonsense("no Ready after Configure")
+        self.scores.forget(exchange)
+        said = message.values
+        try:
+            self.sector_bytes = int(said["sector_bytes"])
+            self.is_direct, self.description = bool(said["is_direct"]), str(said["description"])
+        except (KeyError, TypeError, ValueError):
+            raise self.scores.nonsense("a Ready message without its fields") from None
+
+    def ensure_alive(self) -> None:
+        """Start the process again if it was lost.
+
+        Raises:
+            StorageError: it does not start, or the store is closed.
+        """
+        if self._state.failure is None:
+            return
+        with self.lock:
+            if self._state.failure is None:
+                return
+            if self._state.closed:
+                raise StorageError("the store is closed")
+            _stop(self._state)
+            self._start()
+            self.restore()
+
+    def renew(self, settings: DeviceSettings) -> None:
+        """Stop the process and start it anew for other settings (another batch); files stay."""
+        with self.lock:
+            self.give_up(ScorerError("the near-storage device was started anew"))
+            _stop(self._state)
+            self.settings = replace(
+                settings, directory=self.settings.directory, direct=self.settings.direct,
+                in_memory=self.settings.in_memory,
+            )  # fmt: skip
+            self._share_memory()
+            self._start()
+
+    def give_up(self, error: ScorerError) -> None:
+        """End all channels: whoever waits gets `error`, and the process is killed."""
+        state = self._state
+        if state.failure is None:
+            state.failure = error
+        for channel in state.channels:
+            channel.failure = channel.failure or error
+        if state.process is not None:
+            state.process.kill()  # which wakes whoever is blocked in a channel
+
+    def gone(self) -> ScorerError:
+        """Why the process has closed a connection; gives it up."""
+        state, code = self._state, None
+        if state.failure is not None:
+            return state.failure
+        if state.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = state.process.wait(_GRACE_S)
+        how = "closed its connection" if code is None else f"ended with status {code}"
+        error = ScorerError(
+            f"the near-storage device {how}; it is started again when it is needed next"
+        )
+        self.give_up(error)
+        return error
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process, while there is one."""
+        process = self._state.process
+        return None if process is None else process.pid
+
+    def close(self) -> None:
+        """Stop the process and let the files go; a second call does nothing."""
+        self._state.closed = True
+        self.give_up(ScorerError("the store is closed"))
+        self._close()
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def call(self, channel: Channel, message: protocol.Message, patience_s: float = 0.0) -> int:
+        """Send a request and wait for `Done`; returns nanoseconds worked. Raises as `Exchange`."""
+        return channel.begin(message).done(self.deadline(patience_s))
+
+    def deadline(self, patience_s: float = 0.0) -> float:
+        """When an answer to what is sent now is late, by `time.monotonic`."""
+        return time.monotonic() + self.timeout_s + patience_s
+
+
+class _State:
+    """What must be ended when a `NearDevice` is dropped."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channels: list[Channel] = []
+        self.failure: ScorerError | None = None
+        self.memory = -1
+        self.closed = False
+
+
+def _stop(state: _State) -> None:
+    if state.process is not None:
+        state.process.kill()
+        state.process.wait()
+        state.process = None
+    for channel in state.channels:
+        channel.close()
+
+
+def _end(state: _State, descriptors: list[int]) -> None:
+    state.closed = True
+    _stop(state)
+    for number in (*descriptors, state.memory):
+        if number >= 0:
+            os.close(number)
+    descriptors.clear()
+    state.memory = -1

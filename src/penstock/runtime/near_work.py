@@ -1,0 +1,108 @@
+"""NearWork: what the layers of a HillInfer cache share: a worker, the scorer, the split."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from penstock.near_storage.near_index import Measured
+from penstock.near_storage.scorer import Scorer
+from penstock.near_storage.work_split import Rates, RateWatch, Split, solve
+
+Found = TypeVar("Found")
+SETTLED_STEPS = 8
+"""Requests of every layer whose rates are noted before the first split is solved."""
+
+
+class NearWork:
+    """One thread that evaluates the next layer while this one computes; the hot pool's size.
+
+    Source: HillInfer, section 4.3 (APP: evaluation and prefetch of layer i+1 under the computation
+    of layer i; Eq. 2 to 4 from measured rates; the correction for skewness).
+
+    Differences: the split minimises the longer scoring and the longer sending, which follow each
+    other, since what is selected is known when both sides have scored (`work_split`); rates are
+    measured on the first steps' own requests instead of offline, and again all the time; the split
+    is solved anew when one has moved by a quarter (`RateWatch`).
+    """
+
+    def __init__(
+        self, scorer: Scorer, *, layers: int, most_hot: int, least_hot: int, fixed: int | None,
+    ) -> None:  # fmt: skip
+        """Start the thread.
+
+        Args:
+            most_hot: slots of a row (M_0).
+            least_hot: tokens that a step selects at most, which must find a slot.
+            fixed: tokens of the hot pool, where the user says so.
+        """
+        self.scorer = scorer
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-near")
+        self._layers, self._most, self._least = layers, most_hot, least_hot
+        self._fixed = None if fixed is None else max(least_hot, min(fixed, most_hot))
+        self._watch: RateWatch | None = None
+        self._noted = 0
+        self._hot = self._selected = 0.0
+        self._lock = threading.Lock()
+        self.split: Split | None = None
+        """What was solved last, for reports."""
+        self.solved = 0
+        """How often it was."""
+
+    def run(self, job: Callable[[], Found]) -> "Future[Found]":
+        """Do a layer's evaluation, in its turn."""
+        return self._executor.submit(job)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that are hot at most, now."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._most if self.split is None else max(self._least, self.split.hot_tokens)
+
+    def note(
+        self, measured: Measured, *, rows: int, selected: int, selected_hot: int, alpha: float,
+        link: float,
+    ) -> None:  # fmt: skip
+        """Learn from one layer's step; solves the split again when it is due.
+
+        Args:
+            rows: of the batch.
+            selected, selected_hot: tokens attended to, and those of them that were hot.
+            link: tokens per second that come from the cold pool; 0: not known yet.
+        """
+        if self._fixed is not None:
+            return
+        with self._lock:
+            if self._watch is None:
+                self._watch = RateWatch(Rates(host_scores=0.0, device_scores=0.0, device_link=0.0))
+            watch = self._watch
+            watch.note("host_scores", measured.hot_tokens, measured.host_s)
+            watch.note("device_scores", measured.cold_tokens, measured.device_s)
+            if link:
+                watch.note("device_link", 1, 1 / link)
+            weight = 0.05
+            self._hot += weight * (selected_hot - self._hot)
+            self._selected += weight * (selected - self._selected)
+            self._noted += 1
+            due = self._noted == SETTLED_STEPS * self._layers
+            later = self._noted > SETTLED_STEPS * self._layers and watch.drifted()
+            if not (due or later) or min(watch.rates.host_scores, watch.rates.device_scores) == 0:
+                return
+            total = (measured.hot_tokens + measured.cold_tokens) // rows
+            per_row = Rates(
+                host_scores=watch.rates.host_scores / rows,
+                device_scores=watch.rates.device_scores / rows,
+                device_link=watch.rates.device_link / rows or float("inf"),
+            )
+            self.split = solve(
+                per_row, alpha, total, self._most, self._hot / max(self._selected, 1e-9),
+                min_hot_tokens=self._least, selects_jointly=True,
+                seen_hot_tokens=measured.hot_tokens // rows,
+            )  # fmt: skip
+            watch.solved()
+            self.solved += 1
+
+    def close(self) -> None:
+        """Let the job under way end and stop the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,33 @@
+"""open_store(): where the full KV of a cache goes, as its policy wants it."""
+
+from penstock.core.shape import KVShape
+from penstock.near_storage.near_store import NearStore
+from penstock.policies.hillinfer import HillInfer
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.storage.store import KVStore
+
+
+def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: int) -> KVStore:
+    """Open the store of a cache; HillInfer's is behind near-storage devices.
+
+    Args:
+        shape: of a row.
+        unit_tokens: tokens of a unit.
+        batch: sequences that the cache is planned for.
+
+    Raises:
+        ConfigError: the location makes no sense.
+        StorageError: it cannot be used, or a near-storage device does not start.
+    """
+    policy = config.policy
+    if isinstance(policy, HillInfer) and policy.near and not config.exact:
+        return NearStore.open(
+            config.store, policy.settings_for(shape, batch, config.max_tokens),
+            layers=shape.num_layers, unit_bytes=shape.token_bytes, devices=policy.devices,
+            timeout_s=policy.timeout_s,
+        )  # fmt: skip
+    files = 2 if policy.lays_out and not config.exact else 1
+    return KVStore.create(
+        config.store, num_layers=files * shape.num_layers,
+        unit_bytes=unit_tokens * shape.token_bytes,
+    )  # fmt: skip

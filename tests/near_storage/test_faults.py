@@ -1,0 +1,101 @@
+"""Devices that die, hang, are slow or talk nonsense: typed errors in bounded time, and recovery."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import StoreFullError
+from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.device_client import NearDevice
+from penstock.testing.near_rig import NearRig
+
+NONSENSE = (
+    "out of range", "negative", "not a number", "infinite", "twice in a block", "wrong row",
+    "out of order", "duplicate", "late", "unasked", "garbage", "another version", "unknown kind",
+    "too long",
+)  # fmt: skip
+BAD = ("penstock.testing.bad_device",)
+
+
+@pytest.mark.parametrize("how", NONSENSE)
+def test_nonsense_is_refused_at_once(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = NearDevice.program
+    monkeypatch.setattr(NearDevice, "program", (*BAD, how))
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        start = time.monotonic()
+        with pytest.raises(ScorerError):
+            rig.score_for(6.0)  # an unasked message comes with the next request at the latest
+        assert time.monotonic() < start + 8
+        monkeypatch.setattr(NearDevice, "program", good)
+        rig.store.scorer.ensure_alive()
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["dies", "cut short"])
+def test_a_death_in_the_middle_is_an_error(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NearDevice, "program", (*BAD, how))
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        with pytest.raises(ScorerError, match=r"ended with status|closed its connection"):
+            rig.score(150)
+
+
+def test_missing_scores_stay_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NearDevice, "program", (*BAD, "short"))
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        assert np.isnan(rig.score(150)).all()  # which `NearIndex` refuses
+
+
+@pytest.mark.parametrize("how", ["hangs", "stopped"])
+def test_a_device_that_hangs_is_given_up(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "hangs":
+        monkeypatch.setattr(NearDevice, "program", (*BAD, how))
+    with NearRig(tmp_path, timeout_s=1.0) as rig:
+        rig.fill()
+        process = rig.store.devices[0].process_id
+        assert process is not None
+        if how == "stopped":
+            os.kill(process, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(ScorerError, match="within 1 s"):
+            rig.score(150)
+        assert time.monotonic() < start + 5
+        rig.store.devices[0].ensure_alive()
+        assert rig.store.devices[0].process_id != process
+
+
+def test_a_slow_device_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NearDevice, "program", (*BAD, "slow"))
+    with NearRig(tmp_path, timeout_s=5.0, tokens=40) as rig:
+        rig.fill()
+        np.testing.assert_allclose(rig.score(40), rig.expected(40), rtol=0.06, atol=1e-3)
+
+
+def test_a_full_disk_is_said_by_its_name(tmp_path: Path) -> None:
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    import subprocess
+
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        with NearRig(tmp_path) as rig:
+            with pytest.raises(StoreFullError, match="near-storage device"):
+                rig.fill()
+            assert rig.store.devices[0].process_id is not None
+            rig.store.devices[0].ensure_alive()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -1,0 +1,122 @@
+"""Near-storage devices: scores, bytes, restarts, several of them."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.scorer import LocalScorer, Moved
+from penstock.near_storage.settings import Rule
+from penstock.near_storage.stripes import Stripes
+from penstock.testing.near_rig import DIM, HEADS, KV_HEADS, NOTHING, NearRig
+
+CLOSE = {"attention": {"rtol": 0.06, "atol": 1e-3}, "products": {"rtol": 0, "atol": 0.8}}
+"""8 bits of the keys and of the query."""
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("rule", ["attention", "products"])
+def test_cold_tokens_are_scored_where_they_lie(rule: Rule, devices: int, tmp_path: Path) -> None:
+    with NearRig(tmp_path, rule=rule, devices=devices) as rig:
+        rig.fill()
+        np.testing.assert_allclose(rig.score(140), rig.expected(140), **CLOSE[rule])
+        hot = np.zeros((2, 150), dtype=np.bool_)
+        hot[0, 3:60] = hot[1, 100] = True
+        promoted = np.flatnonzero(hot)
+        found = rig.score(150, Moved(promoted, NOTHING, reset=False))
+        np.testing.assert_allclose(found, rig.expected(150, hot), **CLOSE[rule])
+        back = Moved(NOTHING, promoted[:20], reset=False)
+        hot.reshape(-1)[promoted[:20]] = False
+        np.testing.assert_allclose(rig.score(150, back), rig.expected(150, hot), **CLOSE[rule])
+        found = rig.score(150, Moved(promoted[:1], NOTHING, reset=True))
+        hot[:] = False
+        hot.reshape(-1)[promoted[0]] = True
+        np.testing.assert_allclose(found, rig.expected(150, hot), **CLOSE[rule])
+
+
+def test_a_device_and_this_process_score_alike(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        local = LocalScorer(rig.store.scorer.settings, layers=1)
+        local.put(0, rig.units.reshape(-1), rig.keys.reshape(rig.units.size, -1).view(np.uint8))
+        local.map(0, 0, rig.units)
+        scoring = local.begin(0, rig.query, 150, Moved(NOTHING, NOTHING, reset=False))
+        out = np.full((2, 150), np.nan, dtype=np.float32)
+        scoring.merge(scoring.log_sums(), out)
+        np.testing.assert_array_equal(out, rig.score(150))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_units_come_back_byte_for_byte(devices: int, tmp_path: Path) -> None:
+    with NearRig(tmp_path, devices=devices) as rig:
+        rig.fill()
+        order = np.random.default_rng(1).permutation(rig.units.size)
+        found = rig.read(rig.units.reshape(-1)[order])
+        both = np.stack([rig.keys, rig.values], axis=2).reshape(-1, 2, KV_HEADS, DIM)
+        np.testing.assert_array_equal(found, both[order])
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, False), (2, False), (1, True)])
+def test_a_killed_device_starts_again_with_its_pool(
+    devices: int, memory: bool, tmp_path: Path
+) -> None:
+    with NearRig("memory" if memory else tmp_path, devices=devices) as rig:
+        rig.fill()
+        before = rig.score(150)
+        process = rig.store.devices[-1].process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(ScorerError, match="started again"):
+            rig.score_for(2.0)
+        generation = rig.store.scorer.generation
+        rig.store.scorer.ensure_alive()
+        assert rig.store.scorer.generation > generation
+        np.testing.assert_array_equal(rig.score(150), before)
+        found = rig.read(rig.units[0])
+        np.testing.assert_array_equal(found[:, 0], rig.keys[0])
+
+
+def test_a_write_that_a_death_cut_short_is_sent_again(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        process = rig.store.devices[0].process_id
+        assert process is not None
+        rig.store.region(0).reserve(rig.units.size)
+        os.kill(process, signal.SIGKILL)
+        rig.fill()
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), **CLOSE["attention"])
+
+
+def test_another_batch_keeps_the_files(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        before = rig.score(150)
+        rig.store.serve(3)
+        rig.store.scorer.map(0, 0, rig.units[[1, 0, 1]])
+        rig.query = rig.query[[1, 0, 1]]
+        rig.rows = 3
+        np.testing.assert_array_equal(rig.score(150), before[[1, 0, 1]])
+
+
+def test_processes_end_with_their_store(tmp_path: Path) -> None:
+    rig = NearRig(tmp_path, devices=2)
+    processes = [device.process_id for device in rig.store.devices]
+    rig.close()
+    for process in processes:
+        assert process is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_stripes_partition_the_units() -> None:
+    stripes, units = Stripes(3, 4), np.arange(50)
+    pairs = set(zip(stripes.owner(units).tolist(), stripes.local(units).tolist(), strict=True))
+    assert len(pairs) == 50
+    assert max(local for _, local in pairs) < stripes.num_local(50)
+    for i in range(3):
+        mine = stripes.local_units(units, i)
+        assert ((mine >= 0) == (stripes.owner(units) == i)).all()
+    assert HEADS % KV_HEADS == 0
