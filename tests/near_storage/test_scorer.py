@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from penstock.near_storage.settings import Rule
 from penstock.near_storage.stripes import Stripes
 from penstock.testing.near_rig import DIM, HEADS, KV_HEADS, NOTHING, NearRig
 
-CLOSE = {"attention": {"rtol": 0.06, "atol": 1e-3}, "products": {"rtol": 0, "atol": 0.8}}
+CLOSE: dict[str, Any] = {
+    "attention": {"rtol": 0.06, "atol": 1e-3},
+    "products": {"rtol": 0, "atol": 0.8},
+}
 """8 bits of the keys and of the query."""
 
 

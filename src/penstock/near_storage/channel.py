@@ -13,6 +13,7 @@ from penstock.core import errors
 from penstock.core.errors import FetchError, PenstockError, StorageError
 from penstock.near_storage import protocol
 
+_RECENT_UNITS = 1 << 14
 _GLANCE_S = 0.25
 """A blocked wait looks around this often: a deadline is kept to within so much."""
 
@@ -201,8 +202,10 @@ class Link:
         self._units = self._nanoseconds = 0
 
     def note(self, units: int, nanoseconds: int) -> None:
-        """So many were read in that time."""
+        """So many were read in that time; what was long ago counts half and half again."""
         self._units, self._nanoseconds = self._units + units, self._nanoseconds + nanoseconds
+        if self._units > _RECENT_UNITS:
+            self._units, self._nanoseconds = self._units // 2, self._nanoseconds // 2
 
     @property
     def rate(self) -> float:

@@ -137,16 +137,19 @@ class NearDevice:
         Raises:
             StorageError: it does not start, or the store is closed.
         """
-        if self._state.failure is None:
+        if self._is_alive():
             return
         with self.lock:
-            if self._state.failure is None:
+            if self._is_alive():
                 return
             if self._state.closed:
                 raise StorageError("the store is closed")
             _stop(self._state)
             self._start()
             self.restore()
+
+    def _is_alive(self) -> bool:
+        return self._state.failure is None
 
     def renew(self, settings: DeviceSettings) -> None:
         """Stop the process and start it anew for other settings (another batch); files stay."""

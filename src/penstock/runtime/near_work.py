@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from penstock.near_storage.near_index import Measured
@@ -11,7 +12,9 @@ from penstock.near_storage.work_split import Rates, RateWatch, Split, solve
 
 Found = TypeVar("Found")
 SETTLED_STEPS = 8
-"""Requests of every layer whose rates are noted before the first split is solved."""
+"""Requests of every layer whose rates are noted before a split is solved, and the next one."""
+WORTH = 0.1
+"""Another split must take so much less time than the present one: moving tokens costs too."""
 
 
 class NearWork:
@@ -41,7 +44,7 @@ class NearWork:
         self._layers, self._most, self._least = layers, most_hot, least_hot
         self._fixed = None if fixed is None else max(least_hot, min(fixed, most_hot))
         self._watch: RateWatch | None = None
-        self._noted = 0
+        self._noted, self._due = 0, SETTLED_STEPS * layers
         self._hot = self._selected = 0.0
         self._lock = threading.Lock()
         self.split: Split | None = None
@@ -85,21 +88,29 @@ class NearWork:
             self._hot += weight * (selected_hot - self._hot)
             self._selected += weight * (selected - self._selected)
             self._noted += 1
-            due = self._noted == SETTLED_STEPS * self._layers
-            later = self._noted > SETTLED_STEPS * self._layers and watch.drifted()
-            if not (due or later) or min(watch.rates.host_scores, watch.rates.device_scores) == 0:
+            if (
+                self._noted < self._due
+                or min(watch.rates.host_scores, watch.rates.device_scores) == 0
+            ):
                 return
+            if self.split is not None and not watch.drifted():
+                return
+            self._due = self._noted + SETTLED_STEPS * self._layers
             total = (measured.hot_tokens + measured.cold_tokens) // rows
             per_row = Rates(
                 host_scores=watch.rates.host_scores / rows,
                 device_scores=watch.rates.device_scores / rows,
                 device_link=watch.rates.device_link / rows or float("inf"),
             )
-            self.split = solve(
-                per_row, alpha, total, self._most, self._hot / max(self._selected, 1e-9),
-                min_hot_tokens=self._least, selects_jointly=True,
-                seen_hot_tokens=measured.hot_tokens // rows,
+            solved = partial(
+                solve, per_row, alpha, total,
+                hot_share_of_selected=self._hot / max(self._selected, 1e-9),
+                seen_hot_tokens=measured.hot_tokens // rows, selects_jointly=True,
             )  # fmt: skip
+            best = solved(max_hot_tokens=self._most, min_hot_tokens=self._least)
+            now = solved(max_hot_tokens=self.capacity, min_hot_tokens=self.capacity)
+            if self.split is None or best.step_s < (1 - WORTH) * now.step_s:
+                self.split = best
             watch.solved()
             self.solved += 1
 
