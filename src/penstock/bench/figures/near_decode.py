@@ -151,7 +151,10 @@ def draw_near_split(result: Result) -> Figure:
         axes.set_xlabel("beta: hot tokens per cold token (log scale)")
     panels[0].set_ylabel("a step, ms (median)")
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=3, fontsize=10)
+    figure.legend(
+        handles, names, frameon=False, loc="outside lower center", fontsize=10,
+        ncols=1 if len(panels) == 1 else 3,
+    )  # fmt: skip
     figure.suptitle(
         f"Where the hot pool ends, {result.figures['model']} (fig. 16b); rates measured in the "
         "same run", fontsize=12, x=0.01, ha="left",
