@@ -17,7 +17,7 @@ class ScoreSettings:
     Attributes:
         rule: "attention": sums over query heads of the softmax over all tokens; "products": raw
             inner products, added over query heads (HillInfer, section 4.4)
-        bits: of the keys that are scored: 8 or 4, or 16 for the keys as they are
+        bits: of the keys that are scored: 8 or 4
         block_tokens: tokens of a score block (the paper's n)
         threads: of one device; 0: as OpenMP says
     """
