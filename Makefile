@@ -33,9 +33,11 @@ $(INTERPRETER): $(INSTALLED)
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
 	@$(VENV)/bin/penstock demo
 
+# Two processes with a thread each (files stay whole, so that a module's fixtures are made once); then the kernels, with all threads.
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --ignore=tests/kernels
+	$(PY) -m pytest -q tests/kernels
 
 check: $(INSTALLED) ## Formatting, lint and types.
 	$(PY) -m ruff format --check .

@@ -70,14 +70,18 @@ def test_penstock_commands_parse(command: str) -> None:
 
     from penstock.bench import accuracy, needles, throughput
     from penstock.bench.figures import report
+    from penstock.bench.search import speed
     from penstock.bench.settings import program as settings
+    from penstock.bench.tuning import program as tuning
     from penstock.cli.main import app
 
     group: Any = typer.main.get_command(app)
     name, *arguments = shlex.split(command)[1:]
     if name == "bench":
         programs = {
-            "accuracy": accuracy, "needles": needles, "report": report, "settings": settings,
+            "tune": tuning,
+            "accuracy": accuracy, "needles": needles, "report": report, "search": speed,
+            "settings": settings,
             "throughput": throughput,
         }  # fmt: skip
         programs[arguments[0]].parse_arguments(arguments[1:])

@@ -17,7 +17,9 @@ LADDER = (  # a package may import only from earlier rungs; packages on one rung
     {"runtime"},
     {"models"},
     {"generation"},
-    {"tuner", "bench", "server"},
+    {"workloads"},
+    {"tuner", "server"},
+    {"bench"},
     {"cli", "testing"},
 )
 WALLS = {  # library -> the only packages that may import it

@@ -16,9 +16,9 @@ from protocol import (
 )
 
 from penstock import TieredCache
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 
 def make_cache(model: Any, request: Request, tokens: int, adapter: Any = None) -> TieredCache:

@@ -19,15 +19,21 @@ from penstock.core.errors import (
     StorageError,
     StoreFullError,
     UnsupportedModelError,
+    VerifierError,
 )
 
 if TYPE_CHECKING:
+    from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
+    from penstock.generation.search_params import SearchParams
+    from penstock.generation.step_scorer import Candidate, StepScorer
     from penstock.models.cache_adapter import TieredCache
     from penstock.policies import POLICIES
     from penstock.policies.base import SelectionPolicy
     from penstock.policies.kvswap import KVSwap
+    from penstock.policies.tuned_config import TunedConfig
+    from penstock.tuner.tune import tune
 
 __version__ = "0.1.0"
 
@@ -35,8 +41,10 @@ __all__ = [
     "LLM",
     "POLICIES",
     "AdapterError",
+    "BeamSearcher",
     "BudgetError",
     "CacheStateError",
+    "Candidate",
     "ConfigError",
     "FetchError",
     "KVSwap",
@@ -44,21 +52,34 @@ __all__ = [
     "PenstockError",
     "PromptError",
     "SamplingParams",
+    "SearchMemory",
+    "SearchParams",
     "SelectionPolicy",
+    "StepScorer",
     "StorageError",
     "StoreFullError",
     "TieredCache",
+    "TunedConfig",
     "UnsupportedModelError",
+    "VerifierError",
     "__version__",
+    "tune",
 ]
 
 _HOMES = {
+    "BeamSearcher": "penstock.generation.beam_searcher",
+    "Candidate": "penstock.generation.step_scorer",
     "LLM": "penstock.generation.engine",
     "POLICIES": "penstock.policies",
     "KVSwap": "penstock.policies.kvswap",
     "SamplingParams": "penstock.generation.sampling",
+    "SearchMemory": "penstock.generation.beam_searcher",
+    "SearchParams": "penstock.generation.search_params",
     "SelectionPolicy": "penstock.policies.base",
+    "StepScorer": "penstock.generation.step_scorer",
     "TieredCache": "penstock.models.cache_adapter",
+    "TunedConfig": "penstock.policies.tuned_config",
+    "tune": "penstock.tuner.tune",
 }
 
 

@@ -13,12 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
 from penstock.bench.audit import program
-from penstock.bench.audit.fidelity import (
-    attention_shares,
-    captured_mass,
-    kl_divergence,
-    recall_of_top,
-)
+from penstock.bench.audit.fidelity import attention_shares, captured_mass, recall_of_top
 from penstock.bench.audit.program import audit
 from penstock.bench.audit.reference import Reference, make_reference
 from penstock.bench.audit.run import Fidelity, follow
@@ -27,6 +22,7 @@ from penstock.bench.result import Result
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import PromptBatch, make_batch
+from penstock.kernels.divergence import kl_divergence
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.policies.baselines.streaming_llm import StreamingLLM

@@ -13,11 +13,8 @@ from penstock.bench import throughput
 from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.prefill_run import as_figures, run_prefill
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes
-from penstock.bench.recorded_stream import Recording
 from penstock.bench.result import Result, public_arguments
-from penstock.bench.selection_streams import OverlapStream
 from penstock.bench.sessions import Room, pack
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.targets import Target, judge, step_ratio
 from penstock.bench.throughput import read_stream, without_folders
 from penstock.bench.throughput_rows import FLOORS, all_rows, chosen_rows
@@ -36,6 +33,9 @@ from penstock.models.plain_model import (
     tokens_of,
 )
 from penstock.policies import FlexGen
+from penstock.workloads.recorded_stream import Recording
+from penstock.workloads.selection_streams import OverlapStream
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 SHAPE = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16

@@ -1,6 +1,8 @@
 """The screen says what happened, and says "simulated" where it must."""
 
 import io
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -118,6 +120,42 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
         progress.update(500, 1000)
     assert "500/1,000 tokens" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.5])
+def test_an_index_that_takes_a_while_is_spoken_of(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, out = piped()
+    clock = itertools.count(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * seconds)
+    with AnswerScreen(console, None) as screen:
+        for layer in range(17):
+            screen.on_index(layer / 16)
+    lines = out.getvalue().splitlines()
+    if seconds == 0.05:
+        assert not lines
+        return
+    assert 5 <= len(lines) <= 10
+    assert lines[-1].startswith("indexing the prompt 100%  8 s gone  ETA 0 s")
+
+
+def test_an_index_on_a_terminal_has_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    out = io.StringIO()
+    with AnswerScreen(Console(file=out, width=100, force_terminal=True), None) as screen:
+        screen.on_progress(5, 5)
+        for layer in range(5):
+            screen.on_index(layer / 4)
+    assert "indexing the prompt" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")
+
+
+def test_the_index_is_part_of_the_prefill() -> None:
+    stats = RunStats(prefill=PhaseStats(index_s=3.0))
+    rows = dict(report_rows(report(stats=stats)))
+    assert rows["prefill"] == "2,000 tokens/s, 8.0 s, of them 3.0 s for its index"
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -9,6 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.core.errors import BudgetError, ConfigError, PromptError
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
+from penstock.models.cache_adapter import TieredCache
+from penstock.policies import POLICIES
+from penstock.policies.dynakv import DynaKV
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [[5 + i % 90 for i in range(150)], [7 + i % 50 for i in range(37)]]
@@ -75,6 +78,52 @@ def test_progress_ends_at_the_padded_length(model: Any) -> None:
     llm = LLM(model, store="memory", memory=None, prefill_chunk_size=64)
     llm.generate(PROMPTS, GREEDY, on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(64, 150), (128, 150), (150, 150)]
+
+
+@pytest.mark.parametrize("policy", ["dynakv", "pqcache", "kvswap"])
+def test_the_index_of_a_prompt_is_made_before_the_first_token(model: Any, policy: str) -> None:
+    seen: list[tuple[int, float]] = []
+    done = 0
+
+    def on_progress(tokens: int, total: int) -> None:
+        nonlocal done
+        done = tokens
+
+    llm = LLM(model, store="memory", memory=None, prefill_chunk_size=64,
+              policy=POLICIES[policy](selected_tokens=40))  # type: ignore[call-arg]  # fmt: skip
+    [output, _] = llm.generate(
+        PROMPTS, GREEDY, on_progress=on_progress,
+        on_index=lambda share: seen.append((done, share)),
+    )  # fmt: skip
+    shares = [share for _, share in seen]
+    assert {tokens for tokens, _ in seen} == {150}, "behind the last chunk"
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert len(shares) >= (2 * 4 if policy == "dynakv" else 4), "row by row"
+    stats = output.run.stats
+    assert 0 < stats.prefill.index_s < output.run.prefill_s
+    assert stats.decode.index_s == 0
+
+
+def test_an_index_of_a_prompt_of_unknown_length_is_made_in_the_first_step(model: Any) -> None:
+    shares: list[float] = []
+    answers = []
+    for known in (150, None):
+        shares.clear()
+        with TieredCache(
+            model, policy=DynaKV(selected_tokens=40), store="memory", max_tokens=200,
+            prompt_tokens=known, index_progress=shares.append,
+        ) as cache:  # fmt: skip
+            output = model.generate(
+                torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=8,
+                do_sample=False,
+            )  # fmt: skip
+            answers.append(output[0].tolist())
+            phases = cache.stats.prefill, cache.stats.decode
+            made = [phase.index_s > 0 for phase in phases]
+            assert made == ([True, False] if known else [False, True])
+            assert shares[-1] == 1.0
+    assert answers[0] == answers[1]
 
 
 def test_the_end_token_ends_a_row_and_is_kept(model: Any) -> None:

@@ -1,5 +1,7 @@
 """AdaptiveClusters: the branches of Algorithm 1, the compared updates, crops, bytes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -262,7 +264,7 @@ def test_local_without_numbers_leaves_entries_where_they_are() -> None:
 
 @pytest.mark.parametrize("update", ["adaptive", "static", "local"])
 def test_the_ledgers_bytes_are_what_is_allocated(update: UpdateRule) -> None:
-    sizes = {"rows": 2, "dim": 70, "max_tokens": 500, "max_clusters": 40}
+    sizes: dict[str, Any] = {"rows": 2, "dim": 70, "max_tokens": 500, "max_clusters": 40}
     clusters = AdaptiveClusters(**sizes, tokens_per_cluster=8, update=update, recluster_tokens=16)
     parts = (clusters, clusters.entries, clusters.statistics, clusters._scan)
     found = [x for part in parts for x in vars(part).values() if isinstance(x, np.ndarray)]

@@ -1,5 +1,6 @@
 """With a full budget, or in exact mode at any budget, generation equals transformers' own cache."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -93,10 +94,19 @@ def references(models: dict[str, PreTrainedModel]) -> dict[tuple[str, int], list
     }
 
 
-@pytest.mark.parametrize("chunk", sorted({None, CHUNK}, key=str))
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+def cases() -> list[tuple[str, str, int, int | None]]:
+    """Of family, setting, batch and chunks every three in every combination; all four on llama."""
+    found = []
+    for number, family in enumerate(FAMILIES):
+        for place, setting in enumerate(SETTINGS):
+            for batch, chunk in product((1, 3), sorted({None, CHUNK}, key=str)):
+                even = (number + place + batch // 2 + (chunk is None)) % 2 == 0
+                if even or family == "llama" or CHUNK is None:
+                    found.append((family, setting, batch, chunk))
+    return found
+
+
+@pytest.mark.parametrize(("family", "setting", "batch", "chunk"), cases())
 def test_equals_the_plain_model(
     family: str,
     setting: str,

@@ -51,6 +51,7 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "clusters": (DynaKV(selected_tokens=512), {}),
     "clusters-virtual": (DynaKV(selected_tokens=512, virtual=True, reuse_tokens=1024), {}),
     "clusters-in-order": (DynaKV(selected_tokens=512, layout="tokens"), {}),
+    "clusters-flash": (DynaKV(selected_tokens=512, representatives="flash"), {}),
     "near": (HillInfer(alpha=0.1, hot_tokens=1600), {"limit_bytes": FULL_BYTES // 2}),
     "near-products": (
         HillInfer(alpha=0.1, rule="products", devices=2), {"limit_bytes": FULL_BYTES},

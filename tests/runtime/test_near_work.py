@@ -70,3 +70,12 @@ def test_a_device_that_became_slow_is_given_less(work: NearWork) -> None:
     note(work, host=1e6, device=2e5, link=1e12, times=12 * SETTLED_STEPS)
     assert work.solved > 1
     assert work.capacity > before
+
+
+def test_rates_and_hits_are_told(work: NearWork) -> None:
+    assert (work.rates, work.hot_share) == (None, 0.0)
+    note(work, host=1e6, device=2e5, link=1e7, times=SETTLED_STEPS - 1)
+    assert work.rates is not None
+    assert work.rates.host_scores == pytest.approx(1e6)
+    assert work.rates.device_scores == pytest.approx(2e5)
+    assert work.hot_share == pytest.approx(SLOTS / TOKENS)

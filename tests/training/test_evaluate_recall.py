@@ -1,9 +1,6 @@
 """Evaluation of recall models: the same cells whoever makes the samples, and what tables say."""
 
-import os
 import random
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ from penstock.bench.result import Result
 from penstock.bench.tasks import Words
 from penstock.models.loader import LoadedModel, load
 from training import evaluate
-from training.ahead import AheadError, do_ahead
 from training.asked import Asked, Asker, Job, recall_asker
 from training.checkpoint import read_vocabulary
 from training.data import GENERATORS
@@ -104,45 +100,6 @@ def test_answers_too_long_to_decode_are_not(recall: LoadedModel) -> None:
     run.run(recall_asker, (VOCABULARY, 0, 2), workers=0, keep=lambda: None)
     assert run.cells[0].asked == 2
     assert run.cells[0].generated == 0
-
-
-def build_asker(fails_at: int) -> Callable[[int], int]:
-    def do(job: int) -> int:
-        if job == fails_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if job == -fails_at:
-            raise ValueError("no such job")
-        return job * job
-
-    return do
-
-
-def test_results_come_in_order() -> None:
-    assert list(do_ahead(build_asker, (99,), range(40), workers=2)) == [n * n for n in range(40)]
-
-
-def test_a_killed_process_is_reported() -> None:
-    with pytest.raises(AheadError, match="died"):
-        list(do_ahead(build_asker, (17,), range(40), workers=2))
-
-
-def test_an_error_comes_through() -> None:
-    with pytest.raises(ValueError, match="no such job"):
-        list(do_ahead(build_asker, (-17,), range(40), workers=2))
-
-
-def test_jobs_are_not_all_taken_at_once() -> None:
-    taken: list[int] = []
-
-    def jobs() -> Any:
-        for number in range(1000):
-            taken.append(number)
-            yield number
-
-    results = do_ahead(build_asker, (99,), jobs(), workers=1)
-    assert next(results) == 0
-    assert len(taken) < 20
-    results.close()  # type: ignore[attr-defined]
 
 
 def test_long_answers_are_told() -> None:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from penstock.bench.accuracy_workers import default_workers, run_here, run_jobs
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.sitting import say
 from penstock.core.errors import ConfigError
 from penstock.generation.prompts import read_text_file
 
@@ -185,7 +185,7 @@ class Benchmark:
             spent = (time.perf_counter() - began) / 60
             if args.minutes is None or spent <= args.minutes:
                 return True
-            _say(f"time is up after {spent:.1f} minutes")
+            say(f"time is up after {spent:.1f} minutes")
             return False
 
         if self._examiner is not None:
@@ -291,10 +291,6 @@ def not_run_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
         for (length, setting, samples), group in groups.items()
         if samples or group[0]["why"] == TIME_WAS_UP
     ]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

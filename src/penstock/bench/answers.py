@@ -1,6 +1,5 @@
 """Answer a batch of samples through a TieredCache with `model.generate`, and count what it took."""
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,7 @@ from penstock.bench.tasks import Sample
 from penstock.generation.prompts import PromptBatch, make_batch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM, LoadedModel
-from penstock.models.model_shape import inspect_model
-from penstock.models.plain_model import plain_cache, tokens_of
-
-EXACT_TAIL = 33
-"""Prompt tokens that `generate` still prefills itself, exactly. Some methods look at the prompt's
-last 32 queries; and one alone would be a decode step over a selection."""
+from penstock.workloads.prefilled import EXACT_TAIL, PrefilledText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,42 +80,18 @@ class WrongAlready:
         return torch.tensor(self._wrong, device=input_ids.device)
 
 
-class SharedPrefill:
-    """A prompt's keys and values, made once by the plain model and put into every setting's cache.
-
-    Prefill is exact under every policy, so nothing but time is changed by sharing it.
-    """
+class SharedPrefill(PrefilledText):
+    """A question's prompts but their last tokens, put into every setting's cache."""
 
     def __init__(self, model: CausalLM, question: Question, chunk: int) -> None:
         """Prefill all but the last `EXACT_TAIL` tokens, `chunk` tokens at a time."""
-        device = model.get_input_embeddings().weight.device
         batch = question.batch
         shortest = min(len(ids) for ids in batch.token_ids)
-        self._end = batch.padded_tokens - min(EXACT_TAIL, max(2, shortest - 2))
-        ids = batch.input_ids[:, : self._end].to(device)
-        mask = batch.attention_mask[:, : self._end].to(device)
-        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-        self._tiered = inspect_model(model).tiered_layers
-        self._cache = plain_cache(model, "dynamic", self._end)
-        decoder: Any = model
-        with torch.no_grad():
-            for start in range(0, self._end, chunk):
-                end = min(start + chunk, self._end)
-                decoder(
-                    ids[:, start:end], attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end], past_key_values=self._cache,
-                    use_cache=True, logits_to_keep=1,
-                )  # fmt: skip
-        self._visible: Tensor | None = None if bool(mask.all()) else mask.bool()
-
-    def put_into(self, cache: TieredCache) -> None:
-        """Give an empty cache the prompt's keys and values."""
-        for tier, layer in enumerate(self._tiered):
-            keys, values = tokens_of(self._cache, layer)
-            cache._runtime.append(tier, keys, values, self._visible)
-        for layer, held in enumerate(self._cache.layers):
-            if layer not in self._tiered:  # a sliding window, which ours keeps as transformers does
-                cache.layers[layer] = copy.deepcopy(held)
+        end = batch.padded_tokens - min(EXACT_TAIL, max(2, shortest - 2))
+        super().__init__(
+            model, batch.input_ids[:, :end], chunk=chunk,
+            attention_mask=batch.attention_mask[:, :end],
+        )  # fmt: skip
 
 
 def ask(loaded: LoadedModel, samples: Sequence[Sample]) -> Question:

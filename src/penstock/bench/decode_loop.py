@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes, settle
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.throughput_rows import FLOOR_TOKENS, Row
 from penstock.core.stats import PhaseStats
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import plain_cache, share_weights, vocabulary_size
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 WARM_STEPS = 3
 WARM_S = 5.0

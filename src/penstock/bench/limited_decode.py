@@ -16,12 +16,12 @@ import torch
 from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.memory_cgroup import MemoryCgroup
 from penstock.bench.process_memory import anonymous_bytes, settle
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.throughput_rows import FLOORS, KVSWAP, all_rows
 from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 SLACK = 1.10
 

@@ -12,12 +12,12 @@ from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.answers import Question, SharedPrefill, ask
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
-from penstock.bench.recorded_stream import Recorder, Recording
-from penstock.bench.selection_streams import streamed
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import LoadedModel, load
+from penstock.workloads.recorded_stream import Recorder, Recording
+from penstock.workloads.selection_streams import streamed
 
 EPILOG = """\
 A recording is made on a model that has learnt to attend: the selections of random weights have no

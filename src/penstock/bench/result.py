@@ -101,5 +101,16 @@ def public_arguments(arguments: Sequence[str]) -> str:
     return " ".join(shown)
 
 
+def without_path(arguments: Sequence[str], option: str, path: str | None) -> list[str]:
+    """A command line that shows PATH in place of the path of one option."""
+    shown = ["PATH" if argument == path else argument for argument in arguments]
+    return [f"{option}=PATH" if word.startswith(f"{option}=") else word for word in shown]
+
+
+def without_folder(store: str) -> str:
+    """A store's description without its folder."""
+    return " ".join(word for word in store.split(" ") if not word.startswith("/"))
+
+
 def _is_path(value: str) -> bool:
     return "/" in value or "\\" in value

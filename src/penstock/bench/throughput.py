@@ -22,11 +22,8 @@ from penstock.bench.prefill_run import (
     run_prefill,
 )
 from penstock.bench.process_memory import HOW
-from penstock.bench.recorded_stream import RecordedStream, Recording
 from penstock.bench.result import Result
-from penstock.bench.selection_streams import PAPER_OVERLAP, OverlapStream, SelectionStream
 from penstock.bench.sessions import Room, pack
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.targets import Target, judge
 from penstock.bench.throughput_rows import REAL, all_rows, chosen_rows
 from penstock.bench.throughput_run import (
@@ -51,6 +48,9 @@ from penstock.devices.profile import DeviceProfile
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES
 from penstock.storage.measured_directory import measure_directory
+from penstock.workloads.recorded_stream import RecordedStream, Recording
+from penstock.workloads.selection_streams import PAPER_OVERLAP, OverlapStream, SelectionStream
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 QUICK = {
     "context": 8192, "batch": "1", "devices": REAL, "steps": 6, "rounds": 2, "prefill_tokens": 0,

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.bench.accuracy_settings import Setting
-from penstock.bench.selection_streams import (
+from penstock.core.errors import ConfigError
+from penstock.models.plain_model import PlainKind
+from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
+from penstock.workloads.selection_streams import (
     PAPER_OVERLAP,
     OverlapStream,
     SelectionStream,
     streamed,
 )
-from penstock.core.errors import ConfigError
-from penstock.models.plain_model import PlainKind
-from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 
 FLOOR_TOKENS = 400
 FLOORS = ("floor, DynamicCache", "floor, StaticCache")

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.read_burst import FetchRecorder, measure_burst
-from penstock.bench.selection_streams import SelectionStream
+from penstock.bench.result import without_folder
 from penstock.bench.sessions import Session
 from penstock.bench.throughput_rows import (
     FLOORS,
@@ -28,6 +28,7 @@ from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.models.cache_adapter import TieredCache
 from penstock.policies import SelectionPolicy
+from penstock.workloads.selection_streams import SelectionStream
 
 BURST_ROWS = (KVSWAP, NO_REUSE, OVERLAP, GROUPS_OF_8, OVERLAP_OF_8)
 Say = Callable[[str], None]
@@ -197,7 +198,7 @@ def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
     )  # fmt: skip
     store = cache._runtime._store
     if store is not None:
-        figures["store"] = _public_place(cache)
+        figures["store"] = without_folder(cache.store_description)
         figures["is_direct"] = store.is_direct
 
 
@@ -206,12 +207,6 @@ def _settings_of(policy: SelectionPolicy) -> dict[str, Any]:
     out = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
     out |= {k: v.describe() for k, v in out.items() if isinstance(v, SelectionStream)}
     return {name: value for name, value in out.items() if value is not None}
-
-
-def _public_place(cache: TieredCache) -> str:
-    """The store's description without its directory."""
-    words = [word for word in cache.store_description.split(" ") if not word.startswith("/")]
-    return " ".join(words)
 
 
 def _predict(results: list[RowResult], disk: DeviceProfile) -> None:

@@ -3,7 +3,9 @@
 import typer
 
 from penstock.bench import accuracy, needles, record_selections, throughput
+from penstock.bench.search import speed as search_speed
 from penstock.bench.settings import program as settings
+from penstock.bench.tuning import program as tuning
 from penstock.core.errors import ConfigError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -32,6 +34,12 @@ def record_command(context: typer.Context) -> None:
     record_selections.run(context.args)
 
 
+@bench_app.command("search", context_settings=PASS_ON)
+def search_command(context: typer.Context) -> None:
+    """Step-wise beam search end to end, strategy by strategy (--help lists the options)."""
+    search_speed.run(context.args)
+
+
 @bench_app.command("settings", context_settings=PASS_ON)
 def settings_command(context: typer.Context) -> None:
     """Throughput in settings A and B of the KVSwap paper (--help lists the options)."""
@@ -42,6 +50,12 @@ def settings_command(context: typer.Context) -> None:
 def throughput_command(context: typer.Context) -> None:
     """Tokens per second, step times, bytes read (--help lists the options)."""
     throughput.run(context.args)
+
+
+@bench_app.command("tune", context_settings=PASS_ON)
+def tune_command(context: typer.Context) -> None:
+    """The tuner against a sweep, and its predictions: sweep or predict (--help lists them)."""
+    tuning.run(context.args)
 
 
 @bench_app.command("report", context_settings=PASS_ON)

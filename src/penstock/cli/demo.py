@@ -49,8 +49,9 @@ def demo_command(
     lead = f"Question : {question.replace(' Answer :', chr(10) + 'Answer :')} "
     with AnswerScreen(console, sys.stdout, lead) as screen:
         [output] = llm.generate(
-            sample.prompt, params, on_text=screen.on_text, on_progress=screen.on_progress
-        )
+            sample.prompt, params, on_text=screen.on_text, on_progress=screen.on_progress,
+            on_index=screen.on_index,
+        )  # fmt: skip
     correct = bool(score(sample, output.text))
     if correct:
         console.print(Text("Correct: that is what the document says.\n", "bold green"))

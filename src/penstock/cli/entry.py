@@ -5,6 +5,7 @@ import signal
 import sys
 
 EXIT_INTERRUPTED = 130
+_SAID = "interrupted; nothing of the KV cache is left"
 
 
 def main() -> None:
@@ -13,8 +14,13 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code: object = 0
     try:
+        # An exception inside the import of torch's own code ends the process with an abort.
+        former = signal.getsignal(signal.SIGINT)
+        if former is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave_at_once)
         from penstock.cli.main import app
 
+        signal.signal(signal.SIGINT, former)
         app()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -23,10 +29,16 @@ def main() -> None:
     # From here on nothing takes time, and a second Ctrl-C must not turn it into a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == EXIT_INTERRUPTED:
-        print("interrupted; nothing of the KV cache is left", file=sys.stderr)
+        print(_SAID, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # The stores are closed and their files had no names. Leaving at once keeps the exit code,
         # which Python replaces by SIGINT itself if the interrupt fell into an `eval`.
         os._exit(EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int | None) else 1)
+
+
+def _leave_at_once(*_: object) -> None:
+    """Nothing has been opened yet."""
+    os.write(2, f"{_SAID}\n".encode())
+    os._exit(EXIT_INTERRUPTED)

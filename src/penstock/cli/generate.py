@@ -52,6 +52,21 @@ TraceOption = Annotated[
 PrefillChunkOption = Annotated[
     int, typer.Option(metavar="TOKENS", help="Prompt tokens per forward pass.")
 ]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Made by penstock tune: gives policy, memory and disk where they are auto or left "
+        "out.",
+    ),
+]
+TunedPolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Which past tokens a step attends to; auto is what the config picks.",
+        show_default="kvswap, or auto with --config",
+    ),
+]
 
 
 def generate_command(
@@ -60,7 +75,8 @@ def generate_command(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
     ] = None,
-    policy: PolicyOption = "kvswap",
+    config: ConfigOption = None,
+    policy: TunedPolicyOption = None,
     memory: MemoryOption = "auto",
     disk: DiskOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
@@ -93,7 +109,7 @@ def generate_command(
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
-    text = _read_prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace")
@@ -108,16 +124,14 @@ def generate_command(
             dtype=None if dtype is None else dtype.value,
             device=device,
             prefill_chunk_size=prefill_chunk,
+            config=config,
         )
     quiet = as_json and not console.is_terminal
     with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:
         [output] = llm.generate(
-            text,
-            params,
-            on_text=screen.on_text,
-            on_progress=screen.on_progress,
-            tracer=tracer,
-        )
+            text, params, on_text=screen.on_text, on_progress=screen.on_progress,
+            on_index=screen.on_index, tracer=tracer,
+        )  # fmt: skip
     if tracer is not None and trace is not None:
         write_trace(tracer, trace)
     if as_json:
@@ -184,7 +198,7 @@ def _phase(stats: "PhaseStats") -> dict[str, object]:
     }
 
 
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt from whichever option was given.
 
     Raises:

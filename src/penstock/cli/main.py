@@ -18,6 +18,9 @@ from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
 from penstock.cli.fetch import fetch_command
 from penstock.cli.generate import generate_command
+from penstock.cli.plan import plan_command
+from penstock.cli.search import SearchCommand, search_command
+from penstock.cli.tune import tune_command
 from penstock.core.errors import PenstockError, StorageError
 
 EXIT_FAILED = 1
@@ -59,9 +62,12 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("generate")(generate_command)
+app.command("search", cls=SearchCommand)(search_command)
 app.command("calibrate")(calibrate_command)
 app.command("fetch")(fetch_command)
 app.command("devices")(devices_command)
+app.command("plan")(plan_command)
+app.command("tune")(tune_command)
 app.command("audit", context_settings=PASS_ON)(audit_command)
 app.add_typer(bench_app)
 

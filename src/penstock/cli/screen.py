@@ -17,6 +17,9 @@ from penstock.core.stats import PhaseStats
 from penstock.generation.output import RunReport
 
 _STEPS_IN_A_PIPE = 10
+_INDEX = "indexing the prompt"
+_QUIET_S = 1.0
+"""An index that takes less is not spoken of."""
 
 
 @contextlib.contextmanager
@@ -44,13 +47,7 @@ class TokenProgress:
         self._steps_shown = 0
         self._bar: Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
-                TextColumn(what),
-                BarColumn(bar_width=32),
-                TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
-                console=console,
-                transient=True,
-            )
+            self._bar = _bar(console, what)
 
     def __enter__(self) -> "TokenProgress":
         self._started_s = time.perf_counter()
@@ -98,6 +95,56 @@ class TokenProgress:
             self._bar.stop()
 
 
+class IndexProgress:
+    """Progress of the prompt's index, once it turns out to take a while.
+
+    A live bar on a terminal; in a pipe, a line whenever another tenth is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began_s = 0.0
+        self._steps_shown = 0
+        self._bar: Progress | None = None
+
+    def update(self, share: float) -> None:
+        """Show that so much is done; share: from 0 to 1."""
+        now_s = time.perf_counter()
+        self._began_s = self._began_s or now_s
+        gone_s = now_s - self._began_s
+        if gone_s < _QUIET_S:
+            return
+        left_s = gone_s * (1 - share) / max(share, 1e-3)
+        figures = f"{gone_s:.0f} s gone  ETA {left_s:.0f} s"
+        if self._console.is_terminal:
+            if self._bar is None:
+                self._bar = _bar(self._console, _INDEX)
+                self._bar.add_task(_INDEX, total=1.0, figures="")
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], completed=share, figures=figures)
+            if share >= 1:
+                self.stop()
+            return
+        step = int(share * _STEPS_IN_A_PIPE)
+        if step > self._steps_shown:
+            self._steps_shown = step
+            line = f"{_INDEX} {share:4.0%}  {figures}"
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Clear the bar. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(console: Console, what: str) -> Progress:
+    columns = (
+        TextColumn(what), BarColumn(bar_width=32),
+        TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
+    )  # fmt: skip
+    return Progress(*columns, console=console, transient=True)
+
+
 class AnswerScreen:
     """Progress while the prompt runs, then the answer, piece by piece.
 
@@ -112,6 +159,7 @@ class AnswerScreen:
         self._lead = lead
         self._answered = False
         self._progress = None if console is None else TokenProgress(console)
+        self._index = None if console is None else IndexProgress(console)
 
     def __enter__(self) -> "AnswerScreen":
         if self._progress is not None:
@@ -124,8 +172,7 @@ class AnswerScreen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._stop()
         if self._out is not None and self._answered:
             self._out.write("\n")
             self._out.flush()
@@ -135,14 +182,24 @@ class AnswerScreen:
         if self._progress is not None:
             self._progress.update(done, total)
 
+    def on_index(self, share: float) -> None:
+        """For `LLM.generate(on_index=...)`."""
+        if self._progress is not None and self._index is not None:
+            self._progress.stop()
+            self._index.update(share)
+
+    def _stop(self) -> None:
+        for shown in (self._progress, self._index):
+            if shown is not None:
+                shown.stop()
+
     def on_text(self, row: int, piece: str) -> None:
         """For `LLM.generate(on_text=...)`; there is one prompt, hence one row."""
         assert row == 0, row
         if self._out is None:
             return
         if not self._answered:
-            if self._progress is not None:
-                self._progress.stop()
+            self._stop()
             self._out.write(self._lead)
             self._answered = True
         self._out.write(piece)
@@ -157,12 +214,15 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
     if memory.full_cache_bytes > memory.peak_bytes > 0:
         held += f", 1/{memory.full_cache_bytes / memory.peak_bytes:.1f} of the full cache"
     prefill_rate, decode_rate = report.prefill_tokens_per_s, report.decode_tokens_per_s
+    prefill = f"{prefill_rate:,.0f} tokens/s{mark}, {report.prefill_s:.1f} s"
+    if (index_s := report.stats.prefill.index_s) >= 0.1:
+        prefill += f", of them {index_s:.1f} s for its index"
     rows = {
         "policy": f"{report.policy}, exact" if report.exact else report.policy,
         "KV cache lies on": report.store,
         "full KV cache": format_bytes(memory.full_cache_bytes),
         "held in memory": held,
-        "prefill": f"{prefill_rate:,.0f} tokens/s{mark}, {report.prefill_s:.1f} s",
+        "prefill": prefill,
         "decode": "the only token came out of prefill",
     }
     if report.decode_tokens:

@@ -7,6 +7,7 @@ PenstockError
 │   ├── PromptError                  a prompt that cannot be run (empty, too long, unreadable)
 │   └── UnsupportedModelError        the model cannot work with a tiered cache, and why
 ├── ModelLoadError                   a model folder that is missing or cannot be read
+├── VerifierError                    what rates a search's candidates raised, or gave no ratings
 ├── StorageError(OSError)
 │   ├── StoreFullError               the disk has no room for the KV cache
 │   ├── AlignmentError               a direct I/O call that is not sector-aligned
@@ -51,6 +52,10 @@ class UnsupportedModelError(ConfigError):
 
 class ModelLoadError(PenstockError):
     """A model folder is missing, incomplete, or not a causal language model."""
+
+
+class VerifierError(PenstockError):
+    """The scorer of a search raised, or returned something other than a number per candidate."""
 
 
 class StorageError(PenstockError, OSError):

@@ -32,6 +32,8 @@ class PhaseStats:
     """Time that attention waited for reads."""
     predict_s: float = 0.0
     """Time in query prediction, scoring and selection."""
+    index_s: float = 0.0
+    """Time in which indexes were made from a whole prompt (clusters, codes)."""
     follow_s: float = 0.0
     """Time behind the attention in which an index took the output in and laid it out (DynaKV)."""
     adapt_s: float = 0.0

@@ -12,12 +12,15 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
 from penstock.generation.answer_watch import AnswerWatch, OnText
+from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
 from penstock.policies.base import SelectionPolicy
+from penstock.policies.tuned_config import TunedConfig
 
 OnProgress = Callable[[int, int], None]
 """Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
@@ -35,21 +38,29 @@ class LLM:
         model: "recall" (the bundled model), a model folder, a model that `load` returned, or a
             transformers model.
         tokenizer: only for a transformers model; without one, prompts are token ids.
-        policy: a name of `penstock.POLICIES` or a policy object.
+        policy: a name of `penstock.POLICIES` or a policy object; None for the config's pick, or
+            "kvswap" without a config. With a config, a name means that policy's own solution there,
+            and "auto" is the pick.
         memory: fast memory for the cache: bytes, "512MiB", a fraction of the full cache ("1/13"),
-            "auto", or None for as much as the full cache takes.
-        store: where the cache lies: "auto", a folder, "memory", or a simulated device.
+            "auto", or None for as much as the full cache takes. With a config, "auto" is the
+            config's budget for the batch.
+        store: where the cache lies: "auto", a folder, "memory", or a simulated device. With a
+            config, "auto" is the disk that it was tuned for.
         exact: attend to the whole past, streamed from the store; the tokens are those of the
             plain model at any budget.
-        adapter: path of a low-rank adapter that `penstock calibrate` made.
+        adapter: path of a low-rank adapter that `penstock calibrate` made; default: the config's,
+            else a shipped one.
         dtype: of weights and cache, when a model is loaded here; None as stored.
         device: where to load the model, "cpu" or "cuda".
         prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory.
+        config: what `penstock tune` found, or the path of its file. Each call to `generate` takes
+            the solution for its batch and length.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         UnsupportedModelError: it is no causal language model.
-        ConfigError: a setting is impossible.
+        ConfigError: a setting is impossible, or the config cannot be read or is another model's.
+        AdapterError: the adapter that the config names is not beside it.
     """
 
     def __init__(
@@ -57,7 +68,7 @@ class LLM:
         model: str | Path | LoadedModel | CausalLM = BUNDLED,
         *,
         tokenizer: Tokenizer | None = None,
-        policy: str | SelectionPolicy = "kvswap",
+        policy: str | SelectionPolicy | None = None,
         memory: int | float | str | None = "auto",
         store: str | Path = "auto",
         exact: bool = False,
@@ -65,9 +76,13 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         prefill_chunk_size: int = 1024,
+        config: TunedConfig | str | Path | None = None,
     ) -> None:
         if prefill_chunk_size < 1:
             raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
+        self._choices = CacheChoices.of(
+            policy=policy, memory=memory, store=store, adapter=adapter, config=config
+        )
         if isinstance(model, LoadedModel):
             self._loaded = model
         elif isinstance(model, str | Path):
@@ -75,11 +90,9 @@ class LLM:
         else:
             name = model.name_or_path or type(model).__name__
             self._loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name)
-        self._policy = policy
-        self._memory = memory
-        self._store = store
+        if self._choices.config is not None:
+            self._choices.config.check(fingerprint(self.model), self._loaded.name)
         self._exact = exact
-        self._adapter = adapter
         self._prefill_chunk_size = prefill_chunk_size
 
     @property
@@ -99,6 +112,7 @@ class LLM:
         *,
         on_text: OnText | None = None,
         on_progress: OnProgress | None = None,
+        on_index: Callable[[float], None] | None = None,
         tracer: Tracer | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all in one batch.
@@ -108,6 +122,8 @@ class LLM:
             sampling_params: None for the defaults of `SamplingParams`.
             on_text: called with each piece of an answer as soon as it is known.
             on_progress: called after each chunk of prefill.
+            on_index: called with the share of the prompt's index that is made, from 0 to 1, by
+                policies that make one when the whole prompt is in (clusters, codes).
             tracer: collects spans of compute and I/O.
 
         Returns:
@@ -115,6 +131,7 @@ class LLM:
 
         Raises:
             PromptError: a prompt is empty or does not fit the model.
+            ConfigError: the prompts are longer or more than what the config was tuned for.
             BudgetError: `memory` is too small for these prompts; says how much would do.
             UnsupportedModelError: the model's attention cannot work with a tiered cache.
             StorageError: the store cannot be used, is full, or failed.
@@ -136,23 +153,26 @@ class LLM:
             end_token_ids=end_token_ids,
             on_text=on_text,
         )
-        total = batch.padded_tokens
+        total, most = batch.padded_tokens, batch.padded_tokens + params.max_tokens
+        choices = self._choices.for_batch(len(batch.token_ids), most)
         cache = TieredCache(
             self.model,
-            policy=self._policy,
-            memory=self._memory,
-            store=self._store,
-            max_tokens=total + params.max_tokens,
+            policy=choices.policy,
+            memory=choices.memory,
+            store=choices.store,
+            max_tokens=most,
             batch_size=len(batch.token_ids),
             exact=self._exact,
-            adapter=self._adapter,
+            adapter=choices.adapter,
             tracer=tracer,
             progress=None if on_progress is None else lambda done: on_progress(done, total),
+            prompt_tokens=total,
+            index_progress=on_index,
         )
         with cache:
             started_s = time.perf_counter()
             self._run(batch, params, config, watch, cache)
-            report = self._report(batch, watch, cache, started_s)
+            report = self._report(batch, watch, cache, started_s, choices.notices)
         return _outputs(batch, watch, report)
 
     def _run(
@@ -198,7 +218,12 @@ class LLM:
         return config, end_token_ids
 
     def _report(
-        self, batch: PromptBatch, watch: AnswerWatch, cache: TieredCache, started_s: float
+        self,
+        batch: PromptBatch,
+        watch: AnswerWatch,
+        cache: TieredCache,
+        started_s: float,
+        notices: tuple[str, ...],
     ) -> RunReport:
         new_tokens = sum(len(ids) for ids in watch.token_ids)
         return RunReport(
@@ -213,7 +238,7 @@ class LLM:
             memory=cache.report(),
             store=cache.store_description,
             simulated=cache.simulated,
-            notices=tuple(cache.notices),
+            notices=(*notices, *cache.notices),
         )
 
 

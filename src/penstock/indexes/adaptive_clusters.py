@@ -76,6 +76,7 @@ class AdaptiveClusters:
         self, *, rows: int, dim: int, max_tokens: int, max_clusters: int, tokens_per_cluster: int,
         buffer_entries: int = 16, update: UpdateRule = "adaptive", recluster_tokens: int = 320,
         threshold_quantile: float = 0.9, threshold_factor: float = 1.0, seed: int = 0,
+        centroids: NDArray[np.float32] | None = None,
     ) -> None:  # fmt: skip
         """Allocate everything; nothing grows later.
 
@@ -85,6 +86,8 @@ class AdaptiveClusters:
             buffer_entries: B_max; buffered entries of all rows at which clusters are loaded.
             recluster_tokens: for "local" alone; at least `tokens_per_cluster`.
             threshold_quantile: of the initial variances, by size; from 0 to 1.
+            centroids: memory that is shared; it holds these whenever they are wanted, and no copy
+                of them is kept. [rows, max_clusters, dim]
         """
         assert buffer_entries >= 1
         assert max_clusters >= 1
@@ -95,12 +98,12 @@ class AdaptiveClusters:
         self._recluster_tokens = recluster_tokens
         self._buffer_entries = buffer_entries
         self._quantile, self._factor = threshold_quantile, threshold_factor
-        self.statistics = ClusterStatistics(rows, max_clusters, dim)
+        self.statistics = ClusterStatistics(rows, max_clusters, dim, centroids)
         self.entries = ClusterMembers(rows, max_tokens, max_clusters)
         self.thresholds = np.zeros(rows, dtype=np.float32)
         """tau of each row; may be changed between steps, in place. [rows]"""
         self.num_splits, self.num_loaded, self.unsplit = 0, 0, 0
-        self._scan = CentroidScan(self.statistics.centroids)
+        self._scan = CentroidScan(self.statistics.centroids, copies=centroids is None)
         parts = (self.statistics, self.entries, self._scan)
         self._step = ClusterStep(*parts, self.thresholds, update)
         waiting = recluster_tokens if update == "local" else 0
@@ -110,13 +113,14 @@ class AdaptiveClusters:
     @staticmethod
     def num_bytes(
         *, rows: int, dim: int, max_tokens: int, max_clusters: int,
-        update: UpdateRule = "adaptive", recluster_tokens: int = 320,
+        update: UpdateRule = "adaptive", recluster_tokens: int = 320, centroids: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of a partition of this size, for the ledger."""
+        """Bytes of a partition of this size, for the ledger, with its centroids or without."""
         waiting = 4 * rows * dim * (recluster_tokens if update == "local" else 0)
         tables = ClusterMembers.num_bytes(rows, max_tokens, max_clusters) + 4 * rows
-        held = ClusterStatistics.num_bytes(rows, max_clusters, dim)
-        return waiting + tables + held + CentroidScan.num_bytes(rows, max_clusters, dim)
+        size = (rows, max_clusters, dim)
+        held = ClusterStatistics.num_bytes(*size, centroids=centroids)
+        return waiting + tables + held + CentroidScan.num_bytes(*size, copies=centroids)
 
     @staticmethod
     def scratch_bytes(*, dim: int, tokens: int, tokens_per_cluster: int) -> int:

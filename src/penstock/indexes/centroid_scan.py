@@ -34,11 +34,12 @@ class CentroidScan:
     once (`begin`): keys share a large mean, and few components are much wider than the rest.
     """
 
-    def __init__(self, centroids: Float32Array) -> None:
+    def __init__(self, centroids: Float32Array, *, copies: bool = True) -> None:
         """Allocate; nothing is found before `begin`.
 
         Args:
             centroids: read again in each call, never written. [rows, capacity, dim]
+            copies: keep the 8-bit copy; without it, the products are those of the centroids.
         """
         rows, capacity, dim = centroids.shape
         self._centroids = centroids
@@ -49,7 +50,7 @@ class CentroidScan:
         padded = _up(capacity, 2 * LANES)
         self._half_squares = np.full((rows, padded), np.inf, dtype=np.float32)
         self._largest = np.zeros(rows, dtype=np.float32)
-        self._copy = kernel("copy_centroids")
+        self._copy = kernel("copy_centroids") if copies else None
         self.is_compiled = self._copy is not None
         self.table = np.zeros(0, dtype=np.int64)
         """What the kernels take as `struct scan`."""
@@ -72,11 +73,11 @@ class CentroidScan:
         self.table = np.array([*sizes, *(address(array) for array in arrays)])
 
     @staticmethod
-    def num_bytes(rows: int, capacity: int, dim: int) -> int:
+    def num_bytes(rows: int, capacity: int, dim: int, *, copies: bool = True) -> int:
         """Bytes of the copy and of what is computed with it, for the ledger."""
         padded, width = _up(capacity, 2 * LANES), _up(dim, LANES)
         held = rows * (8 * dim + 4 * padded + 4)
-        if kernel("copy_centroids") is None:
+        if not copies or kernel("copy_centroids") is None:
             return held
         return held + rows * (padded * (width + 8) + 2 * width + 8)
 

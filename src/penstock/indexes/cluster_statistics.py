@@ -50,10 +50,20 @@ class ClusterStatistics:
     over the components, divided by the size (not by the size less one).
     """
 
-    def __init__(self, rows: int, capacity: int, dim: int) -> None:
+    def __init__(
+        self, rows: int, capacity: int, dim: int, centroids: Float32Array | None = None
+    ) -> None:
+        """Allocate.
+
+        Args:
+            centroids: memory for them that is somebody else's, and holds them when they are wanted.
+                [rows, capacity, dim]
+        """
         self.sizes = np.zeros((rows, capacity), dtype=np.int32)
         """[rows, capacity]"""
-        self.centroids = np.zeros((rows, capacity, dim), dtype=np.float32)
+        if centroids is None:
+            centroids = np.zeros((rows, capacity, dim), dtype=np.float32)
+        self.centroids = centroids
         """[rows, capacity, dim]"""
         self._flat = self.centroids.reshape(-1, dim)
         self.deviations = np.zeros((rows, capacity), dtype=np.float32)
@@ -64,9 +74,9 @@ class ClusterStatistics:
         """Numbers without a cluster. [rows]"""
 
     @staticmethod
-    def num_bytes(rows: int, capacity: int, dim: int) -> int:
-        """Bytes of the statistics, for the ledger."""
-        return rows * (capacity * (4 * dim + 8) + 16)
+    def num_bytes(rows: int, capacity: int, dim: int, *, centroids: bool = True) -> int:
+        """Bytes of the statistics, for the ledger, with the centroids or without."""
+        return rows * (capacity * (4 * dim * centroids + 8) + 16)
 
     @property
     def num_clusters(self) -> int:

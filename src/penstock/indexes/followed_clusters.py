@@ -30,6 +30,8 @@ class ClusterSizes:
     recluster_tokens: int
     threshold_quantile: float
     threshold_factor: float
+    on_flash: bool = False
+    """Whether the representatives are in memory that layers share, while a layer needs them."""
 
     def capacity(self, max_tokens: int) -> int:
         """Clusters of a row: splits make them smaller than those of the prompt."""
@@ -55,13 +57,15 @@ class FollowedClusters(KeyIndex):
 
     def __init__(
         self, shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int, scaling: float,
-        seed: int = 0,
+        seed: int = 0, centroids: NDArray[np.float32] | None = None,
     ) -> None:  # fmt: skip
         """Allocate; nothing grows later.
 
         Args:
             shape: of a row.
             batch: rows.
+            centroids: memory for the representatives with `sizes.on_flash`; it holds these whenever
+                something is selected or taken in. [batch, capacity, head_dim]
         """
         assert shape.num_kv_heads == 1, "one KV head a row"
         self.sizes, self._scaling = sizes, scaling
@@ -71,7 +75,7 @@ class FollowedClusters(KeyIndex):
             tokens_per_cluster=sizes.tokens_per_cluster, buffer_entries=sizes.buffer_entries,
             update=sizes.update, recluster_tokens=sizes.recluster_tokens,
             threshold_quantile=sizes.threshold_quantile, threshold_factor=sizes.threshold_factor,
-            seed=seed,
+            seed=seed, centroids=centroids,
         )  # fmt: skip
         self.base = 0
         """Cache position of the first token that is in a cluster."""
@@ -86,12 +90,12 @@ class FollowedClusters(KeyIndex):
 
     @staticmethod
     def num_bytes(shape: KVShape, sizes: ClusterSizes, *, batch: int, max_tokens: int) -> int:
-        """Bytes of one layer's index, for the ledger."""
+        """Bytes of one layer's index, for the ledger; without what layers share."""
         queries = batch * shape.num_query_heads * PROMPT_QUERIES * shape.head_dim
         return queries * shape.dtype.itemsize + AdaptiveClusters.num_bytes(
             rows=batch, dim=shape.head_dim, max_tokens=max_tokens,
             max_clusters=sizes.capacity(max_tokens), update=sizes.update,
-            recluster_tokens=sizes.recluster_tokens,
+            recluster_tokens=sizes.recluster_tokens, centroids=not sizes.on_flash,
         )  # fmt: skip
 
     @staticmethod
@@ -207,6 +211,9 @@ class FollowedClusters(KeyIndex):
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, FollowedClusters)
+        if other.sizes != self.sizes:  # another batch has left less memory for them
+            self.forget()
+            return
         at = rows.cpu().numpy()
         self._ready, self.base = other._ready, other.base
         self.whole = other.whole[at].copy()

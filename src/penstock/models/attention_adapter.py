@@ -17,6 +17,7 @@ IMPLEMENTATION = "penstock"
 """The name under which transformers knows our attention; additive, nothing is replaced."""
 
 _HANDLE = "_penstock_layer"
+_UNMASKED = "_penstock_unmasked"
 _PROBE = "_penstock_probe"
 _USERS = "_penstock_users"
 
@@ -63,9 +64,17 @@ class LazyMask:
         return mask
 
 
-def mark_keys(keys: Tensor, attend: Callable[[AttentionCall], Tensor]) -> None:
-    """Tell the attention function that gets these keys to call `attend`."""
+def mark_keys(
+    keys: Tensor, attend: Callable[[AttentionCall], Tensor], *, unmasked: bool = False
+) -> None:
+    """Tell the attention function that gets these keys to call `attend`.
+
+    Args:
+        unmasked: whoever attends knows what each query sees (nothing is padded, and windows are
+            its own business); the mask is not looked at.
+    """
     setattr(keys, _HANDLE, attend)
+    setattr(keys, _UNMASKED, unmasked)
 
 
 def mark_probe(keys: Tensor) -> None:
@@ -107,7 +116,9 @@ def penstock_attention(
         raise UnsupportedModelError(
             "a 4D attention mask was given; Penstock takes the 2D padding mask of generate()"
         )
-    visible = attention_mask.padding if attention_mask is not None else None
+    visible = None
+    if attention_mask is not None and not getattr(key, _UNMASKED):
+        visible = attention_mask.padding
     with torch.no_grad():
         call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
         return attend(call), None

@@ -110,6 +110,7 @@ class TieredCache(Cache):  # type: ignore[misc]
     """
 
     _open = False
+    _awaited: int | None = None
     _attachment: Attachment | None = None
     _hooks: PrefetchHooks | None = None
     _decoder: GraphDecoder | None = None
@@ -128,6 +129,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         cuda_graphs: bool = True,
         tracer: Tracer | None = None,
         progress: Callable[[int], None] | None = None,
+        prompt_tokens: int | None = None,
+        index_progress: Callable[[float], None] | None = None,
     ) -> None:
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -149,6 +152,9 @@ class TieredCache(Cache):  # type: ignore[misc]
             cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
             progress: called with the tokens cached so far after every prefill chunk.
+            prompt_tokens: of a row, with padding, where known: what is indexed as a whole is then
+                indexed behind the last chunk, and not in the first decode step.
+            index_progress: called with the share of that work that is done, from 0 to 1.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -168,15 +174,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         late, full = true_query_layers(chosen, basis), shape.kv.full_cache_bytes
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
-            limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device),
-            exact=exact, adapter=None if basis is None else basis.layers, true_query_layers=late,
-            predictor_bytes=predictor_bytes(model, shape, chosen, late), device=device,
-            tracer=tracer, progress=progress, rotary=rotary_of(model),
-            device_tier=serves_device_tier(str(store), chosen, device, exact=exact),
+            limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
+            adapter=None if basis is None else basis.layers, true_query_layers=late, device=device,
+            predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
+            device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
+            progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
-        self._awaited: int | None = None
         super().__init__(layers=self._make_layers(shape))
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         self._open = True

@@ -11,8 +11,10 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
+    OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     StaticCache,
 )
@@ -52,6 +54,30 @@ def _qwen3_8b(positions: int) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _opt_125m(positions: int) -> PretrainedConfig:
+    return OPTConfig(
+        hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12,
+        vocab_size=50272, max_position_embeddings=max(2048, positions),
+    )  # fmt: skip
+
+
+def _opt_6_7b(positions: int) -> PretrainedConfig:
+    return OPTConfig(
+        hidden_size=4096, ffn_dim=16384, num_hidden_layers=32, num_attention_heads=32,
+        vocab_size=50272, word_embed_proj_dim=4096, max_position_embeddings=max(2048, positions),
+    )  # fmt: skip
+
+
+def _qwen_7b(positions: int) -> PretrainedConfig:
+    """Every head has keys and values of its own; as Qwen1.5-7B, which transformers reads as Qwen2
+    and whose KV is that of Qwen-7B."""
+    return Qwen2Config(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=151936, tie_word_embeddings=False,
+        max_position_embeddings=max(32768, positions),
+    )  # fmt: skip
+
+
 def _tiny(positions: int) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -65,6 +91,9 @@ ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyTyp
         "qwen3-0.6b": _qwen3,
         "qwen3-8b": _qwen3_8b,
         "llama-3.1-8b": _llama,
+        "opt-125m": _opt_125m,
+        "opt-6.7b": _opt_6_7b,
+        "qwen-7b": _qwen_7b,
         "tiny": _tiny,
     }
 )

@@ -218,8 +218,6 @@ class Server:
         with contextlib.suppress(OSError):  # the other side has gone
             while (received := reader.receive()) is not None:
                 request, message = received
-                if isinstance(message, protocol.Stop):
-                    return
                 start = time.perf_counter_ns()
                 try:
                     waits = self._carry_out(request, message)

@@ -191,13 +191,6 @@ class Normalise(Message):
     area: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop(Message):
-    """End; the files stay with whoever holds them too."""
-
-    KIND: ClassVar[int] = 9
-
-
 # From the device to the cache ------------------------------------------------------------------
 
 
@@ -245,7 +238,7 @@ class Block(Message):
 
 
 _MESSAGES: tuple[type[Message], ...] = (
-    Configure, Reserve, Write, Read, Sync, Map, Score, Normalise, Stop, Ready, Done, Failed, Logits,
+    Configure, Reserve, Write, Read, Sync, Map, Score, Normalise, Ready, Done, Failed, Logits,
     Block,
 )  # fmt: skip
 _KINDS = {message.KIND: message for message in _MESSAGES}

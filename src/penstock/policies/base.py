@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.choices import Choice
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -45,6 +46,9 @@ class IndexRequest:
     """KV heads of a sequence, when each is a row of its own (`SelectionPolicy.per_head`)."""
     rotary: Rotary | None = None
     """The model's rotary embedding, when it is known."""
+    centroids: NDArray[np.float32] | None = None
+    """Memory for the layer's cluster representatives that other layers use too (DynaKV).
+    [batch, clusters, head_dim]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,8 @@ class SelectionPolicy(ABC):
     """True for methods that want a low-rank adapter."""
     device_tier: ClassVar[bool] = False
     """True for methods that the device tier runs (`store="host"`)."""
+    choices: ClassVar[tuple[Choice, ...]] = ()
+    """Fields whose values a search may choose among (`policies/search_space.py`)."""
 
     @abstractmethod
     def plan(self, request: SizingRequest) -> "tuple[SelectionPolicy, SlotPlan]":
@@ -74,6 +80,12 @@ class SelectionPolicy(ABC):
         Raises:
             BudgetError: the budget is too small; names the smallest that would do.
         """
+
+    @property
+    def repeats_another(self) -> bool:
+        """Whether another combination of `choices` means the same, so that a search can leave this
+        one out."""
+        return False
 
     @property
     def whole_layers(self) -> int:

@@ -1,12 +1,14 @@
 """DynaKV: clusters that follow the decode, laid out for flash. Source: DynaKV, whole."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
@@ -15,8 +17,9 @@ from penstock.indexes.adaptive_clusters import AdaptiveClusters, UpdateRule
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import ClusterSizes, FollowedClusters
 from penstock.policies.base import IndexRequest, SelectionPolicy
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 from penstock.policies.sizing import largest_plan
+from penstock.storage.representative_file import RepresentativeBuffer
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.cluster_aligned import UPDATED_SHARE, ClusterAligned
 
@@ -29,6 +32,10 @@ WRITE_BUFFERS = (64, 16)
 """Clusters of a layer with a write buffer, best first."""
 UPDATES = ("adaptive", "static", "local")
 LAYOUTS = ("clusters", "tokens")
+REPRESENTATIVES = ("auto", "memory", "flash")
+SHARED_BUFFERS = 2
+"""Layers whose representatives are in memory at once where they come from the store: the one that
+computes, and the next one's are on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +50,10 @@ class DynaKV(BaselinePolicy):
 
     Differences: the paper names neither the size of a cluster, the thresholds nor a window; here 16
     tokens, a quantile of the prompt's own variances (`threshold_quantile`), and the sinks and the
-    window that all methods of this engine have. The representatives and each layer's slots stay in
-    memory unless `virtual`; the representatives do even then (the paper reads them from flash
-    behind the Q projection). More is stated at the parts: `AdaptiveClusters`, `FollowedClusters`,
-    `ClusterLayout`, `PooledClusters`, `ClusterAligned`.
+    window that all methods of this engine have. Both pipelines of section 6.1 are options:
+    `representatives` from flash where memory is short, and `virtual` slots. More is stated at the
+    parts: `AdaptiveClusters`, `FollowedClusters`, `LayerRepresentatives`, `ClusterLayout`,
+    `PooledClusters`, `ClusterAligned`.
 
     `update` and `layout` make the methods that the paper compares with on the same engine: `static`
     as it describes PQCache, `local` as ClusterKV, `tokens_per_cluster=1` retrieval without clusters
@@ -77,16 +84,26 @@ class DynaKV(BaselinePolicy):
     virtual: bool = False
     """Two pools of slots serve all layers, and while one layer attends, the next one's are filled
     with what they held when it was there last (section 6.1)."""
+    representatives: str = "auto"
+    """Where the clusters' centroids are: "memory", or "flash", from where each layer's are read
+    behind the layer before, into memory that all layers share (section 6.1); "auto": on flash
+    where the index would not fit otherwise."""
     gap_bytes: int = 0
     """Two clusters are read as one where at most so much lies between them."""
     write_buffers: int | None = None
     """Clusters of a layer whose last sector is kept in memory until it is full; None: 64, or 16
     where the budget is tight."""
 
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("tokens_per_cluster", (None, 16, 32, 64, 128), "tokens of a cluster at first"),
+        SELECTED,
+    )
+
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         for name, value, known in (
             ("update", self.update, UPDATES), ("layout", self.layout, LAYOUTS),
+            ("representatives", self.representatives, REPRESENTATIVES),
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{name}={value} is none of {', '.join(known)}")
@@ -112,11 +129,20 @@ class DynaKV(BaselinePolicy):
             raise ConfigError("virtual=true reads clusters ahead: give layout=clusters")
         if self.update == "local" and self.layout == "clusters":
             raise ConfigError("update=local clusters the newest tokens anew: give layout=tokens")
+        if self.update == "local" and self.representatives == "flash":
+            raise ConfigError(
+                "update=local makes many clusters at once: give representatives=memory"
+            )
 
     @property
     def lays_out(self) -> bool:
         """See `SelectionPolicy.lays_out`."""
         return self.layout == "clusters"
+
+    @property
+    def files_per_layer(self) -> int:
+        """Files of the store: tokens in their order, clusters, and the clusters' centroids."""
+        return 1 + self.lays_out + (self.representatives != "memory")
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -126,11 +152,15 @@ class DynaKV(BaselinePolicy):
         wanted: tuple[int, ...] = TOKENS_PER_CLUSTER
         if self.tokens_per_cluster is not None:
             wanted = (self.tokens_per_cluster,)
-        for tokens in wanted:
-            if self.update == "local" and tokens > self.recluster_tokens:
-                break
-            for buffers in WRITE_BUFFERS if self.write_buffers is None else (self.write_buffers,):
-                policy = replace(self, tokens_per_cluster=tokens, write_buffers=buffers)
+        places: tuple[str, ...] = (self.representatives,)
+        if self.representatives == "auto":
+            places = ("memory",) if self.update == "local" else ("memory", "flash")
+        buffers = WRITE_BUFFERS if self.write_buffers is None else (self.write_buffers,)
+        for tokens, place, count in product(wanted, places, buffers):
+            if self.update != "local" or tokens <= self.recluster_tokens:
+                policy = replace(
+                    self, tokens_per_cluster=tokens, representatives=place, write_buffers=count
+                )
                 out.append((policy, policy._size(request)))
         return out
 
@@ -140,13 +170,21 @@ class DynaKV(BaselinePolicy):
         held = FollowedClusters.num_bytes(shape, sizes, **size)
         held += 4 * request.batch * sizes.capacity(request.max_tokens)  # when each was updated
         scratch = FollowedClusters.scratch_bytes(shape, sizes, **size)
+        shared = self.representative_bytes(request) if sizes.on_flash else 0
         fit = request.max_tokens * shape.token_bytes + AdaptiveClusters.scratch_bytes(
             dim=shape.head_dim, tokens=request.max_tokens,
             tokens_per_cluster=sizes.tokens_per_cluster,
         )  # fmt: skip
         if self.lays_out:
             held += self.layout_bytes(request)
-        return IndexSize(held, max(scratch, fit))
+        return IndexSize(held, max(scratch, fit) + shared)
+
+    def representative_bytes(self, request: SizingRequest) -> int:
+        """Bytes of the buffers that all layers' representatives pass through."""
+        shape, capacity = request.shape, self.cluster_sizes.capacity(request.max_tokens)
+        return min(SHARED_BUFFERS, shape.num_layers) * RepresentativeBuffer.num_bytes(
+            request.batch, capacity, shape.head_dim, request.sector_bytes
+        )
 
     @property
     def _sharing(self) -> tuple[bool, ...]:
@@ -196,6 +234,7 @@ class DynaKV(BaselinePolicy):
             tokens_per_cluster=self.tokens_per_cluster, update=self.update,
             buffer_entries=self.buffer_entries, recluster_tokens=self.recluster_tokens,
             threshold_quantile=self.threshold_quantile, threshold_factor=self.threshold_factor,
+            on_flash=self.representatives == "flash",
         )  # fmt: skip
 
     # Selection --------------------------------------------------------------------------------
@@ -204,7 +243,7 @@ class DynaKV(BaselinePolicy):
         """See `SelectionPolicy.make_index`."""
         return FollowedClusters(
             request.shape, self.cluster_sizes, batch=request.batch,
-            max_tokens=request.max_groups, scaling=request.scaling,
+            max_tokens=request.max_groups, scaling=request.scaling, centroids=request.centroids,
         )  # fmt: skip
 
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:

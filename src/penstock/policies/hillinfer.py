@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -76,6 +77,11 @@ class HillInfer(BaselinePolicy):
     """Tokens of a score block."""
     timeout_s: float = 10.0
     """Most seconds to wait for a device before it is given up."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("alpha", (None, 0.2, 0.15, 0.1, 0.05), "share of the context that a step selects"),
+        Choice("bits", (8, 4), "bits of the keys that cold tokens are scored by"),
+    )
 
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
@@ -61,6 +62,15 @@ class KVSwap(SelectionPolicy):
     """Layers whose predicted query was less similar to the true one at calibration wait for the
     true one."""
 
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
+        Choice("selected_tokens", (800, 400, 200), "tokens that a step selects, the paper's MG"),
+        Choice("reuse_tokens", (1600, 800, None, 0), "tokens kept from step to step, as C"),
+        Choice("rank", (None, 64, 48, 32), "components of the index per token"),
+        Choice("index_bits", (None, 8, 4), "bits of a component"),
+    )
+    """Rank and bits are chosen together, or both left to the plan."""
+
     def __post_init__(self) -> None:
         if self.group_tokens < 1:
             raise ConfigError(f"group_tokens={self.group_tokens} must be at least 1")
@@ -75,6 +85,13 @@ class KVSwap(SelectionPolicy):
             raise ConfigError(f"index_bits={self.index_bits} must be 16, 8 or 4")
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
+
+    @property
+    def repeats_another(self) -> bool:
+        """See `SelectionPolicy.repeats_another`: slots that a selection fills are what None is."""
+        selected = self.selected_tokens or PAPER_SELECTED_TOKENS
+        one_selection = 0 < (self.reuse_tokens or 0) <= selected
+        return one_selection or (self.rank is None) != (self.index_bits is None)
 
     @property
     def predicts(self) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -16,7 +17,7 @@ from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits, Dev
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.semantic_units import SemanticUnitsIndex, UnitSizes
 from penstock.policies.base import IndexRequest, SelectionPolicy
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 from penstock.policies.sizing import resident_plan
 
 CLUSTER_TOKENS = 16
@@ -92,6 +93,11 @@ class LouisKV(BaselinePolicy):
     """The paper's W: newest tokens that are always attended to."""
     sink_tokens: int = 64
     """The paper's S: first tokens of the sequence that are always attended to."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("tau", (0.95, 0.85, 0.7), "similarity of queries below which a step retrieves"),
+        SELECTED,
+    )
 
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)

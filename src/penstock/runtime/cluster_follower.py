@@ -13,9 +13,11 @@ from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.runtime.cluster_layout import ClusterLayout
 from penstock.runtime.layer_cache import LayerSetup
+from penstock.runtime.layer_representatives import LayerRepresentatives
 from penstock.runtime.slot_transfer import SlotTransfer
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import ByteArray, Int64Array
+from penstock.storage.representative_file import Written
 from penstock.tiers.pool import TokenPool
 from penstock.tiers.rolling_window import RollingWindow
 from penstock.tiers.slot_table import SlotTable
@@ -40,16 +42,20 @@ class ClusterFollower:
     """
 
     def __init__(
-        self, index: KeyIndex, layout: ClusterLayout | None, *, setup: LayerSetup,
-        pool: TokenPool, window: RollingWindow, transfer: SlotTransfer,
+        self, index: KeyIndex, layout: ClusterLayout | None,
+        representatives: LayerRepresentatives | None, *, setup: LayerSetup, pool: TokenPool,
+        window: RollingWindow, transfer: SlotTransfer,
     ) -> None:  # fmt: skip
         """For one layer.
 
         Args:
             index: the layer's; its core is `FollowedClusters`.
+            representatives: are told of what changed; None where they stay in memory.
         """
         assert isinstance(index.core, FollowedClusters)
         self._index, self._followed, self._layout = index, index.core, layout
+        self._representatives = representatives
+        self._changed: set[tuple[int, int]] = set()
         self._setup, self._pool, self._window, self._transfer = setup, pool, window, transfer
         self.updated_at = np.zeros(self._followed.whole.shape, dtype=np.int32)
         """Position of the token that each cluster was appended to or split at last; 0 for never.
@@ -84,6 +90,8 @@ class ClusterFollower:
         self._adapt_s = time.perf_counter() - begun
         labels, rows = self._followed.labels[:, 0], np.arange(len(entries))
         self.updated_at[rows, np.maximum(labels, ~labels)] = position
+        if clusters.update == "adaptive":
+            self._changed.update((row, c) for row, c in enumerate(labels.tolist()) if c >= 0)
         if layout is not None:
             layout.append(position - self._followed.base, labels, entries)
         for at in clusters.due(self._followed.whole):
@@ -91,15 +99,25 @@ class ClusterFollower:
         for at in clusters.overfull():
             clusters.num_loaded += 1
             self._split(*at, position, table, length)
-        done = Followed(time.perf_counter() - start, self._adapt_s)
+        written = self._write_changed()
+        done = Followed(
+            time.perf_counter() - start, self._adapt_s, written.writes, written.num_bytes
+        )
         if layout is None or before is None:
             return done
         now = layout.counters
         return done._replace(
-            writes=now.num_writes - before.num_writes,
-            written_bytes=now.written_bytes - before.written_bytes,
+            writes=done.writes + now.num_writes - before.num_writes,
+            written_bytes=done.written_bytes + now.written_bytes - before.written_bytes,
             read_bytes=now.reread_bytes - before.reread_bytes + now.read_bytes - before.read_bytes,
         )
+
+    def _write_changed(self) -> Written:
+        """Write the representatives that this step has changed."""
+        changed, self._changed = self._changed, set()
+        if self._representatives is None or not changed:
+            return Written(0, 0)
+        return self._representatives.write(changed)
 
     def _split(self, row: int, cluster: int, position: int, table: SlotTable, length: int) -> None:
         clusters, layout = self._followed.clusters, self._live
@@ -114,8 +132,10 @@ class ClusterFollower:
         if layout is not None:
             layout.split(row, cluster, done.child, done.moves, positions, entries)
         self.updated_at[row, cluster] = position
+        self._changed.add((row, cluster))
         if done.child >= 0:
             self.updated_at[row, done.child] = position
+            self._changed.add((row, done.child))
 
     # Entries ----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from penstock.runtime.cluster_follower import ClusterFollower, Followed
 from penstock.runtime.cluster_layout import ClusterFetch, ClusterLayout, Wanted
 from penstock.runtime.fetch_plan import FetchPlan
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.layer_representatives import LayerRepresentatives
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -63,12 +64,19 @@ class ClusterLayer(RetrievalLayer):
     def __init__(
         self, layer_idx: int, setup: LayerSetup, pool_memory: PoolMemory, policy: SelectionPolicy,
         index: KeyIndex, layout: ClusterLayout | None, buffers: ClusterBuffers | None,
+        representatives: LayerRepresentatives | None = None,
     ) -> None:  # fmt: skip
+        """Make the layer.
+
+        Args:
+            representatives: brings those of the index where they are not in memory of its own.
+        """
         super().__init__(layer_idx, setup, pool_memory, policy, index, None)
         assert isinstance(index.core, FollowedClusters)
         self.followed = index.core
         """The index, without what a benchmark may have laid over it."""
         self._layout, self._buffers = layout, buffers
+        self.representatives = representatives
         self._prefetched: PendingRead | None = None
         self.following_layer: ClusterLayer | None = None
         """Whose slots are filled while this layer attends (`DynaKV.virtual`)."""
@@ -77,8 +85,9 @@ class ClusterLayer(RetrievalLayer):
         self._new: int | None = None
         self._following: Future[Followed] | None = None
         self.follower = ClusterFollower(
-            index, layout, setup=setup, pool=self.pool, window=self.window, transfer=self.transfer
-        )
+            index, layout, representatives, setup=setup, pool=self.pool, window=self.window,
+            transfer=self.transfer,
+        )  # fmt: skip
 
     # A step -----------------------------------------------------------------------------------
 
@@ -87,6 +96,8 @@ class ClusterLayer(RetrievalLayer):
         self._settle()
         if self.former_layer is not None:
             self.former_layer._settle()
+        if self.representatives is not None:
+            self.representatives.need()
         super().begin(query)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -96,6 +107,8 @@ class ClusterLayer(RetrievalLayer):
         if self._new is not None and self.index.ready:
             self._follow(self._new)
         self._new = None
+        if self.representatives is not None:
+            self.representatives.ask_ahead(followed=True)
         return out
 
     def _follow(self, position: int) -> None:
@@ -155,7 +168,10 @@ class ClusterLayer(RetrievalLayer):
         return self._prefetched is not None
 
     def slots_landed(self) -> None:
-        """See `RetrievalLayer.slots_landed`: the next layer's slots are filled."""
+        """See `RetrievalLayer.slots_landed`: the next layer's slots are filled, and what its
+        clusters are ranked by comes."""
+        if self.representatives is not None:
+            self.representatives.ask_ahead(followed=False)
         if self.following_layer is not None:
             self.following_layer.prefetch()
 
@@ -263,24 +279,26 @@ class ClusterLayer(RetrievalLayer):
 
     # The prompt -------------------------------------------------------------------------------
 
-    def ensure_index(self, query: Tensor) -> None:
+    def ensure_index(self) -> bool:
         """See `RetrievalLayer.ensure_index`: clusters every row, and lays it out."""
         base, end = self._lowest_unit, self.length
-        if self.index.ready or end <= base:
-            return
+        if end <= base:
+            return False
         start = time.perf_counter_ns()
         self.drain()
         self.forget_slots()
-        self.followed.see_queries(
-            query[:, :, None] if self._prompt_queries is None else self._prompt_queries
-        )
-        self._prompt_queries = None
+        if self._prompt_queries is not None:
+            self.followed.see_queries(self._prompt_queries)
+            self._prompt_queries = None
         self.followed.begin_fit(base, end - base)
-        layout = self._layout
+        layout, representatives = self._layout, self.representatives
         if layout is not None:
             layout.clear()
-        rows = len(query)
+        if representatives is not None:
+            representatives.take_over()
+        rows = self.setup.plan.batch
         for row in range(rows):
+            self.setup.indexing.tell(self.layer_idx, row / rows)
             entries = self._row_entries(row, base, end)
             self.followed.fit_row(row, self.follower.keys_of(entries))
             if layout is not None:
@@ -288,12 +306,15 @@ class ClusterLayer(RetrievalLayer):
                 layout.place_row(row, entries, budget, scaling)
         self.followed.end_fit()
         self.index.fitted(end)
+        if representatives is not None:
+            representatives.write_all()
         if layout is not None:
             layout.live = True
         self.follower.begin()
         if self.setup.tracer is not None:
             now = time.perf_counter_ns()
             self.setup.tracer.add("cluster the prompt", "select", start, now, layer=self.layer_idx)
+        return True
 
     def _row_entries(self, row: int, first: int, end: int) -> ByteArray:
         """All tokens of a row, through its slots. uint8 [tokens, entry_bytes]"""
@@ -334,7 +355,13 @@ class ClusterLayer(RetrievalLayer):
         assert isinstance(other, ClusterLayer)
         other._settle()
         self._settle()
+        if other.representatives is not None:
+            other.representatives.need()
+        if self.representatives is not None and other is not self:
+            self.representatives.take_over()
         super().take_rows_from(other, rows)
+        if self.representatives is not None and self.index.ready:
+            self.representatives.write_all()
         self._give_up_layout()
         self.follower.begin()
 

@@ -15,6 +15,7 @@ from penstock.core.stats import PhaseStats, RunStats
 from penstock.core.trace import Tracer
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.runtime.attention_call import AttentionCall, AttentionSum, additive_mask
+from penstock.runtime.prompt_indexing import PromptIndexing
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
 from penstock.runtime.unit_map import UnitMap
 from penstock.runtime.writer import Writer
@@ -39,6 +40,7 @@ class LayerSetup:
     device: torch.device
     stats: RunStats
     tracer: Tracer | None
+    indexing: PromptIndexing
     rows_per_sequence: int = 1
     phase: PhaseStats = field(default_factory=PhaseStats)
     """Counters of the forward pass under way."""

@@ -1,5 +1,7 @@
 """make_layers() and resident_layers(): the layers that a plan asks for, with their memory."""
 
+from dataclasses import replace
+
 import torch
 
 from penstock.core.shape import KVShape
@@ -10,7 +12,7 @@ from penstock.near_storage.near_index import NearIndex
 from penstock.near_storage.near_store import NearStore
 from penstock.near_storage.scorer import LocalScorer, Scorer
 from penstock.policies.base import IndexRequest, SelectionPolicy
-from penstock.policies.dynakv import DynaKV
+from penstock.policies.dynakv import SHARED_BUFFERS, DynaKV
 from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.cluster_layer import ClusterBuffers, ClusterLayer
 from penstock.runtime.cluster_layout import ClusterLayout
@@ -18,6 +20,7 @@ from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.device_tier.device_layer import DeviceLayer, DeviceSetup
 from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.layer_representatives import LayerRepresentatives
 from penstock.runtime.near_layer import NearLayer
 from penstock.runtime.near_work import NearWork
 from penstock.runtime.resident_layer import ResidentLayer
@@ -25,6 +28,7 @@ from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import PoolMemory
 from penstock.storage.pooled_clusters import PooledClusters
+from penstock.storage.representative_file import RepresentativeBuffer, RepresentativeFile
 
 AnyLayer = LayerCache | ResidentLayer | DeviceLayer
 
@@ -50,16 +54,20 @@ def make_layers(
     size = (rows, plan.unit_bytes, setup.store.row_bytes, setup.device)
     pools: list[PoolMemory] = []
     compact = CompactPool(setup) if plan.compact else None
-    buffers = _cluster_buffers(policy, setup)
+    buffers, shared = _cluster_buffers(policy, setup), _representative_buffers(policy, setup)
     near = _near_work(config, policy, setup)
     layers = resident_layers(whole, setup.shape, plan, config.max_tokens, config.device)
     for i in range(whole, config.shape.num_layers):
         if not plan.shared_pools or len(pools) < 2:
             pools.append(PoolMemory.allocate(*size))
         memory = pools[(i - whole) % 2] if plan.shared_pools else pools[-1]
-        layers.append(_make_layer(i, config, policy, setup, memory, compact, buffers, near))
+        centroids = shared[i % len(shared)] if shared and not config.exact else None
+        layers.append(
+            _make_layer(i, config, policy, setup, memory, compact, buffers, near, centroids)
+        )
     if isinstance(policy, DynaKV) and policy.virtual and plan.shared_pools:
         _chain(layers[whole:])
+    _read_ahead(layers[whole:])
     return layers
 
 
@@ -102,15 +110,22 @@ def _index_request(
 def _make_layer(
     i: int, config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup,
     memory: PoolMemory, compact: CompactPool | None, buffers: ClusterBuffers | None,
-    near: NearWork | None,
+    near: NearWork | None, shared: RepresentativeBuffer | None,
 ) -> LayerCache:  # fmt: skip
     if config.exact or not policy.retrieves:
         return LayerCache(i, setup, memory)
     request = _index_request(i, config, setup.plan, setup.shape, setup.rows_per_sequence)
+    if shared is not None:
+        request = replace(request, centroids=shared.vectors)
     index = policy.make_index(request)
     if isinstance(index.core, FollowedClusters):
         layout = _make_layout(i, config, policy, setup, index.core)
-        return ClusterLayer(i, setup, memory, policy, index, layout, buffers)
+        ahead = None
+        if shared is not None and isinstance(policy, DynaKV):
+            number = (policy.files_per_layer - 1) * config.shape.num_layers + i
+            file = RepresentativeFile(setup.store.region(number).file, shared)
+            ahead = LayerRepresentatives(i, file, index.core, setup)
+        return ClusterLayer(i, setup, memory, policy, index, layout, buffers, ahead)
     if isinstance(index.core, NearIndex):
         assert isinstance(policy, HillInfer)
         assert near is not None
@@ -130,6 +145,28 @@ def _chain(layers: list[AnyLayer]) -> None:
         former = layers[i - 2 if i >= 2 else (len(layers) - 1 - i) // 2 * 2 + i]
         assert isinstance(former, ClusterLayer)
         layer.former_layer = None if former is layer else former
+
+
+def _read_ahead(layers: list[AnyLayer]) -> None:
+    """Let each layer ask for the representatives of the next one; the last, for those of the first
+    one for the next step."""
+    found = [layer.representatives for layer in layers if isinstance(layer, ClusterLayer)]
+    for i, one in enumerate(found):
+        if one is not None:
+            one.reads_ahead = found[(i + 1) % len(found)]
+
+
+def _representative_buffers(
+    policy: SelectionPolicy, setup: LayerSetup
+) -> list[RepresentativeBuffer]:
+    """Memory that layers in turn have their representatives in; none where each has its own."""
+    if not isinstance(policy, DynaKV) or policy.representatives != "flash":
+        return []
+    shape, plan = setup.shape, setup.plan
+    capacity = policy.cluster_sizes.capacity(plan.max_groups)
+    size = (plan.batch, capacity, shape.head_dim, setup.store.region(0).file.sector_bytes)
+    count = min(SHARED_BUFFERS, shape.num_layers)
+    return [RepresentativeBuffer(*size) for _ in range(count)]
 
 
 def _near_work(

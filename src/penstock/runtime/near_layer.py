@@ -3,7 +3,8 @@
 import contextlib
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +29,11 @@ from penstock.tiers.slot_table import ABSENT
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Leavers:
-    """Tokens that the ring gives up with the step under way, and which rows have them."""
+class Leavers(NamedTuple):
+    """Tokens that the ring gives up with the step under way, and which rows have them: an index."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
-
-    @property
-    def index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows and tokens."""
-        return self.rows, self.tokens
 
 
 class NearLayer(RetrievalLayer):
@@ -108,7 +103,7 @@ class NearLayer(RetrievalLayer):
         if self._remap:
             self._map_anew()
         leavers = self._leavers(end_unit)
-        self.near.leavers = leavers.index
+        self.near.leavers = leavers
         self.index.begin_step(query, self._first_unit, self.length)
         wanted = self._hill.wanted_tokens(self.length, self.setup.plan.selected_groups)
         selection = self.policy.select(self.index, query, self._first_unit, end_unit, wanted)
@@ -158,9 +153,9 @@ class NearLayer(RetrievalLayer):
             valid = np.ones(selection.unit_ids.shape, dtype=np.bool_)
         rows, columns = valid.nonzero()
         taken[rows, selection.unit_ids[rows, columns]] = True
-        if taken[leavers.index].all():
+        if taken[leavers].all():
             return selection
-        rest = ~taken[leavers.index]
+        rest = ~taken[leavers]
         tokens = np.unique(leavers.tokens[rest])
         if valid.shape[1] + len(tokens) > self.setup.plan.num_slots:
             most = self.setup.plan.max_groups  # no room beside the selection: they are cold

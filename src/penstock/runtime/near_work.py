@@ -63,6 +63,17 @@ class NearWork:
             return self._fixed
         return self._most if self.split is None else max(self._least, self.split.hot_tokens)
 
+    @property
+    def rates(self) -> Rates | None:
+        """Rates as they were measured, of all rows together; None of a fixed pool, or before any
+        were noted."""
+        return None if self._watch is None else self._watch.rates
+
+    @property
+    def hot_share(self) -> float:
+        """Share of the tokens attended to that were hot, lately."""
+        return self._hot / max(self._selected, 1e-9)
+
     def note(
         self, measured: Measured, *, rows: int, selected: int, selected_hot: int, alpha: float,
         link: float,
@@ -104,7 +115,7 @@ class NearWork:
             )
             solved = partial(
                 solve, per_row, alpha, total,
-                hot_share_of_selected=self._hot / max(self._selected, 1e-9),
+                hot_share_of_selected=self.hot_share,
                 seen_hot_tokens=measured.hot_tokens // rows, selects_jointly=True,
             )  # fmt: skip
             best = solved(max_hot_tokens=self._most, min_hot_tokens=self._least)

@@ -2,6 +2,7 @@
 
 from penstock.core.shape import KVShape
 from penstock.near_storage.near_store import NearStore
+from penstock.policies.dynakv import DynaKV
 from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.storage.store import KVStore
@@ -26,7 +27,7 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
             layers=shape.num_layers, unit_bytes=shape.token_bytes, devices=policy.devices,
             timeout_s=policy.timeout_s,
         )  # fmt: skip
-    files = 2 if policy.lays_out and not config.exact else 1
+    files = policy.files_per_layer if isinstance(policy, DynaKV) and not config.exact else 1
     return KVStore.create(
         config.store, num_layers=files * shape.num_layers,
         unit_bytes=unit_tokens * shape.token_bytes,

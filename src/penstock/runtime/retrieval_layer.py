@@ -74,8 +74,8 @@ class RetrievalLayer(LayerCache):
         Args:
             query: true or predicted, post-RoPE. [batch, num_heads, head_dim]
         """
+        self.make_index(query)
         start = time.perf_counter()
-        self.ensure_index(query)
         end_unit = self.window.first_ring_group(self.length + 1)
         if self.index.ready:
             self.index.begin_step(query, self._first_unit, self.length)
@@ -242,13 +242,34 @@ class RetrievalLayer(LayerCache):
         if self.index.ready:
             self.index.append(keys, first_group * self.setup.plan.group_tokens)
 
-    def ensure_index(self, query: Tensor) -> None:
-        """Make the basis from the prompt's own keys when there is none, then index what closed."""
+    def make_index(self, query: Tensor | None = None) -> None:
+        """Make the index from the prompt's own keys when there is none, and count the time.
+
+        Args:
+            query: the first decode query, where one is known; for indexes that want queries of the
+                prompt and have seen none. [batch, num_heads, head_dim]
+        """
         if self.index.ready:
             return
+        seen, start = self._prompt_queries, time.perf_counter()
+        if seen is None and self.index.num_prompt_queries and query is not None:
+            self._prompt_queries = query[:, :, None]
+        self.setup.indexing.tell(self.layer_idx, 0.0)
+        if not self.ensure_index():
+            self._prompt_queries = seen
+            return
+        self.setup.indexing.tell(self.layer_idx, 1.0)
+        self.setup.phase.index_s += time.perf_counter() - start
+
+    def ensure_index(self) -> bool:
+        """Make the basis from the prompt's own keys, then index what closed.
+
+        Returns:
+            Whether there was anything to index.
+        """
         closed = self.length // self.setup.plan.group_tokens
         if closed == 0:
-            return
+            return False
         self.drain()
         sequences = self.setup.plan.batch // self.setup.rows_per_sequence
         per_row = max(1, FIT_SAMPLE_TOKENS // sequences)
@@ -257,9 +278,8 @@ class RetrievalLayer(LayerCache):
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
-        if self.index.num_prompt_queries:
-            seen = self._prompt_queries
-            self.index.see_queries(query[:, :, None] if seen is None else seen)
+        if self._prompt_queries is not None:
+            self.index.see_queries(self._prompt_queries)
             self._prompt_queries = None
         group_tokens = self.setup.plan.group_tokens
         positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
@@ -268,6 +288,7 @@ class RetrievalLayer(LayerCache):
         for take in passes if self.index.looks_first else passes[1:]:
             for first, end, _ in self._blocks(0, closed):
                 take(self._read_keys(np.arange(first, end)), first * group_tokens)
+        return True
 
     def _keep_queries(self, query: Tensor) -> None:
         """Remember the newest queries of the prompt for an index that wants them."""

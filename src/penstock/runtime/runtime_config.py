@@ -37,3 +37,7 @@ class RuntimeConfig:
     tracer: Tracer | None = None
     progress: Callable[[int], None] | None = None
     """Called with the tokens cached so far after every prefill chunk."""
+    prompt_tokens: int | None = None
+    """Of a row, padding included, where they are known: its index is made behind the last chunk."""
+    index_progress: Callable[[float], None] | None = None
+    """Called with the share of the prompt's index that is made, from 0 to 1."""

@@ -20,13 +20,9 @@ from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.device_tier.device_steps import DeviceSteps
 from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
-from penstock.runtime.make_layers import (
-    AnyLayer,
-    device_layers,
-    make_layers,
-    resident_layers,
-)
+from penstock.runtime.make_layers import AnyLayer, device_layers, make_layers, resident_layers
 from penstock.runtime.open_store import open_store
+from penstock.runtime.prompt_indexing import PromptIndexing
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import Staging
@@ -69,6 +65,9 @@ class TieredRuntime:
         self._reservations: list[Reservation] = []
         self._ledger = MemoryLedger(self._limit())
         self._meter = StepMeter(self.stats)
+        self._indexing = PromptIndexing(
+            config.shape.num_layers, config.prompt_tokens, config.index_progress
+        )
         self._closed = False
         self._torn = self._lost_writes = False
 
@@ -142,7 +141,7 @@ class TieredRuntime:
             shape=self._rows.shape, plan=plan, store=self._store,
             units=UnitMap(plan.batch, plan.max_groups), writer=self._writer, staging=staging,
             device=config.device, stats=self.stats, tracer=config.tracer,
-            rows_per_sequence=self._rows.per_sequence,
+            rows_per_sequence=self._rows.per_sequence, indexing=self._indexing,
         )  # fmt: skip
         self.layers = make_layers(config, self.policy, self._setup)
 
@@ -196,6 +195,8 @@ class TieredRuntime:
             self._meter.leave()
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
+            with self._failures_noted():
+                self._indexing.after_step(self.layers)
         return out
 
     def append(

@@ -40,13 +40,28 @@ class AlignedBuffer:
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self.num_bytes = num_rows * row_bytes
-        root = _map_zeroed(max(self.num_bytes, 1))
+        pages, root = _map_zeroed(max(self.num_bytes, 1))
         start = -_address(root) % (_HUGE_PAGE_BYTES if root.size > _HUGE_PAGE_BYTES else 1)
         self.array: npt.NDArray[np.uint8] = root[start : start + self.num_bytes].reshape(
             num_rows, row_bytes
         )
         self.address = _address(root) + start
+        self._pages, self._start = pages, start
         self.is_pinned = pinned and self.num_bytes > 0 and _pin(root, self.address, self.num_bytes)
+
+    def give_back(self, rows: list[int]) -> None:
+        """Give the pages that lie in these rows alone back to the system; they read as zeros then.
+
+        Does nothing where the system knows no such advice, and for pinned memory.
+        """
+        if self.is_pinned or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for row in rows:
+            first = self._start + row * self.row_bytes
+            begin = -(-first // _PAGE_BYTES) * _PAGE_BYTES
+            end = (first + self.row_bytes) // _PAGE_BYTES * _PAGE_BYTES
+            if begin < end:
+                self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     @functools.cached_property
     def tensor(self) -> "Tensor":
@@ -56,7 +71,7 @@ class AlignedBuffer:
         return torch.from_numpy(self.array)
 
 
-def _map_zeroed(num_bytes: int) -> npt.NDArray[np.uint8]:
+def _map_zeroed(num_bytes: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
     """A fresh mapping of at least `num_bytes`, with room to align it to a huge page."""
     if num_bytes >= _HUGE_PAGE_BYTES:
         num_bytes += _HUGE_PAGE_BYTES
@@ -67,7 +82,7 @@ def _map_zeroed(num_bytes: int) -> npt.NDArray[np.uint8]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8)
+    return pages, np.frombuffer(pages, dtype=np.uint8)
 
 
 def _pin(root: npt.NDArray[np.uint8], address: int, num_bytes: int) -> bool:

@@ -10,6 +10,9 @@ import torch
 from penstock.bench.clusters import end_to_end, end_to_end_run
 from penstock.bench.clusters.end_to_end_run import CACHE, DISK, MAIN, Case, LiveRow, Pace
 from penstock.bench.clusters.end_to_end_table import (
+    BOTH,
+    FLASH,
+    LAYER_WISE,
     LRU,
     NO_CLUSTERS,
     POLICY,
@@ -184,32 +187,45 @@ def test_a_row_that_fails_says_why(
     assert "Traceback" in said.err
 
 
-def test_a_text_on_the_real_disk_and_caches(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
+def write_text(folder: Path) -> str:
+    path = folder / "text.txt"
     path.write_text("the sky is blue . the grass is green . " * 40)
-    result = end_to_end.run([
-        *SMALL, "--lengths=200", f"--devices={DISK}", "--methods=dynakv", "--cache-length=224",
-        "--prompt-file", str(path), f"--out={tmp_path}/text.json",
-    ])  # fmt: skip
+    return f"--prompt-file={path}"
+
+
+def test_a_text_on_the_real_disk(tmp_path: Path) -> None:
+    few = [*SMALL, f"--devices={DISK}", "--methods=dynakv"]
+    result = end_to_end.run([*few, "--lengths=200", write_text(tmp_path)])
     assert str(tmp_path) not in json.dumps(result.as_dict())
     assert result.settings["text"] == "file"
     assert result.figures["disk"]["bandwidth"] > 0
-    main, *caches = result.figures["rows"]
+    [main] = result.figures["rows"]
     assert (main["section"], main["prompt_tokens"]) == (MAIN, 192)
-    assert not any("error" in row for row in caches)
-    by_slots = {row["reuse"]: row for row in caches if row["method"] != VIRTUAL}
-    assert by_slots[0.0]["shared_pools"]
-    assert [by_slots[reuse]["slots"] for reuse in (1.0, 2.0, 4.0)] == [22, 44, 88]
-    assert by_slots[4.0]["ledger_bytes"] > by_slots[1.0]["ledger_bytes"]
-    *_, largest = result.figures["cache"]
-    assert largest["memory"] > 1.1, "two pools instead of one for each layer"
-    assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 2.0, 4.0]
-    assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
-    figure = draw_cluster_cache(result)
-    bars = heights(figure.axes[0])
-    assert by_slots[0.0]["ledger_bytes"] / 2**20 in bars
     with pytest.raises(PromptError, match="cannot read"):
         end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
+
+
+def test_caches_of_several_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end_to_end, "REUSES", (0.0, 1.0, 4.0))
+    result = end_to_end.run([
+        *SMALL, "--lengths=", "--cache-length=224", "--steps=2", "--warm=1",
+        write_text(tmp_path), f"--out={tmp_path}/text.json",
+    ])  # fmt: skip
+    caches = result.figures["rows"]
+    assert not any("error" in row for row in caches)
+    by_slots = {row["reuse"]: row for row in caches if row["method"] not in LAYER_WISE}
+    assert by_slots[0.0]["shared_pools"]
+    assert [by_slots[reuse]["slots"] for reuse in (1.0, 4.0)] == [22, 88]
+    assert by_slots[4.0]["ledger_bytes"] > by_slots[1.0]["ledger_bytes"]
+    *_, largest = result.figures["cache"]
+    less = largest["layer_wise"]
+    assert less[VIRTUAL]["memory"] > 1.1, "two pools instead of one for each layer"
+    assert less[BOTH]["memory"] > less[VIRTUAL]["memory"]
+    assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 4.0]
+    assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
+    bars = heights(draw_cluster_cache(result).axes[0])
+    held = by_slots[0.0]["ledger_items"]
+    assert (held["slots and window"] + held["index"]) / 2**20 in bars
 
 
 # Sums ---------------------------------------------------------------------------------------------
@@ -262,22 +278,35 @@ def test_speedups_and_growth() -> None:
 
 
 def test_gains_of_the_cache() -> None:
+    figures = ((POLICY, 10.0, 300, 140), (LRU, 11.0, 300, 140), (VIRTUAL, 12.0, 200, 40),
+               (FLASH, 11.5, 250, 140), (BOTH, 13.0, 150, 40))  # fmt: skip
     rows = [
         row(
-            method,
-            4096,
-            ms,
-            section=CACHE,
-            reuse=2.0,
-            ledger_bytes=size,
-            ledger_items={"slots and window": size - 50},
+            method, 4096, ms, section=CACHE, reuse=2.0, ledger_bytes=size,
+            ledger_items={"slots and window": slots, "index": 100, "tables": size - slots - 100},
         )
-        for method, ms, size in ((POLICY, 10.0, 300), (LRU, 11.0, 300), (VIRTUAL, 12.0, 100))
-    ]
+        for method, ms, size, slots in figures
+    ]  # fmt: skip
     [gain] = cache_gains(rows)
     assert gain["faster"] == pytest.approx(1.1)
-    assert (gain["memory"], gain["virtual_slower"]) == (3.0, pytest.approx(1.2))
-    assert gain["slots"] == 5.0
+    less = gain["layer_wise"]
+    assert [less[method]["memory"] for method in (VIRTUAL, FLASH, BOTH)] == [1.5, 1.2, 2.0]
+    # Slots and index were 240; what layers share counts, wherever the ledger books it.
+    assert [less[method]["cache"] for method in (VIRTUAL, FLASH, BOTH)] == pytest.approx(
+        [240 / 140, 240 / 190, 240 / 90]
+    )
+    assert less[BOTH]["slower"] == pytest.approx(1.3)
+    text = end_to_end_table({"rows": rows, **summary(rows)})
+    for word in (*LAYER_WISE.values(), "1/2.67", "1.30x", "1/2.22"):
+        assert word in text
+    result = Result.begin("clusters.end_to_end", [], {}, seed=0)
+    result.figures = {"model": "m", "rows": rows}
+    memory, time = draw_cluster_cache(result).axes
+    # In the order of the rows; what the ledger holds beside them is 60 everywhere.
+    assert heights(memory) == pytest.approx([n / 2**20 for n in (240, 240, 140, 190, 90)])
+    assert heights(time) == pytest.approx([ms for _, ms, _, _ in figures])
+    [paper] = memory.get_lines()
+    assert paper.get_ydata()[0] == pytest.approx(240 / 2**20 / 2.22)  # type: ignore[index]
     assert cache_gains([row("dynakv", 4096, 9.0, section=CACHE, reuse=0.0)]) == []
 
 
@@ -309,7 +338,7 @@ def test_cases_and_bad_input() -> None:
     args = end_to_end.parse_arguments(["--lengths=1024", "--cache-length=2048"])
     cases = end_to_end.all_cases(args)
     assert len({case.key for case in cases}) == len(cases)
-    assert [len([c for c in cases if c.section == part]) for part in (MAIN, CACHE)] == [42, 32]
+    assert [len([c for c in cases if c.section == part]) for part in (MAIN, CACHE)] == [42, 44]
     assert end_to_end.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
     case = Case(section=CACHE, device="ufs", length=1000, ratio=0.2, method="dynakv", reuse=2)
     policy: Any = case.policy

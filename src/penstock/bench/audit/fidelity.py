@@ -1,4 +1,4 @@
-"""Measures of an audit: attention mass captured, recall of the top tokens, KL divergence."""
+"""Measures of an audit: attention mass captured, recall of the top tokens."""
 
 import torch
 from torch import Tensor
@@ -65,18 +65,3 @@ def recall_of_top(shares: Tensor, attended: Tensor, visible: Tensor, top: int) -
     counted = best.values >= 0
     found = attended.gather(2, best.indices) & counted
     return (found.sum(dim=2) / counted.sum(dim=2)).mean(dim=1)
-
-
-def kl_divergence(full: Tensor, other: Tensor) -> Tensor:
-    """KL(full || other) of next-token distributions, in nats.
-
-    Args:
-        full, other: log-probabilities. [batch, vocabulary]
-
-    Returns:
-        Not negative. float64 [batch]
-    """
-    # Summed to 1 anew: what float32 left over would show beside small divergences.
-    left, right = (torch.log_softmax(each.double(), dim=-1) for each in (full, other))
-    terms = torch.where(left.isinf(), 0.0, left.exp() * (left - right))
-    return terms.sum(dim=-1).clamp_min(0.0)

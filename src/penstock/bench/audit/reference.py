@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.bench.answers import EXACT_TAIL
 from penstock.bench.audit.fidelity import attention_shares
 from penstock.bench.audit.tap import AttentionTap
 from penstock.core.errors import PromptError
@@ -18,6 +17,7 @@ from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
 from penstock.runtime.attention_call import AttentionCall
+from penstock.workloads.prefilled import EXACT_TAIL
 
 Counter = Callable[[int], None]
 """Called with the tokens or steps done so far."""

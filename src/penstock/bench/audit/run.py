@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.bench.accuracy_settings import Setting
-from penstock.bench.audit.fidelity import captured_mass, kl_divergence, recall_of_top
+from penstock.bench.audit.fidelity import captured_mass, recall_of_top
 from penstock.bench.audit.reference import Counter, Reference, forward
+from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model

@@ -9,13 +9,11 @@ memory, "auto" is the real disk.
 """
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,16 +25,24 @@ from penstock.bench.clusters.end_to_end_run import (
     MAIN,
     Case,
     ForcedText,
+    LiveRow,
     Pace,
+    Say,
     key_of,
     run_group,
 )
-from penstock.bench.clusters.end_to_end_table import NO_CLUSTERS, end_to_end_table, summary
+from penstock.bench.clusters.end_to_end_table import (
+    LAYER_WISE,
+    NO_CLUSTERS,
+    end_to_end_table,
+    summary,
+)
 from penstock.bench.clusters.program import model_name
 from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, without_path
+from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.devices.measure import fit_profile
 from penstock.devices.presets import PRESETS
@@ -49,6 +55,7 @@ METHODS = (
 )  # fmt: skip
 REUSES = (0.0, 1.0, 2.0, 4.0)
 """Slots of the cache sweep, in selections."""
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +91,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="measure nothing: put these results into the one in --out")  # fmt: skip
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
-    args.lengths, args.ratios = _numbers(args.lengths, int), _numbers(args.ratios, float)
+    args.lengths, args.ratios = numbers_of(args.lengths, int), numbers_of(args.ratios, float)
     args.devices = args.devices.split(",")
     args.methods = [setting.text for setting in parse_settings([args.methods])]
     for device in args.devices:
@@ -104,7 +111,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+def numbers_of(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers with commas between them; none for an empty text.
+
+    Raises:
+        ConfigError: they are not.
+    """
     try:
         return [kind(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
@@ -124,7 +136,7 @@ def cache_methods() -> list[tuple[str, float]]:
             (f"dynakv:prefers_small={small},updated_share={share}", reuse)
             for small, share in product(("true", "false"), ("0.25", "0"))
         ]
-        out.append(("dynakv:virtual=true", reuse))
+        out += [(method, reuse) for method in LAYER_WISE]
     return out
 
 
@@ -209,30 +221,45 @@ class EndToEnd:
         Args:
             keep: called after each group.
         """
-        args, began = self._args, time.perf_counter()
-        done = {key_of(row) for row in self.rows}
-        left = [group for group in self.groups.values() if group[0].key not in done]
-        progress = Progress(sum(_work(group) for group in self.groups.values()))
-        progress.skip(sum(_work(g) for g in self.groups.values()) - sum(map(_work, left)))
-        text: tuple[int, ForcedText] | None = None
-        for group in left:
-            minutes = (time.perf_counter() - began) / 60
-            if args.minutes is not None and minutes >= args.minutes:
-                _say(f"time is up after {minutes:.1f} minutes; --resume goes on")
-                return
-            length, weight = group[0].length, _work(group) // (2 * len(group))
-            if text is None or text[0] != length:
-                progress.say(f"prefilling {length:,} tokens")
-                text = (length, forced_text(loaded, args, length))
-            self.rows += run_group(
-                group,
-                text[1],
-                loaded,
-                pace_of(args),
-                progress.say,
-                partial(_step, progress, weight),
-            )
+        pace, done = pace_of(self._args), {key_of(row) for row in self.rows}
+
+        def measure(
+            group: Sequence[Case], text: ForcedText, say: Say, step: Callable[[int], None]
+        ) -> None:
+            live = [partial(LiveRow, case, text, loaded, pace) for case in group]
+            self.rows += run_group(group, live, pace, say, step)
             keep()
+
+        run_groups(self.groups.values(), done, loaded, self._args, measure)
+
+
+def run_groups(
+    groups: Collection[Sequence[AnyCase]], done: Collection[tuple[Any, ...]], loaded: LoadedModel,
+    args: argparse.Namespace,
+    measure: Callable[[Sequence[AnyCase], ForcedText, Say, Callable[[int], None]], None],
+) -> None:  # fmt: skip
+    """Measure the groups that are not done, until the time is up.
+
+    Args:
+        groups: those of one length follow on one another and share its text.
+        done: keys of the rows that are there.
+        measure: measures one group; as `run_group` it says what is going on and what is done.
+    """
+    began = time.perf_counter()
+    left = [group for group in groups if group[0].key not in done]
+    progress = Progress(sum(map(_work, groups)))
+    progress.skip(sum(map(_work, groups)) - sum(map(_work, left)))
+    text: tuple[int, ForcedText] | None = None
+    for group in left:
+        minutes = (time.perf_counter() - began) / 60
+        if args.minutes is not None and minutes >= args.minutes:
+            say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+            return
+        length, weight = group[0].length, _work(group) // (2 * len(group))
+        if text is None or text[0] != length:
+            progress.say(f"prefilling {length:,} tokens")
+            text = (length, forced_text(loaded, args, length))
+        measure(group, text[1], progress.say, partial(_step, progress, weight))
 
 
 def _step(progress: Progress, weight: int, cases: int) -> None:
@@ -246,7 +273,7 @@ def _work(group: Sequence[Case]) -> int:
 
 def measured_disk() -> dict[str, float]:
     """The real disk as a profile: seconds of a request, bytes per second, latency."""
-    _say("measuring the disk")
+    say("measuring the disk")
     measured = measure_directory("auto", file_bytes=128 << 20, seconds_per_cell=0.1)
     disk = fit_profile(measured.cells, name=DISK, sector_bytes=measured.sector_bytes)
     return {"request_s": disk.request_s, "bandwidth": disk.bandwidth, "latency_s": disk.latency_s}
@@ -260,63 +287,36 @@ def run(arguments: Sequence[str]) -> Result:
     """
     args = parse_arguments(arguments)
     if args.merge:
-        return _finish(merged(args.out, args.merge), args)
-    began, minutes = time.perf_counter(), 0.0
+        result = merged(args.out, args.merge)
+        result.save(args.out)
+        print(end_to_end_table(result.figures))
+        return closed(result, args)
     torch.manual_seed(args.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     private = ("out", "json", "resume", "merge", "minutes", "prompt_file")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
-    shown = ["PATH" if argument == args.prompt_file else argument for argument in arguments]
-    shown = ["--prompt-file=PATH" if x.startswith("--prompt-file=") else x for x in shown]
+    shown = without_path(arguments, "--prompt-file", args.prompt_file)
     result = Result.begin(KIND, shown, settings, seed=args.seed)
-    bench = EndToEnd(args)
-    former = _former(args)
-    disk = None if former is None else former.figures.get("disk")
-    if former is not None:
-        bench.take_up(former, result.settings)
-        minutes = former.figures["minutes"]
+    bench, sitting, disk = EndToEnd(args), Sitting(result, args), None
+    if sitting.former is not None:
+        bench.take_up(sitting.former, result.settings)
+        disk = sitting.former.figures.get("disk")
     if DISK in args.devices and disk is None:
         disk = measured_disk()
 
     def keep() -> None:
-        result.figures = {
-            "model": model_name(args.model), "disk": disk, "rows": bench.rows,
-            **summary(bench.rows), "minutes": minutes + (time.perf_counter() - began) / 60,
-        }  # fmt: skip
-        if args.out:
-            result.save(args.out)
+        name, rows = model_name(args.model), bench.rows
+        sitting.keep({"model": name, "disk": disk, "rows": rows, **summary(rows)})
 
     try:
         bench.run(load(args.model), keep)
     finally:
         keep()
         torch.set_num_threads(threads)
-    return _finish(result, args)
-
-
-def _finish(result: Result, args: argparse.Namespace) -> Result:
-    """Save what is whole, and print it."""
-    if args.out:
-        result.save(args.out)
     print(end_to_end_table(result.figures))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
-
-
-def _former(args: argparse.Namespace) -> Result | None:
-    if not args.resume:
-        return None
-    try:
-        return Result.load(args.out)
-    except ConfigError:
-        return None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return closed(result, args)
 
 
 if __name__ == "__main__":

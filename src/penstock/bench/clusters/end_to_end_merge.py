@@ -16,20 +16,24 @@ GROWING = ("lengths", "ratios", "devices", "methods")
 """Settings that may differ: a result then has what either run was asked for."""
 
 
-def check_same(former: dict[str, Any], settings: dict[str, Any], what: str) -> None:
+def check_same(
+    former: dict[str, Any], settings: dict[str, Any], what: str, shared: Sequence[str] = SHARED
+) -> None:
     """Refuse results that were made otherwise.
 
     Raises:
         ConfigError: a setting that they must share differs.
     """
-    for name in SHARED:
+    for name in shared:
         if former.get(name) != settings[name]:
             raise ConfigError(f"cannot {what}: the result was made with {name}={former.get(name)}")
 
 
-def grow(settings: dict[str, Any], former: dict[str, Any]) -> None:
+def grow(
+    settings: dict[str, Any], former: dict[str, Any], growing: Sequence[str] = GROWING
+) -> None:
     """Let settings say what either run was asked for, the former's first."""
-    for name in GROWING:
+    for name in growing:
         kept = former[name]
         settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
 

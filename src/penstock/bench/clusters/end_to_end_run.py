@@ -69,6 +69,11 @@ class Case:
         return same
 
     @property
+    def title(self) -> str:
+        """The case in words."""
+        return f"{self.device}, {self.length:,} tokens, {self.ratio:.0%}: {self.method}"
+
+    @property
     def row(self) -> dict[str, Any]:
         """What a row of the result begins with."""
         return dataclasses.asdict(self)
@@ -221,22 +226,23 @@ class LiveRow:
 
 
 def run_group(
-    cases: Sequence[Case], text: ForcedText, loaded: LoadedModel, pace: Pace, say: Say,
+    cases: Sequence[Case], makers: Sequence[Callable[[], LiveRow]], pace: Pace, say: Say,
     done: Callable[[int], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Decode all cases in turn, every second round backwards. One that fails says why in its row.
 
     Args:
+        makers: each fills the cache of its case.
         say: told what is going on.
         done: told of each case that is filled, and again when the group is measured.
     """
     rows = [case.row for case in cases]
     live: list[tuple[LiveRow, dict[str, Any]]] = []
     try:
-        for case, row in zip(cases, rows, strict=True):
-            say(f"{case.device}, {case.length:,} tokens, {case.ratio:.0%}: {case.method}")
+        for case, make, row in zip(cases, makers, rows, strict=True):
+            say(case.title)
             try:
-                live.append((LiveRow(case, text, loaded, pace), row))
+                live.append((make(), row))
             except Exception as error:  # the other rows are worth having
                 _note(row, error)
             done(1)

@@ -13,7 +13,7 @@ from penstock.bench.clusters.replay import Settings
 from penstock.bench.clusters.run import PARTS, Counter, Run
 from penstock.bench.clusters.table import clusters_table
 from penstock.bench.clusters.texts import RING_WALK, answer_of, generated, read_on
-from penstock.bench.result import Result
+from penstock.bench.result import Result, without_path
 from penstock.core.errors import ConfigError
 from penstock.models.loader import load
 
@@ -122,8 +122,7 @@ def run(arguments: Sequence[str]) -> Result:
     torch.manual_seed(args.seed)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "text")}
     settings["model"] = model_name(args.model)
-    shown = ["PATH" if argument == args.text else argument for argument in arguments]
-    shown = ["--text=PATH" if item.startswith("--text=") else item for item in shown]
+    shown = without_path(arguments, "--text", args.text)
     result = Result.begin(KIND, shown, settings, seed=args.seed)
     shared = Settings(cluster_tokens=args.cluster_tokens, top=args.top, seed=args.seed)
     stream = record(args, result.figures)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.bench.device_tier.streamed_index import QueryStream
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.loader import CausalLM
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,6 @@ answer up to the places where steps are measured, are synthetic and put in witho
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +28,7 @@ from penstock.bench.device_tier.speed_table import speed_table
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
@@ -120,7 +119,7 @@ class SpeedBenchmark:
         for pattern, batch, text in left:
             minutes = (time.perf_counter() - began) / 60
             if self._args.minutes is not None and minutes > self._args.minutes:
-                _say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+                say(f"time is up after {minutes:.1f} minutes; --resume goes on")
                 return
             if before not in (None, (pattern.text, batch)):
                 release_pinned()
@@ -140,7 +139,7 @@ class SpeedBenchmark:
         device = torch.device(args.on)
         if args.on == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        _say(f"building {args.config} with random weights")
+        say(f"building {args.config} with random weights")
         model = random_model(
             args.config, max_positions=self._max_tokens, seed=args.seed, device=device,
             layers=args.layers,
@@ -153,7 +152,7 @@ class SpeedBenchmark:
             most_s=args.step_seconds, breakdown_steps=args.breakdown,
             host_bytes=int(args.host_gib * 2**30), seed=args.seed,
         )  # fmt: skip
-        _say(f"built in {time.perf_counter() - began:.1f} s")
+        say(f"built in {time.perf_counter() - began:.1f} s")
         return bench
 
     def _measure(
@@ -206,45 +205,23 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    began, minutes = time.perf_counter(), 0.0
     benchmark = SpeedBenchmark(args)
     private = ("out", "json", "resume", "minutes")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     result = Result.begin(KIND, arguments, settings, seed=args.seed)
-    former = _former(args)
-    if former is not None:
-        benchmark.take_up(former)
-        minutes = former.figures["minutes"]
+    sitting = Sitting(result, args)
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former)
 
     def keep() -> None:
-        result.figures = {
-            "rows": benchmark.rows,
-            "minutes": minutes + (time.perf_counter() - began) / 60,
-        }
-        if args.out:
-            result.save(args.out)
+        sitting.keep({"rows": benchmark.rows})
 
     try:
         benchmark.run(keep)
     finally:
         keep()
         print(speed_table(benchmark.rows))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
-
-
-def _former(args: argparse.Namespace) -> Result | None:
-    if not (args.resume and args.out):
-        return None
-    try:
-        return Result.load(args.out)
-    except ConfigError:
-        return None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return closed(result, args)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,20 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from penstock.bench.clusters.end_to_end_run import CACHE
 from penstock.bench.clusters.end_to_end_table import (
+    BOTH,
+    FLASH,
     LRU,
     NO_CLUSTERS,
     OURS,
     PAPER_BANDWIDTHS,
     PAPER_LENGTHS,
+    PAPER_MEMORY,
+    PAPER_POLICY,
     PAPER_SPEEDUPS,
     PAPER_STEPS,
     POLICY,
     VIRTUAL,
+    cache_bytes,
     device_name,
     measured,
     name_of,
@@ -70,8 +75,8 @@ def draw_cluster_speed(result: Result) -> Figure:
             row for row in rows if row["device"] == device and row["ratio"] == ratio
         ])  # fmt: skip
         panels[2][column].set_title(f"{name}: a step at {ratio:.0%}, table 6")
-    panels[0][0].set_ylabel("mean over lengths; line: least to most")
-    panels[1][0].set_ylabel("mean over lengths")
+    panels[0][0].set_ylabel("geometric mean; line: least to most")
+    panels[1][0].set_ylabel("geometric mean over lengths")
     panels[2][0].set_ylabel("milliseconds (log scale)")
     panels[0][0].set_ylim(top=1.25 * panels[0][0].get_ylim()[1])  # room for the legend
     panels[0][0].legend(frameon=False, fontsize=9.5, loc="upper left", ncols=2)
@@ -79,10 +84,20 @@ def draw_cluster_speed(result: Result) -> Figure:
     figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
         f"Decode steps of DynaKV on {result.figures['model']}, equal numbers of selected tokens; "
-        f"measured in turn, {result.settings.get('steps')} steps each",
+        f"measured in turn, {result.settings.get('steps')} steps each{_elsewhere(rows)}",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
     return figure
+
+
+def _elsewhere(rows: Sequence[Row]) -> str:
+    """Which lengths and ratios another machine measured; nothing where one did it all."""
+    places = sorted({(row["length"], row["ratio"]) for row in rows if row.get("machine")})
+    spoken = [
+        f"{short_tokens(length)} at " + ", ".join(f"{r:.0%}" for n, r in places if n == length)
+        for length in dict.fromkeys(length for length, _ in places)
+    ]
+    return f"\nanother machine measured {'; '.join(spoken)}" if spoken else ""
 
 
 def _fullest_ratio(rows: Sequence[Row], device: str) -> float:
@@ -167,40 +182,78 @@ def draw_cluster_cache(result: Result) -> Figure:
     if not rows:
         raise ConfigError("this result has no rows with caches of several sizes")
     devices = list(dict.fromkeys(row["device"] for row in rows))
-    figure = Figure(figsize=(1.4 + 5.8 * len(devices), 8.4), layout="constrained")
+    figure = Figure(figsize=(1.4 + 8.2 * len(devices), 9.4), layout="constrained")
     panels = figure.subplots(2, len(devices), squeeze=False, sharey="row")
     for column, device in enumerate(devices):
-        here = [row for row in rows if row["device"] == device]
+        here = [_with_cache(row, rows) for row in rows if row["device"] == device]
         upper, lower = panels[0][column], panels[1][column]
-        _by_slots(upper, here, "ledger_bytes", 2**20, "{:.1f}")
+        _by_slots(upper, here, "cache_bytes", 2**20, "{:.1f}")
         _by_slots(lower, here, "mean_ms", 1.0, "{:.0f}")
-        upper.set_title(f"{device_name(device)}: memory held, MiB")
+        _paper_mark(upper, here, POLICY, "cache_bytes", 2**20 * PAPER_MEMORY,
+                    f"the paper's least: 1/{PAPER_MEMORY} of what all layers hold")  # fmt: skip
+        _paper_mark(lower, here, LRU, "mean_ms", PAPER_POLICY,
+                    f"the paper's best: {PAPER_POLICY}x faster than LRU")  # fmt: skip
+        upper.set_title(f"{device_name(device)}: slots, window and index, MiB (all memory)")
         lower.set_title(f"{device_name(device)}: a step, ms (hits)")
         lower.set_xlabel("slots of a layer, in selections (0: nothing stays)")
-    panels[0][0].legend(frameon=False, fontsize=10, loc="upper left")
+    named = [axes.get_legend_handles_labels() for axes in (panels[0][0], panels[1][0])]
+    handles = {name: one for found in named for one, name in zip(*found, strict=True)}
+    figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside lower center",
+                  ncols=2 + (len(devices) > 1), fontsize=10)  # fmt: skip
     first = rows[0]
     figure.suptitle(
         f"DynaKV's cache on {result.figures['model']}, {short_tokens(first['length'])} tokens, "
-        f"{first['ratio']:.0%} selected (fig. 14: up to 2.22x less memory, 1.12x faster than LRU)",
+        f"{first['ratio']:.0%} selected (fig. 14)",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
     return figure
 
 
+def _with_cache(row: Row, rows: Sequence[Row]) -> Row:
+    """A row, and what its cache takes without tables and scratch."""
+    ours = [
+        one for one in rows if one["method"] == POLICY and row["method"] in (FLASH, VIRTUAL, BOTH)
+        and (one["device"], one["reuse"]) == (row["device"], row["reuse"])
+    ]  # fmt: skip
+    return {**row, "cache_bytes": cache_bytes(row, ours[0] if ours else row)}
+
+
+def _slot_places(rows: Sequence[Row]) -> tuple[list[float], list[str], float]:
+    """Sizes of the cache, the methods that have bars, and the width of one."""
+    sizes = sorted({row["reuse"] for row in rows})
+    methods = [method for method in (POLICY, LRU, FLASH, VIRTUAL, BOTH)
+               if any(row["method"] == method for row in rows)]  # fmt: skip
+    return sizes, methods, _WIDTH / max(1, len(methods))
+
+
+def _paper_mark(
+    axes: Axes, rows: Sequence[Row], method: str, field: str, unit: float, label: str
+) -> None:
+    """A dash across a group of bars, where the paper's gain over one of them would be."""
+    sizes, _, _ = _slot_places(rows)
+    for row in rows:
+        if row["method"] == method:
+            place, height = sizes.index(row["reuse"]), row[field] / unit
+            axes.plot([place - _WIDTH / 2, place + _WIDTH / 2], [height, height], color=INK,
+                      linewidth=1.6, linestyle="--", label=label)  # fmt: skip
+            label = "_again"
+
+
 def _by_slots(axes: Axes, rows: Sequence[Row], field: str, unit: float, form: str) -> None:
     kinds = {
         POLICY: ("small ones stay, a share for updated", SERIES[0]),
-        LRU: ("LRU", SERIES[1]), VIRTUAL: ("virtual: two pools, filled ahead", SERIES[2]),
+        LRU: ("LRU", SERIES[1]), FLASH: ("layer-wise representatives, from flash", SERIES[3]),
+        VIRTUAL: ("layer-wise slots: two pools, filled ahead", SERIES[2]),
+        BOTH: ("both layer-wise", "#b5375a"),
     }  # fmt: skip
-    sizes = sorted({row["reuse"] for row in rows})
-    width = _WIDTH / len(kinds)
+    sizes, methods, width = _slot_places(rows)
     for row in rows:
         if row["reuse"] == 0:
             place, colour, label = 0.0, FAINT, "two pools, nothing stays"
         elif row["method"] in kinds:
             label, colour = kinds[row["method"]]
-            number = list(kinds).index(row["method"])
-            place = sizes.index(row["reuse"]) + (number - (len(kinds) - 1) / 2) * width
+            number = methods.index(row["method"])
+            place = sizes.index(row["reuse"]) + (number - (len(methods) - 1) / 2) * width
         else:
             continue
         height = row[field] / unit
@@ -208,10 +261,12 @@ def _by_slots(axes: Axes, rows: Sequence[Row], field: str, unit: float, form: st
             label = ""
         axes.bar(place, height, width=0.92 * width, color=colour, label=label or None)
         text = form.format(height)
+        if field == "cache_bytes":
+            text += f"\n({row['ledger_bytes'] / unit:.1f})"
         if field == "mean_ms" and row["hit_rate"]:
             text += f"\n({row['hit_rate']:.0%})"
         axes.annotate(text, (place, height), xytext=(0, 2), textcoords="offset points",
-                      ha="center", fontsize=9, color=INK)  # fmt: skip
+                      ha="center", fontsize=8.5, color=INK)  # fmt: skip
     axes.set_xticks(range(len(sizes)), [f"{size:g}" for size in sizes])
     axes.margins(y=0.22)
     axes.grid(axis="y", color=GRID, linewidth=0.8)

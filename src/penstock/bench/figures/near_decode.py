@@ -37,7 +37,9 @@ def near_decode_figures(result: Result, name: str) -> dict[str, Callable[[Result
 
 
 def draw_near_decode(result: Result) -> Figure:
-    """A column for each device: step time by length for each share, then memory at the longest.
+    """A column for each device: step time for each share, then memory at the longest length.
+
+    Step times are lines over the lengths; bars where there is one length only.
 
     Raises:
         ConfigError: no row was measured.
@@ -54,12 +56,15 @@ def draw_near_decode(result: Result) -> Figure:
         here = [row for row in rows if row["device"] == device]
         for line, ratio in enumerate(ratios):
             some = [row for row in here if row["ratio"] == ratio and not row["hot"]]
-            axes = panels[line][column]
-            axes.set_title(f"{device_name(device)}: a step, {ratio:.0%} selected")
-            if some:
+            axes, lengths = panels[line][column], {row["length"] for row in some}
+            title = f"{device_name(device)}: a step, {ratio:.0%} selected"
+            if len(lengths) == 1:
+                title = title.replace("a step", f"a step, ms, {short_tokens(*lengths)}")
+                _bars(axes, [row for row in here if row["ratio"] == ratio])
+            elif some:
                 _steps(axes, some)
-            if not column:
-                axes.set_ylabel("milliseconds (log scale)")
+                axes.set_ylabel("" if column else "milliseconds (log scale)")
+            axes.set_title(title)
         longest = max(row["length"] for row in here)
         last = [row for row in here if row["ratio"] == ratios[0] and row["length"] == longest]
         _memory(panels[-1][column], last)
@@ -71,7 +76,8 @@ def draw_near_decode(result: Result) -> Figure:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside lower center",
-                  ncols=min(6, 2 + len(devices)), fontsize=10)  # fmt: skip
+                  ncols=min(6, 2 + len(devices)) if len(handles) > 5 else 3,
+                  fontsize=10)  # fmt: skip
     figure.suptitle(
         f"HillInfer's decode steps on {result.figures['model']}, equal numbers of selected tokens"
         + ("\n" if len(devices) == 1 else ", ")
@@ -100,20 +106,41 @@ def _steps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.grid(color=GRID, linewidth=0.8)
 
 
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    """A bar for each method of one length; a line from the fastest round to the slowest."""
+    for place, row in enumerate(rows):
+        plain = without_budget(row["method"])
+        axes.barh(place, row["mean_ms"], color=_COLOURS.get(plain, INK))
+        ends = (min(row["round_ms"]), max(row["round_ms"]))
+        axes.plot(ends, [place, place], color=INK, linewidth=1.2, marker="|", markersize=6,
+                  label=None if place else "fastest to slowest round")  # fmt: skip
+        axes.annotate(f"{row['mean_ms']:.0f} ms, {row['tokens_per_s']:.1f} tokens/s",
+                      (max(row["mean_ms"], ends[1]), place), xytext=(6, 0), va="center",
+                      textcoords="offset points", fontsize=8.5, color=INK)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [_bar_name(row) for row in rows], fontsize=9)
+    axes.set_xlim(0, 1.3 * axes.get_xlim()[1])  # room for what is written at the longest bar
+    axes.invert_yaxis()
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+
+
+def _bar_name(row: Row) -> str:
+    return name_of(row) + (f", {row['hot']:,} hot" if row["hot"] else "")
+
+
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     """Bars: what the main process grew by, what it shares with devices, and the devices' own; the
     ledger's figure as a mark."""
     parts = (("main process", "grown_bytes", SERIES[0]), ("shared", "shared_bytes", SERIES[2]))
     names = []
     for place, row in enumerate(rows):
-        names.append(name_of(row) + (f", {row['hot']:,} hot" if row["hot"] else ""))
+        names.append(_bar_name(row))
         left = 0.0
         for label, field, colour in parts:
             width = max(0.0, row[field]) / 2**20
             axes.barh(place, width, left=left, color=colour, label=None if place else label)
             left += width
-        axes.annotate(f"{left:.0f}", (left, place), xytext=(-3, 0), textcoords="offset points",
-                      ha="right", va="center", fontsize=8.5, color="white")  # fmt: skip
+        axes.annotate(f"{left:.0f}", (0, place), xytext=(5, 0), textcoords="offset points",
+                      ha="left", va="center", fontsize=8.5, color="white")  # fmt: skip
         devices = sum(row["device_bytes"]) / 2**20
         axes.barh(place, devices, left=left, color=GRID, hatch="//", edgecolor=FAINT,
                   label=None if place else "device processes")  # fmt: skip
@@ -172,9 +199,11 @@ def _split(axes: Axes, one: Row, rows: Sequence[Row]) -> None:
     axes.plot(betas, times, marker="o", markersize=5, color=SERIES[0], linewidth=2,
               label="measured, hot pool of that size")  # fmt: skip
     for row, beta in zip(fixed, betas, strict=True):
+        last = row is fixed[-1]  # the lines of what was solved are often there
         axes.annotate(
-            f"{row['hit_rate']:.0%} hot", (beta, row["median_ms"]), xytext=(0, 7),
-            textcoords="offset points", ha="center", fontsize=8.5, color=FAINT,
+            f"{row['hit_rate']:.0%} hot", (beta, row["median_ms"]),
+            xytext=(-8, -12) if last else (5, 6), textcoords="offset points",
+            ha="right" if last else "left", fontsize=8.5, color=FAINT,
         )  # fmt: skip
     axes.axvline(one["solved"]["beta"], color=SERIES[1], linewidth=1.6,
                  label="solved while decoding")  # fmt: skip
@@ -188,6 +217,7 @@ def _split(axes: Axes, one: Row, rows: Sequence[Row]) -> None:
     axes.set_ylim(0, 1.12 * max(*times, one["solved_ms"]))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.annotate(
-        f"solved {one['latency_off']:+.0%}, Eq. 4 {one['eq4_latency_off']:+.0%} over the least",
-        (0.98, 0.04), xycoords="axes fraction", ha="right", fontsize=9.5, color=INK,
+        f"over the least: solved {one['latency_off']:+.0%} (its own row "
+        f"{one['own_latency_off']:+.0%}), Eq. 4 {one['eq4_latency_off']:+.0%}",
+        (0.02, 0.04), xycoords="axes fraction", ha="left", fontsize=9.5, color=INK,
     )  # fmt: skip

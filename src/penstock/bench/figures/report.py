@@ -34,11 +34,16 @@ from penstock.bench.figures.pareto import draw_pareto, has_front
 from penstock.bench.figures.result_lengths import by_length
 from penstock.bench.figures.retrieval import draw_retrievals, draw_units
 from penstock.bench.figures.retrieval_points import has_retrievals
+from penstock.bench.figures.search_accuracy import draw_search_accuracy
+from penstock.bench.figures.search_plan import draw_search_plan
+from penstock.bench.figures.search_speed import search_speed_figures
 from penstock.bench.figures.segments import draw_segments
 from penstock.bench.figures.setting import draw_setting
 from penstock.bench.figures.statistics import draw_statistics
 from penstock.bench.figures.style import STYLE, save
 from penstock.bench.figures.throughput import draw_throughput
+from penstock.bench.figures.tuning_prediction import draw_predictions
+from penstock.bench.figures.tuning_quality import draw_tuning_quality, has_quality
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
@@ -81,12 +86,23 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
         return near_decode_figures(result, name)
     if result.kind == "near_storage.smartssd":
         return smartssd_figures(name)
+    if result.kind == "search_accuracy":
+        return {name: draw_search_accuracy}
+    if result.kind == "search.speed":
+        return search_speed_figures(result, name)
+    if result.kind == "search.plan":
+        return {name: draw_search_plan}
     if result.kind == "device_tier.kernels":
         return {name: draw_device_kernels}
     if result.kind == "device_tier.speed":
         more = {f"{name}-breakdown": draw_device_breakdown} if has_device_breakdown(result) else {}
         ablation = bool(result.settings.get("ablation"))
         return {name: draw_device_ablation if ablation else draw_device_speed, **more}
+    if result.kind == "tuning.predict":
+        return {name: draw_predictions}
+    if result.kind == "tuning.sweep":
+        more = {name: draw_tuning_quality} if has_quality(result) else {}
+        return {**more, f"{name}-predicted": draw_predictions}
     if has_retrievals(result) and _is_ablation(result):
         return {
             f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,

@@ -12,19 +12,21 @@ is the real disk.
 """
 
 import argparse
-import json
-import sys
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
-from penstock.bench.clusters.end_to_end import forced_text, measured_disk, pace_of
-from penstock.bench.clusters.end_to_end_run import DISK, ForcedText
+from penstock.bench.clusters.end_to_end import (
+    measured_disk,
+    numbers_of,
+    pace_of,
+    run_groups,
+)
+from penstock.bench.clusters.end_to_end_merge import check_same, grow
+from penstock.bench.clusters.end_to_end_run import DISK, ForcedText, Say
 from penstock.bench.clusters.program import model_name
 from penstock.bench.clusters.texts import RING_WALK
 from penstock.bench.entry import run_program
@@ -39,8 +41,8 @@ from penstock.bench.near_storage.decode_cases import (
 )
 from penstock.bench.near_storage.decode_run import run_near_group
 from penstock.bench.near_storage.decode_table import decode_table, summary
-from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, without_path
+from penstock.bench.sitting import Sitting, closed
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.models.loader import LoadedModel, load
@@ -95,7 +97,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name, kind in (
         ("lengths", int), ("alphas", float), ("split_lengths", int), ("split_alphas", float),
     ):  # fmt: skip
-        setattr(args, name, _numbers(getattr(args, name), kind))
+        setattr(args, name, numbers_of(getattr(args, name), kind))
     args.devices = args.devices.split(",")
     args.split_devices = (args.split_devices or ",".join(args.devices)).split(",")
     args.methods = [setting.text for setting in parse_settings([args.methods])]
@@ -119,13 +121,6 @@ def _check(args: argparse.Namespace) -> None:
     least = pace_of(args).decoded + 64
     if min([*args.lengths, *args.split_lengths, least]) < least:
         raise ConfigError(f"lengths must be at least {least}: so much is decoded, and a prompt")
-
-
-def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return [kind(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of numbers like 1024,2048") from error
 
 
 def all_cases(args: argparse.Namespace) -> list[NearCase]:
@@ -168,14 +163,8 @@ class Decode:
         Raises:
             ConfigError: that run was another one.
         """
-        for name in _SAME:
-            if former.settings.get(name) != settings[name]:
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
-                )
-        for name in _GROWING:
-            kept = former.settings[name]
-            settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
+        check_same(former.settings, settings, "resume", _SAME)
+        grow(settings, former.settings, _GROWING)
         found = {near_key(row) for row in former.figures["rows"]}
         again = {
             case.key for cases in self.groups.values()
@@ -189,36 +178,16 @@ class Decode:
         Args:
             keep: called after each group.
         """
-        args, began = self._args, time.perf_counter()
-        done = {near_key(row) for row in self.rows}
-        left = [group for group in self.groups.values() if group[0].key not in done]
-        progress = Progress(sum(map(_work, self.groups.values())))
-        progress.skip(sum(map(_work, self.groups.values())) - sum(map(_work, left)))
-        text: tuple[int, ForcedText] | None = None
-        for group in left:
-            minutes = (time.perf_counter() - began) / 60
-            if args.minutes is not None and minutes >= args.minutes:
-                _say(f"time is up after {minutes:.1f} minutes; --resume goes on")
-                return
-            length, weight = group[0].length, _work(group) // (2 * len(group))
-            if text is None or text[0] != length:
-                progress.say(f"prefilling {length:,} tokens")
-                text = (length, forced_text(loaded, args, length))
-            self.rows += run_near_group(
-                group, text[1], loaded, pace_of(args), args.row_seconds, progress.say,
-                partial(_step, progress, weight),
-            )  # fmt: skip
+        args, pace, done = self._args, pace_of(self._args), {near_key(row) for row in self.rows}
+
+        def measure(
+            group: Sequence[NearCase], text: ForcedText, say: Say, step: Callable[[int], None]
+        ) -> None:
+            self.rows += run_near_group(group, text, loaded, pace, args.row_seconds, say, step)
             self.rows.sort(key=section_order)
             keep()
 
-
-def _step(progress: Progress, weight: int, cases: int) -> None:
-    progress.step(weight * cases)
-
-
-def _work(group: Sequence[NearCase]) -> int:
-    """Work in a group, in the units of the progress lines."""
-    return 2 * len(group) * (group[0].length // 1024 + 4)
+        run_groups(self.groups.values(), done, loaded, args, measure)
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -233,24 +202,18 @@ def run(arguments: Sequence[str]) -> Result:
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in _PRIVATE}
     settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
-    shown = ["PATH" if argument == args.prompt_file else argument for argument in arguments]
-    shown = ["--prompt-file=PATH" if x.startswith("--prompt-file=") else x for x in shown]
+    shown = without_path(arguments, "--prompt-file", args.prompt_file)
     result = Result.begin(KIND, shown, settings, seed=args.seed)
-    bench, began, minutes, disk = Decode(args), time.perf_counter(), 0.0, None
-    former = _former(args)
-    if former is not None:
-        bench.take_up(former, result.settings)
-        minutes, disk = former.figures["minutes"], former.figures["disk"]
+    bench, sitting, disk = Decode(args), Sitting(result, args), None
+    if sitting.former is not None:
+        bench.take_up(sitting.former, result.settings)
+        disk = sitting.former.figures["disk"]
     if DISK in [*args.devices, *args.split_devices] and disk is None:
         disk = measured_disk()
 
     def keep() -> None:
-        result.figures = {
-            "model": model_name(args.model), "disk": disk, "rows": bench.rows,
-            **summary(bench.rows), "minutes": minutes + (time.perf_counter() - began) / 60,
-        }  # fmt: skip
-        if args.out:
-            result.save(args.out)
+        name, rows = model_name(args.model), bench.rows
+        sitting.keep({"model": name, "disk": disk, "rows": rows, **summary(rows)})
 
     try:
         bench.run(load(args.model), keep)
@@ -258,22 +221,7 @@ def run(arguments: Sequence[str]) -> Result:
         keep()
         torch.set_num_threads(threads)
     print(decode_table(result.figures))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
-
-
-def _former(args: argparse.Namespace) -> Result | None:
-    if not args.resume:
-        return None
-    try:
-        return Result.load(args.out)
-    except ConfigError:
-        return None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return closed(result, args)
 
 
 if __name__ == "__main__":

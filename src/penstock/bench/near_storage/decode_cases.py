@@ -36,6 +36,12 @@ class NearCase(Case):
         return (*self.group, self.method, self.reuse, self.hot)
 
     @property
+    def title(self) -> str:
+        """The case in words."""
+        whole = super(NearCase, self).title  # slots=True makes another class of this one
+        return f"{whole}, {self.hot:,} hot" if self.hot else whole
+
+    @property
     def policy(self) -> SelectionPolicy:
         """The policy, with as many selected tokens as all others."""
         policy: Any = parse_setting(self.method).policy

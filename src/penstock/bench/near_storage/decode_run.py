@@ -6,16 +6,16 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from penstock.bench.clusters.end_to_end_run import ForcedText, LiveRow, Pace, Say
+from penstock.bench.clusters.end_to_end_run import ForcedText, LiveRow, Pace, Say, run_group
 from penstock.bench.near_storage.decode_cases import NearCase
 from penstock.bench.process_memory import anonymous_bytes, settle
-from penstock.core.errors import PenstockError
 from penstock.models.loader import LoadedModel
 from penstock.near_storage.near_store import NearStore
 from penstock.near_storage.work_split import Split, balance, solve
@@ -166,13 +166,12 @@ def _rates(work: NearWork, case: NearCase, length: int, most: int) -> dict[str, 
     Args:
         most: tokens that may be hot.
     """
-    watch, split = work._watch, work.split
-    if watch is None or split is None:
+    rates, split = work.rates, work.split
+    if rates is None or split is None:
         return {}
-    rates, alpha, total = watch.rates, case.selected / length, split.hot_tokens + split.cold_tokens
-    share = work._hot / max(work._selected, 1e-9)
+    alpha, total = case.selected / length, split.hot_tokens + split.cold_tokens
     skewed = solve(
-        rates, alpha, total, most, share, min_hot_tokens=case.selected,
+        rates, alpha, total, most, work.hot_share, min_hot_tokens=case.selected,
         seen_hot_tokens=split.hot_tokens,
     )  # fmt: skip
     return {
@@ -206,39 +205,11 @@ def run_near_group(
     cases: Sequence[NearCase], text: ForcedText, loaded: LoadedModel, pace: Pace, row_s: float,
     say: Say, done: Callable[[int], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Decode all cases in turn, every second round backwards. One that fails says why in its row.
+    """See `run_group`, of `NearRow`s.
 
     Args:
         row_s: see `NearRow`.
-        say: told what is going on.
-        done: told of each case that is filled, and again when the group is measured.
     """
-    rows = [case.row for case in cases]
-    live: list[tuple[NearRow, dict[str, Any]]] = []
     plain_steps(loaded)
-    try:
-        for case, row in zip(cases, rows, strict=True):
-            hot = f", {case.hot:,} hot" if case.hot else ""
-            say(f"{case.device}, {case.length:,} tokens, {case.ratio:.0%}: {case.method}{hot}")
-            try:
-                live.append((NearRow(case, text, loaded, pace, row_s), row))
-            except PenstockError as error:  # the other rows are worth having
-                row["error"] = str(error).splitlines()[0]
-            done(1)
-        for number in range(pace.rounds):
-            say(f"decoding, round {number + 1} of {pace.rounds}")
-            for one, row in live if number % 2 == 0 else live[::-1]:
-                if "error" in row:
-                    continue
-                try:
-                    one.run_round(pace.steps)
-                except PenstockError as error:
-                    row["error"] = str(error).splitlines()[0]
-        for one, row in live:
-            if "error" not in row:
-                row.update(one.figures())
-        done(len(cases))
-    finally:
-        for one, _ in live:
-            one.close()
-    return rows
+    rows = [partial(NearRow, case, text, loaded, pace, row_s) for case in cases]
+    return run_group(cases, rows, pace, say, done)

@@ -20,7 +20,7 @@ from penstock.bench.near_storage.placement import (
 )
 from penstock.bench.near_storage.premises import measure_premises
 from penstock.bench.near_storage.table import agreement_table, placement_table
-from penstock.bench.result import Result
+from penstock.bench.result import Result, without_path
 from penstock.core.errors import ConfigError
 from penstock.models.loader import LoadedModel, load
 
@@ -133,7 +133,8 @@ def run(arguments: Sequence[str]) -> Result:
     torch.manual_seed(args.seed)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "text")}
     settings["model"] = model_name(args.model)
-    result = Result.begin(KIND, _shown(arguments, args.text), settings, seed=args.seed)
+    shown = without_path(arguments, "--text", args.text)
+    result = Result.begin(KIND, shown, settings, seed=args.seed)
     result = replace(result, kind=f"{KIND}.{args.measure}")
     loaded = load(args.model)
     stream = record(loaded, args, prompt_tokens=args.prompt, output_tokens=args.output)
@@ -198,9 +199,3 @@ def _agreement(
         stream, alphas, hot_share=hot_share, dtype=dtype,
         on_layer=counter.up_to("layers"),
     )  # fmt: skip
-
-
-def _shown(arguments: Sequence[str], text: str | None) -> list[str]:
-    """The command line without paths of texts."""
-    shown = ["PATH" if argument == text else argument for argument in arguments]
-    return ["--text=PATH" if item.startswith("--text=") else item for item in shown]

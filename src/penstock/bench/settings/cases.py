@@ -11,9 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.bench.decode_loop import Bench, LiveRow
-from penstock.bench.selection_streams import OverlapStream, streamed
 from penstock.bench.settings.methods import UNLIMITED, Case, Machine, part_of, planned
-from penstock.bench.synthetic_kv import SyntheticKV
 from penstock.bench.throughput_rows import FLOORS, Row
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import PenstockError
@@ -24,6 +22,8 @@ from penstock.devices.profile import DeviceProfile
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.loader import CausalLM
 from penstock.models.query_projection import decoder_layers
+from penstock.workloads.selection_streams import OverlapStream, streamed
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 _MS = 1e3
 """Milliseconds of a second."""

@@ -9,8 +9,6 @@ profiler measures one layer.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.bench.selection_streams import PAPER_OVERLAP
 from penstock.bench.settings.cases import Floor, Measurement, measure_case
 from penstock.bench.settings.methods import (
     BATCHES,
@@ -31,12 +28,14 @@ from penstock.bench.settings.methods import (
     cases_of_b,
 )
 from penstock.bench.settings.table import ratios_of, ratios_text, settings_table
+from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
 from penstock.models.prefetch_hooks import predictor_bytes
 from penstock.policies import KVSwap
+from penstock.workloads.selection_streams import PAPER_OVERLAP
 
 TOTALS, SHARES = "2000MiB,800MiB", "1/13,1/34"
 LEAST_LAYERS = 4
@@ -90,6 +89,7 @@ class SettingBenchmark:
         """
         self._args = args
         contexts, devices = _numbers(args.contexts), args.devices.split(",")
+        methods = [setting.text for setting in parse_settings([args.methods])]
         new_tokens = (args.steps + 2) * len(devices) + 4
         whole = ARCHITECTURES[args.config](max(contexts) + new_tokens)
         self.of_layers = int(whole.num_hidden_layers)
@@ -99,7 +99,7 @@ class SettingBenchmark:
             raise ConfigError(
                 f"--layers must be {min(LEAST_LAYERS, self.of_layers)} to {self.of_layers}"
             )
-        _say(f"building {self.layers} of {self.of_layers} layers of {args.config}")
+        say(f"building {self.layers} of {self.of_layers} layers of {args.config}")
         model = random_model(
             args.config, max_positions=max(contexts) + new_tokens, seed=args.seed, device=args.on,
             layers=self.layers,
@@ -116,7 +116,6 @@ class SettingBenchmark:
             machine=self.machine, overlap=args.overlap, steps=args.steps,
             most_s=args.step_seconds, seed=args.seed,
         )  # fmt: skip
-        methods = [setting.text for setting in parse_settings([args.methods])]
         if args.setting == "A":
             self.cases = cases_of_a(
                 methods, devices, contexts, _numbers(args.batches), args.memory, self.machine
@@ -153,7 +152,7 @@ class SettingBenchmark:
         for case in left:
             minutes = (time.perf_counter() - began) / 60
             if self._args.minutes is not None and minutes > self._args.minutes:
-                _say(f"time is up after {minutes:.1f} minutes")
+                say(f"time is up after {minutes:.1f} minutes")
                 break
             progress.say(f"{case.method}, {case.context} tokens, batch {case.batch}")
             if floor is None or floor.batch != case.batch:
@@ -193,7 +192,6 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    began, minutes = time.perf_counter(), 0.0
     benchmark = SettingBenchmark(args)
     private = ("out", "json", "resume", "minutes")
     settings = {k: v for k, v in vars(args).items() if k not in private}
@@ -202,23 +200,13 @@ def run(arguments: Sequence[str]) -> Result:
     result.command = result.command.replace("bench.setting ", "bench.settings ")
     if args.on == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name()
-    if args.resume and args.out:
-        try:
-            former = Result.load(args.out)
-        except ConfigError:
-            former = None
-        if former is not None:
-            benchmark.take_up(former)
-            minutes = former.figures["minutes"]
+    sitting = Sitting(result, args)
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former)
 
     def keep() -> None:
-        result.figures = {
-            "rows": benchmark.rows,
-            "ratios": ratios_of(benchmark.rows, same_batch=args.setting == "A"),
-            "minutes": minutes + (time.perf_counter() - began) / 60,
-        }  # fmt: skip
-        if args.out:
-            result.save(args.out)
+        ratios = ratios_of(benchmark.rows, same_batch=args.setting == "A")
+        sitting.keep({"rows": benchmark.rows, "ratios": ratios})
 
     try:
         benchmark.run(keep)
@@ -226,10 +214,4 @@ def run(arguments: Sequence[str]) -> Result:
         keep()
     print(settings_table(benchmark.rows))
     print(ratios_text(result.figures["ratios"]))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return closed(result, args)

@@ -45,10 +45,12 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
     "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
+    "tree_attention": (*14 * (_ADDRESS,), *2 * (_COUNT,), _FACTOR),
 })  # fmt: skip
 
 _VECTORS = frozenset({
     "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
+    "tree_attention",
 })  # fmt: skip
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
 

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.page_digest import PageDigestIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class ArkVale(BaselinePolicy):
 
     group_tokens: int = 16
     """Tokens of a page."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("group_tokens", (8, 16, 32, 64), "tokens of a page"),
+        SELECTED,
+    )
 
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
         """See `BaselinePolicy.index_sizes`: the digests have one size."""

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.token_clusters import TokenClustersIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 
 CHOICES = ((80, 320), (80, 160), (80, 80), (160, 0), (320, 0))
 """Tokens of a cluster and new tokens clustered together, best first; the first as published."""
@@ -41,6 +42,11 @@ class ClusterKV(BaselinePolicy):
     recluster_tokens: int | None = None
     """Generated tokens that are clustered together, at least `tokens_per_cluster`; 0: they join the
     nearest cluster for good; None: chosen from the budget."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("tokens_per_cluster", (None, 40, 80, 160, 320), "tokens of a cluster on average"),
+        SELECTED,
+    )
 
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.indexes.principal_keys import ProjectedKeysIndex, SkewedKeysIndex
 from penstock.policies.baselines.partial_keys import PartialKeysPolicy
 
@@ -55,3 +56,8 @@ class InfiniGenStarReuse(InfiniGenStar):
 
     reuse_tokens: int | None = None
     """See `BaselinePolicy.reuse_tokens`; None: one selection."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        *InfiniGenStar.choices,
+        Choice("reuse_tokens", (1600, 800, None), "tokens kept from step to step"),
+    )

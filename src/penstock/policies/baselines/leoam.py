@@ -3,12 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.chunk_bounds import ChunkBoundsIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import SELECTED_TOKENS, BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import (
+    SELECTED,
+    SELECTED_TOKENS,
+    BaselinePolicy,
+    IndexSize,
+)
 
 MOST_FINE_UNITS = 8
 """Units of the largest fine chunk that a tight budget leads to."""
@@ -38,6 +44,11 @@ class LeoAM(BaselinePolicy):
     """Tokens of a unit, the smallest chunk that is read."""
     fine_tokens: int | None = None
     """Tokens of a small chunk, whole units; None: the fewest that the budget allows."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("group_tokens", (8, 16, 32, 64), "tokens of the smallest chunk that is read"),
+        SELECTED,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.principal_keys import ProjectedKeysIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class PartialKeysPolicy(BaselinePolicy):
     room for a selection."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("key_ratio", (None, 0.5, 0.25, 0.125), "share of a key that the index keeps"),
+        SELECTED,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

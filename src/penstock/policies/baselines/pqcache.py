@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.product_quantized import ProductQuantizedIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 
 CHOICES = ((16, 8), (8, 8), (8, 6), (4, 8), (4, 6), (2, 8), (2, 6), (2, 4))
 """Parts of a key and bits of a part, best first."""
@@ -38,12 +39,24 @@ class PQCache(BaselinePolicy):
     bits: int | None = None
     """2^bits centroids a part, the paper's b, 1 to 8; None: chosen from the budget."""
 
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("subvectors", (None, 16, 8, 4, 2), "parts of a key, the paper's m"),
+        Choice("bits", (None, 8, 6), "bits of a part, the paper's b"),
+        SELECTED,
+    )
+    """Parts and bits are chosen together, or both left to the plan."""
+
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         if self.subvectors is not None and self.subvectors < 1:
             raise ConfigError(f"subvectors={self.subvectors} must be at least 1")
         if self.bits is not None and not 1 <= self.bits <= 8:
             raise ConfigError(f"bits={self.bits} must be 1 to 8")
+
+    @property
+    def repeats_another(self) -> bool:
+        """See `SelectionPolicy.repeats_another`: half a choice ends as one of the whole ones."""
+        return super().repeats_another or (self.subvectors is None) != (self.bits is None)
 
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
         """See `BaselinePolicy.index_sizes`."""

@@ -2,8 +2,9 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.policies.base import SelectionPolicy, ceil_div
@@ -11,6 +12,9 @@ from penstock.policies.sizing import largest_plan, make_plan, resident_plan
 
 SELECTED_TOKENS = 400
 """Tokens that a step selects: the same for every method (KVSwap, section 6 and Tab. 1)."""
+
+SELECTED = Choice("selected_tokens", (800, 400, 200), "tokens that a step selects")
+"""The choice that every method has."""
 
 
 class IndexSize(NamedTuple):
@@ -43,6 +47,8 @@ class BaselinePolicy(SelectionPolicy):
     sink_tokens: int = 4
     """First tokens of the sequence that are always attended to."""
 
+    choices: ClassVar[tuple[Choice, ...]] = (SELECTED,)
+
     def __post_init__(self) -> None:
         if self.group_tokens < 1:
             raise ConfigError(f"group_tokens={self.group_tokens} must be at least 1")
@@ -53,6 +59,12 @@ class BaselinePolicy(SelectionPolicy):
             )
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
+
+    @property
+    def repeats_another(self) -> bool:
+        """See `SelectionPolicy.repeats_another`: slots that a selection fills are what None is."""
+        selected = self.selected_tokens or SELECTED_TOKENS
+        return 0 < (self.reuse_tokens or 0) <= selected
 
     @abstractmethod
     def index_sizes(self, request: SizingRequest) -> "list[tuple[SelectionPolicy, IndexSize]]":

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from penstock.core.choices import Choice
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.shadow_keys import ShadowKeyIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
 
 ORIGINAL_OUTLIERS, ORIGINAL_SELECTED = 48, 256
 """Chunks of 8 tokens per KV head: resident ones, and those that a step selects beside them."""
@@ -58,6 +59,12 @@ class ShadowKV(BaselinePolicy):
     outlier_chunks: int = ORIGINAL_OUTLIERS
     """Most outlier units per KV head; fewer in proportion to a small selection, and under the
     tightest budgets."""
+
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("rank", (None, 160, 96, 64, 32), "components of the keys in memory, per token"),
+        Choice("group_tokens", (8, 16), "tokens of a chunk"),
+        SELECTED,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,1 @@
+"""Step-wise beam search end to end: strategies on one engine, and what a plan says of them."""

@@ -1,0 +1,1 @@
+"""What search is good for: pointer chasing with a verifier, accuracy against number of beams."""

@@ -1,0 +1,141 @@
+"""One device of a sweep: the tuner's search, every setting that fits, the fastest once more."""
+
+import random
+from typing import Any
+
+from penstock.bench.progress import Progress
+from penstock.bench.sitting import say
+from penstock.bench.tuning.held_out import HeldOutQuality, quality_key
+from penstock.bench.tuning.setting_runs import name_of, run_settings, setting_row
+from penstock.bench.tuning.summary import TOP, fastest
+from penstock.policies.search_space import fields_of
+from penstock.tuner.candidates import Candidate
+from penstock.tuner.kvswap_search import Found, KVSwapSearch
+from penstock.tuner.tuning_task import TuningTask
+
+ROUNDS, FINAL_ROUNDS = 2, 6
+OPEN_RUNS = 4
+Row = dict[str, Any]
+
+
+class DeviceSweep:
+    """Call `run`."""
+
+    def __init__(
+        self, name: str, search: KVSwapSearch, task: TuningTask, quality: HeldOutQuality | None, *,
+        measurements: int, most: int | None, seed: int, steps: int, final_steps: int,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            search: over, of one (b, S) only.
+            measurements: that it made: runs, and checks of its picks.
+            task: that it was made for.
+            quality: None: nothing is measured of it.
+            most: settings to run; None: all.
+            steps: of each of the `ROUNDS`.
+            final_steps: of each of the `FINAL_ROUNDS`.
+        """
+        self._name, self._task, self._quality = name, task, quality
+        self._measurements, self._most, self._seed = measurements, most, seed
+        self._steps, self._final_steps = steps, final_steps
+        self._search = search
+        [self._spot], [self._found] = search.spots, search.found
+        assert search.profile is not None
+        self._profile = search.profile
+
+    def run(self) -> Row:
+        """Run all settings, and the fastest again.
+
+        Raises:
+            StorageError: the device failed, or the journal cannot be written.
+        """
+        search, task, found = self._search, self._task, self._found
+        chosen = self._chosen()
+        rows = self._sweep(chosen)
+        best = fastest(rows, task.floor, TOP)
+        for row in rows:
+            row["roles"] = _roles(row, found, best)
+        tuned = [figures for _, _, _, figures in search.runs]
+        return {
+            "title": task.device.title, "fit": len(self._spot.found),
+            "profile": self._profile.as_dict(),
+            "tuner": {
+                "runs": search.measurements,
+                "fidelity_checks": self._measurements - search.measurements,
+                "decode_steps": sum(each.steps for each in tuned),
+                "pick": name_of(found.best.candidate),
+                "settings": [fields_of(policy) for _, policy, _, _ in search.runs],
+                "pick_step_s": None if found.measured is None else found.measured.step_s,
+            },
+            "sweep": {
+                "runs": len(rows), "decode_steps": sum(row["steps"] for row in rows),
+            },
+            "settings": rows, "final": self._final(chosen, rows, best),
+        }  # fmt: skip
+
+    def _chosen(self) -> list[Candidate]:
+        """What will run, in an order drawn by lot: the picks are always among it."""
+        draw, order, found = random.Random(self._seed), list(self._spot.found), self._found
+        draw.shuffle(order)
+        if self._most is None or self._most >= len(order):
+            return order
+        picks = {found.best.candidate.policy} | (
+            set() if found.paper is None else {found.paper.candidate.policy}
+        )
+        chosen = [each for each in order if each.policy in picks]
+        others = [each for each in order if each.policy not in picks]
+        chosen += others[: max(0, self._most - len(chosen))]
+        draw.shuffle(chosen)
+        return chosen
+
+    def _sweep(self, chosen: list[Candidate]) -> list[Row]:
+        """Quality and speed of every chosen setting."""
+        if self._quality is not None:
+            self._quality.measure([each.policy for each in chosen])
+        progress = Progress(len(chosen))
+        rows = list[Row]()
+        for start in range(0, len(chosen), OPEN_RUNS):
+            progress.say(f"every setting of kvswap on {self._name}")
+            part = chosen[start : start + OPEN_RUNS]
+            figures = run_settings(
+                self._task, self._spot, part, name="sweep", steps=self._steps, rounds=ROUNDS,
+                progress=progress,
+            )  # fmt: skip
+            rows += [self._row(each, one) for each, one in zip(part, figures, strict=True)]
+        return rows
+
+    def _row(self, candidate: Candidate, figures: Row) -> Row:
+        of_tuner = self._search.measured(self._spot, candidate.policy) is not None
+        row = setting_row(
+            self._profile, candidate, figures, floor=self._task.floor, of_tuner=of_tuner
+        )
+        if self._quality is not None:
+            row |= self._quality.found[quality_key(row["fields"])]
+        return row
+
+    def _final(self, chosen: list[Candidate], rows: list[Row], best: list[Row]) -> list[Row]:
+        """Picks and fastest once more, all together and for longer."""
+        again = [
+            (candidate, row) for candidate, row in zip(chosen, rows, strict=True)
+            if row in best or row["roles"]
+        ]  # fmt: skip
+        say(f"{self._name}: the fastest {len(again)} together")
+        candidates = [candidate for candidate, _ in again]
+        figures = run_settings(
+            self._task, self._spot, candidates, name="final", steps=self._final_steps,
+            rounds=FINAL_ROUNDS,
+        )  # fmt: skip
+        return [
+            self._row(candidate, one) | {"roles": row["roles"]}
+            for (candidate, row), one in zip(again, figures, strict=True)
+        ]
+
+
+def _roles(row: Row, found: Found, best: list[Row]) -> list[str]:
+    """What a setting is: of "best", "pick" (the tuner's) and "paper" (its own search's)."""
+    roles = ["best"] if best and row["fields"] == best[0]["fields"] else []
+    if row["fields"] == fields_of(found.best.candidate.policy):
+        roles.append("pick")
+    if found.paper is not None and row["fields"] == fields_of(found.paper.candidate.policy):
+        roles.append("paper")
+    return roles

@@ -1,0 +1,222 @@
+"""`penstock search`: answer a prompt by step-wise beam search in a memory budget."""
+
+import importlib.util
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.generation.beam_searcher import BeamSearcher
+    from penstock.generation.search_params import SearchParams
+    from penstock.generation.search_tree import SearchOutput
+    from penstock.generation.step_scorer import StepScorer
+
+PLAN = "plan"
+
+
+class Strategy(StrEnum):
+    """What `--strategy` takes."""
+
+    SCHEDULED = "scheduled"
+    RESIDENT = "resident"
+    LAYERWISE = "layerwise"
+
+
+class SearchCommand(TyperCommand):
+    """`penstock search`, and `penstock search plan` under the same name."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        """Hand over to the plan when the first argument says so."""
+        if args[:1] == [PLAN]:
+            plan = _plan_command()
+            return plan.make_context(f"{info_name} {PLAN}", args[1:], *more, **extra)
+        return super().make_context(info_name, args, *more, **extra)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The options of the search, and that there is a plan."""
+        super().format_options(ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(PLAN, _plan_command().get_short_help_str(limit=200))])
+
+
+def _plan_command() -> Any:
+    """`penstock search plan` as a command."""
+    from penstock.cli.search_plan import search_plan_command
+
+    plans = typer.Typer(add_completion=False, rich_markup_mode=None)
+    plans.command(PLAN)(search_plan_command)
+    return typer.main.get_command(plans)
+
+
+_Text = Annotated[str | None, typer.Option(help="The prompt itself.")]
+_File = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
+]
+_Beams = Annotated[int, typer.Option(help="Candidates of a step.")]
+_Width = Annotated[
+    int, typer.Option(help="Continuations sampled for each survivor; 1 is best of --beams.")
+]
+_Step = Annotated[int, typer.Option(metavar="TOKENS", help="Longest step.")]
+_Delimiter = Annotated[
+    str | None, typer.Option(metavar="TEXT", help=r"Ends a step early, such as '\n\n'.")
+]
+_Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends a beam; repeatable.")]
+_Longest = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+_Temperature = Annotated[float, typer.Option(help="Above 0 unless there is one beam.")]
+_TopK = Annotated[int, typer.Option(help="Sample among so many tokens; 0 is all.")]
+_TopP = Annotated[float, typer.Option(help="Sample among tokens of this share of the mass.")]
+_Seed = Annotated[int | None, typer.Option(help="Makes the search repeatable.")]
+_IgnoreEnd = Annotated[bool, typer.Option("--ignore-end", help="Go on behind the end token.")]
+_Scorer = Annotated[
+    str,
+    typer.Option(
+        metavar="logprob|MODULE:FUNCTION|reward:FOLDER",
+        help="What rates the candidates; a function gets (texts), or (prompt, texts).",
+    ),
+]
+_Penalty = Annotated[
+    float, typer.Option(help="Of logprob: its sum is divided by tokens to this power.")
+]
+_Memory = Annotated[
+    str, typer.Option(help="Fast memory for KV: 1GiB, 1/4 of what all beams take, or auto.")
+]
+_Store = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH|nvme|ufs|emmc|memory|auto",
+        help="The slow tier: a folder, a simulated device, memory, or auto.",
+    ),
+]
+_Strategy = Annotated[Strategy, typer.Option(help="How KV is moved.")]
+_NoOverlap = Annotated[bool, typer.Option("--no-overlap", help="Do not group by shared blocks.")]
+_NoBalance = Annotated[bool, typer.Option("--no-balance", help="Fill groups one by one.")]
+_NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load when a group's turn comes.")]
+_NoShare = Annotated[bool, typer.Option("--no-share", help="A copy of shared blocks per beam.")]
+_Block = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of a block.")]
+_Tree = Annotated[
+    Path | None, typer.Option("--tree", metavar="FILE", help="Draw the tree: PNG, SVG or PDF.")
+]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
+]
+
+
+def search_command(
+    model: ModelArgument = "recall", prompt: _Text = None, prompt_file: _File = None,
+    beams: _Beams = 16, width: _Width = 2, step: _Step = 64, delimiter: _Delimiter = None,
+    stop: _Stop = None, max_new_tokens: _Longest = 256, temperature: _Temperature = 1.0,
+    top_k: _TopK = 0, top_p: _TopP = 1.0, seed: _Seed = None, ignore_end: _IgnoreEnd = False,
+    scorer: _Scorer = "logprob", length_penalty: _Penalty = 1.0, memory: _Memory = "auto",
+    store: _Store = "auto", strategy: _Strategy = Strategy.SCHEDULED,
+    no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
+    no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
+    device: DeviceOption = "cpu", dtype: DtypeOption = None, tree: _Tree = None,
+    as_json: _Json = False,
+) -> None:  # fmt: skip
+    """Answer a prompt by searching: sample continuations, rate them, go on with the best.
+
+    The best answer goes to stdout, the live view and the end table to stderr.
+    """
+    from penstock.cli.generate import read_prompt
+    from penstock.cli.screen import loading
+    from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
+    from penstock.generation.search_params import SearchParams
+
+    console = Console(stderr=True, highlight=False)
+    params = SearchParams(
+        beams=beams, width=width, step_tokens=step,
+        delimiter=None if delimiter is None else _unescaped(delimiter),
+        stop=tuple(map(_unescaped, stop or ())), max_new_tokens=max_new_tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_end=ignore_end,
+    )  # fmt: skip
+    if tree is not None:
+        _check_tree(tree)
+    rates = _scorer(scorer, length_penalty, device)
+    text = read_prompt(prompt, prompt_file)
+    with loading(console, model):
+        searcher = BeamSearcher(
+            model, scorer=rates, device=device, dtype=None if dtype is None else dtype.value,
+            memory=SearchMemory(
+                memory=memory, store=store, strategy=strategy.value, overlap=not no_overlap,
+                balance=not no_balance, prefetch=not no_prefetch, share=not no_share,
+                block_tokens=block_tokens,
+            ),
+        )  # fmt: skip
+    quiet = as_json and not console.is_terminal
+    output = _search(searcher, text, params, None if quiet else console, model, as_json)
+    if tree is not None:
+        from penstock.bench.figures.search_tree import write_search_tree
+
+        write_search_tree(output, tree, model=model)
+    _tell(output, model, as_json)
+    if not as_json:
+        from penstock.cli.search_screen import show_search
+
+        show_search(console, output)
+
+
+def _search(
+    searcher: "BeamSearcher", text: str, params: "SearchParams", console: Console | None,
+    model: str, as_json: bool,
+) -> "SearchOutput":  # fmt: skip
+    """Search; when Ctrl-C comes, print the best answer so far and let it pass."""
+    from penstock.cli.search_screen import SearchScreen
+
+    try:
+        with SearchScreen(console, params, lambda: searcher.place) as screen:
+            return searcher.search(
+                text, params, on_step=screen.on_step, on_group=screen.on_group,
+                on_prefill=screen.on_prefill,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        output = searcher.so_far
+        if output is not None and output.best is not None:
+            _tell(output, model, as_json)
+        raise
+
+
+def _tell(output: "SearchOutput", model: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"model": model, **output.as_dict()}))
+    else:
+        typer.echo(output.best.text if output.best is not None else "")
+
+
+def _scorer(name: str, length_penalty: float, device: str) -> "StepScorer":
+    """The scorer of a name; its module may lie in the current folder."""
+    from penstock.generation.step_scorer import LOGPROB, load_scorer
+
+    if name != LOGPROB and length_penalty != 1:
+        raise ConfigError(f"--length-penalty belongs to --scorer {LOGPROB}, not to {name}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return load_scorer(name, length_penalty=length_penalty, device=device)
+
+
+def _check_tree(path: Path) -> None:
+    """Refuse a picture that could not be drawn later.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be one.
+    """
+    check_writable(path, "--tree")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--tree needs matplotlib: pip install 'penstock[bench]'")
+    from penstock.bench.figures.search_tree import check_kind
+
+    check_kind(path)
+
+
+def _unescaped(text: str) -> str:
+    r"""Text as it was meant, from a shell that passes on `\n` and `\t` as two characters."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -1,0 +1,239 @@
+"""StepScorer: what rates the candidates of a search: log-probability, a callable, a model."""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from penstock.core.errors import ConfigError, PenstockError, VerifierError
+
+LOGPROB = "logprob"
+REWARD = "reward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One continuation of the prompt, as a scorer sees it: whole, not its newest step alone."""
+
+    prompt: str
+    """The prompt's text; empty without a tokenizer."""
+    prompt_token_ids: Sequence[int]
+    text: str
+    """Text behind the prompt; empty without a tokenizer."""
+    token_ids: Sequence[int]
+    """Tokens behind the prompt."""
+    log_probability: float
+    """Sum over `token_ids`, under the model's own distribution (temperature 1, unfiltered)."""
+    is_finished: bool
+    """Whether an end token, a stop text or the last allowed token has come."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self.token_ids)
+
+
+class StepScorer(Protocol):
+    """Rates candidates; a higher score is better, and minus infinity means "never keep".
+
+    Attributes:
+        name: what errors, tables and figures call it.
+    """
+
+    name: str
+
+    def score(self, candidates: Sequence[Candidate]) -> Sequence[float]:
+        """One number per candidate, in their order."""
+
+
+class LogProbabilityScorer:
+    """Sum of log-probabilities over tokens to the power `length_penalty`, as transformers do it.
+
+    Args:
+        length_penalty: 1 is the mean per token, 0 the sum; more favours long continuations.
+    """
+
+    def __init__(self, length_penalty: float = 1.0) -> None:
+        self.name = LOGPROB
+        if length_penalty != 1:
+            self.name += f" with length penalty {length_penalty:g}"
+        if not math.isfinite(length_penalty):
+            raise ConfigError(f"length_penalty={length_penalty} must be a finite number")
+        self._length_penalty = length_penalty
+
+    def score(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See `StepScorer`."""
+        return [one.log_probability / one.num_tokens**self._length_penalty for one in candidates]
+
+
+class CallableScorer:
+    """Any function over texts: `function(texts)`, or `function(prompt, texts)` if it takes two.
+
+    `texts` is the list of all candidates' texts behind the prompt; the result is one number for
+    each. A verifier that has to look something up in the prompt takes both.
+    """
+
+    needs_text = True
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        if not callable(function):
+            raise ConfigError(f"{function!r} is not callable; a scorer is a function over texts")
+        self._function = function
+        self._wants_prompt = _takes_two(function)
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+
+    def score(self, candidates: Sequence[Candidate]) -> Sequence[float]:
+        """See `StepScorer`; what the function returns is passed on unchecked."""
+        texts = [one.text for one in candidates]
+        returned: Sequence[float] = (
+            self._function(candidates[0].prompt, texts)
+            if self._wants_prompt
+            else self._function(texts)
+        )
+        return returned
+
+
+def needs_text(scorer: StepScorer) -> bool:
+    """Whether a scorer can do nothing without a tokenizer; of an unknown one it is not known."""
+    return bool(getattr(scorer, "needs_text", False))
+
+
+def as_scorer(scorer: StepScorer | Callable[..., Any] | str) -> StepScorer:
+    """A scorer from whatever a caller named it by.
+
+    Raises:
+        ConfigError: it is neither a scorer, a function nor a name that `load_scorer` takes.
+        ModelLoadError: the reward model cannot be loaded.
+    """
+    if isinstance(scorer, str):
+        return load_scorer(scorer)
+    if callable(getattr(scorer, "score", None)):
+        return _named(scorer, type(scorer).__name__)
+    return CallableScorer(cast(Callable[..., Any], scorer))
+
+
+def load_scorer(
+    name: str, *, length_penalty: float = 1.0, device: torch.device | str = "cpu"
+) -> StepScorer:
+    """The scorer of a name.
+
+    Args:
+        name: "logprob", "module:function" (a function over texts, or an object with a `score`
+            method), or "reward:FOLDER" (a reward model that `save_pretrained` wrote).
+        length_penalty: of "logprob" only.
+        device: of a reward model.
+
+    Raises:
+        ConfigError: no such module or function, or it cannot be called.
+        ModelLoadError: the reward model cannot be loaded.
+    """
+    if name == LOGPROB:
+        return LogProbabilityScorer(length_penalty)
+    kind, colon, rest = name.partition(":")
+    if not (colon and kind and rest):
+        raise ConfigError(
+            f"there is no scorer {name!r}; write {LOGPROB}, module:function or {REWARD}:FOLDER"
+        )
+    if kind == REWARD:
+        # Loads transformers, which the other scorers do without.
+        from penstock.models.reward_model import RewardModelScorer
+
+        return RewardModelScorer(rest, device=device)
+    found = _find(name, kind, rest)
+    if not isinstance(found, type) and callable(getattr(found, "score", None)):
+        return _named(found, name)
+    if not callable(found):
+        raise ConfigError(
+            f"scorer {name}: {rest} is {type(found).__name__}, which cannot be called; give a "
+            "function over texts"
+        )
+    return CallableScorer(found, name)
+
+
+def checked_scores(scorer: StepScorer, candidates: Sequence[Candidate]) -> list[float]:
+    """Rate candidates and make sure that every one has a rating.
+
+    Raises:
+        VerifierError: the scorer raised, or returned something other than one number, not NaN and
+            not plus infinity, for each candidate; names the scorer and what was wrong.
+    """
+    try:
+        returned: Any = scorer.score(candidates)
+    except PenstockError:
+        raise
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise VerifierError(f"scorer {scorer.name} raised {cause}") from error
+    if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
+        raise VerifierError(
+            f"scorer {scorer.name} returned {type(returned).__name__} instead of a list of "
+            f"{len(candidates)} numbers"
+        )
+    values = list(returned.detach() if isinstance(returned, torch.Tensor) else returned)
+    if len(values) != len(candidates):
+        raise VerifierError(
+            f"scorer {scorer.name} returned {len(values)} scores for {len(candidates)} texts; it "
+            "has to return one for each"
+        )
+    return [_checked(scorer, at, value) for at, value in enumerate(values)]
+
+
+def _checked(scorer: StepScorer, index: int, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if math.isnan(number) or number == math.inf:
+        shown = " ".join(repr(value).split())
+        shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+        raise VerifierError(
+            f"scorer {scorer.name} returned {shown} for text {index}; a score is a number, or "
+            "minus infinity to drop the text"
+        )
+    return number
+
+
+def _named(scorer: Any, name: str) -> StepScorer:
+    """A scorer that errors can name, as it wants or by `name`."""
+    if not hasattr(scorer, "name"):
+        scorer.name = name
+    named: StepScorer = scorer
+    return named
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function has two positional parameters that must be given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(needed) == 2
+
+
+def _find(name: str, module_name: str, path: str) -> Any:
+    """Import "module" and look up "function" (or "object.method") in it.
+
+    Raises:
+        ConfigError: either is not there, or the module fails while it is imported.
+    """
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = f"needs {error.name}, which is not installed"
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            missing = "was not found; it has to be installed or lie in the current folder"
+        raise ConfigError(f"scorer {name}: module {module_name} {missing}") from error
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"scorer {name}: importing {module_name} raised {cause}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"scorer {name}: module {module_name} has no {path}")
+        found = getattr(found, part)
+    return found

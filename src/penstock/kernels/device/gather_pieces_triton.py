@@ -1,0 +1,42 @@
+"""gather_pieces() in Triton: host addresses are read and written by the kernel itself."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WORDS = 2048
+_PROGRAMS = 64
+"""Enough to fill a link; more would take the multiprocessors from whoever computes meanwhile."""
+
+
+@triton.jit
+def _copy(
+    addresses, rows, index, tiles, tiles_of_piece, row_words,
+    TO_HOST: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Every program copies each so many-th tile of a piece."""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        piece = tile // tiles_of_piece
+        offsets = tile % tiles_of_piece * WORDS + tl.arange(0, WORDS)
+        inside = offsets < row_words
+        there = tl.load(addresses + piece).to(tl.pointer_type(tl.int64)) + offsets
+        here = rows + tl.load(index + piece) * row_words + offsets
+        if TO_HOST:
+            tl.store(there, tl.load(here, mask=inside, other=0), mask=inside)
+        else:
+            tl.store(here, tl.load(there, mask=inside, other=0), mask=inside)
+
+
+def gather_pieces_triton(addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bool) -> None:
+    """See `gather_pieces`."""
+    words = rows.view(torch.int64)
+    tiles_of_piece = triton.cdiv(words.shape[1], _WORDS)
+    tiles = addresses.shape[0] * tiles_of_piece
+    if tiles:
+        _copy[(min(tiles, _PROGRAMS),)](
+            addresses, words, index, tiles, tiles_of_piece, words.shape[1],
+            TO_HOST=to_host, WORDS=_WORDS, num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""KV shapes by name or from a folder's config.json, without a model's weights."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.shape import KVShape
+
+_TABLE = Path(__file__).parent / "kv_shapes.toml"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def known_kv_shapes() -> Mapping[str, KVShape]:
+    """The shapes of `kv_shapes.toml` by name, in the dtype in which each was published."""
+    content = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    shapes = {
+        name: KVShape(
+            num_layers=entry["layers"],
+            num_query_heads=entry["query_heads"],
+            num_kv_heads=entry["kv_heads"],
+            head_dim=entry["head_dim"],
+            dtype=_DTYPES[entry["dtype"]],
+        )
+        for name, entry in content.items()
+    }
+    return MappingProxyType(shapes)
+
+
+def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
+    """The KV shape of a model, all of its layers, windowed ones too.
+
+    Args:
+        name_or_folder: a name of `known_kv_shapes`, or a folder with a config.json.
+        dtype: "float16", "bfloat16" or "float32"; None: as published, or as the folder says.
+
+    Raises:
+        ConfigError: neither a known name nor a folder with a config.json, or an unknown dtype.
+        ModelLoadError: config.json cannot be read.
+        UnsupportedModelError: the model has no KV cache of this kind; says why.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
+    known = known_kv_shapes()
+    folder = Path(name_or_folder).expanduser()
+    if str(name_or_folder) in known:
+        shape = known[str(name_or_folder)]
+    elif (folder / "config.json").is_file():
+        shape = _read_shape(folder)
+    else:
+        raise ConfigError(
+            f"{name_or_folder} is no folder with a config.json and no known model; known are "
+            f"{', '.join(known)}"
+        )
+    return shape if dtype is None else replace(shape, dtype=_DTYPES[dtype])
+
+
+def _read_shape(folder: Path) -> KVShape:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from penstock.models.model_shape import inspect_model
+
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):  # no weights: only what the classes say
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
+        raise ModelLoadError(f"{folder}: {line or type(error).__name__}") from error
+    shape = inspect_model(model)
+    return shape.kv.of_layers(len(shape.layer_types))

@@ -1,0 +1,263 @@
+"""BlockProfile: model delay T_model and ranking delay, fitted to a few measured runs.
+
+Source: KVSwap (arXiv 2511.11907), appendix A.3.
+
+Differences: the paper interpolates between points of a grid over batch and length. Here both delays
+are sums of terms that say what work costs (bytes of index, units, attended tokens, reads), with
+non-negative factors fitted to relative error; between measured points that is an interpolation, and
+it needs far fewer of them. Whole models are run instead of one block: launches and caches of
+neighbouring layers count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.slot_plan import SlotPlan
+from penstock.devices.profile import DeviceProfile
+from penstock.tuner.engine_run import StepFigures
+from penstock.tuner.pipeline import LayerTimes, step_time
+
+Floats = NDArray[np.float64]
+
+RANK_TERMS = (
+    "step", "sequences", "index bytes", "scored tokens", "units", "selected", "read",
+    "predicting weights",
+)  # fmt: skip
+BLOCK_TERMS = ("step", "sequences", "attended tokens", "read", "staged")
+_SWEEPS = 5000
+_IO_FACTORS = np.geomspace(0.25, 4.0, 81)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a setting does in a step, all layers and sequences: the input of a prediction."""
+
+    batch: int
+    context: int
+    num_layers: int
+    group_tokens: int
+    true_query_layers: frozenset[int]
+    """Layers that wait for their true query, beside the first."""
+    index_bytes: float
+    units: float
+    """Units that can be chosen."""
+    selected: float
+    """Units of all selections."""
+    attended_tokens: float
+    missing: float
+    """Units that a step fetches."""
+    reads: float
+    """Requests: neighbouring units go together."""
+    read_bytes: float
+    is_staged: bool
+    """Reads do not land in the slots themselves."""
+    copies_weights: bool
+    """Queries are predicted with 8-bit copies of the weights."""
+
+
+def work_of(
+    plan: SlotPlan, *, rows_per_sequence: int, num_layers: int, context: int, hit_rate: float,
+    reads_per_unit: float = 1.0, row_bytes: int, true_query_layers: frozenset[int],
+) -> Work:  # fmt: skip
+    """What a plan does in a step.
+
+    Args:
+        hit_rate: share of a selection that is in the slots.
+        row_bytes: a unit on disk.
+        reads_per_unit: requests for each fetched unit, at most 1, where they are known.
+    """
+    rows = plan.batch
+    selected = num_layers * rows * plan.selected_groups
+    missing = selected * (1.0 if plan.shared_pools else 1.0 - hit_rate)
+    places = plan.selected_groups if plan.compact else plan.num_slots
+    attended = min(context, (places + plan.tail_slots) * plan.group_tokens)
+    return Work(
+        batch=rows // rows_per_sequence, context=context, num_layers=num_layers,
+        group_tokens=plan.group_tokens,
+        true_query_layers=true_query_layers, index_bytes=plan.index_bytes,
+        units=num_layers * rows * context / plan.group_tokens, selected=selected,
+        attended_tokens=num_layers * rows * attended, missing=missing,
+        reads=missing * reads_per_unit, read_bytes=missing * row_bytes,
+        is_staged=plan.staging_rows > 0, copies_weights=plan.predictor_bytes > 0,
+    )  # fmt: skip
+
+
+def _rank_row(work: Work) -> list[float]:
+    tokens = work.num_layers * work.batch * work.context
+    return [
+        1.0, work.batch, work.index_bytes / 2**20, tokens / 2**16,
+        work.units / 2**14, work.selected / 2**10, work.reads / 2**10,
+        0.0 if work.copies_weights else 1.0,
+    ]  # fmt: skip
+
+
+def _block_row(work: Work) -> list[float]:
+    return [
+        1.0, work.batch, work.attended_tokens / 2**13, work.reads / 2**10,
+        (work.missing if work.is_staged else 0.0) / 2**10,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProfile:
+    """Fitted delays of one model on one machine and device. Factors in seconds per term."""
+
+    rank: tuple[float, ...]
+    """See `RANK_TERMS`."""
+    block: tuple[float, ...]
+    """See `BLOCK_TERMS`."""
+    io_factor: float
+    """Measured waiting is best explained by so many times the device profile's time."""
+    reads_per_unit: Mapping[int, float]
+    """Requests for each fetched unit, by its tokens: neighbouring units are read together."""
+    device: DeviceProfile
+
+    misses: Mapping[int, float] = field(default_factory=dict)
+    """Fetched units over those that the lookup tables made one expect, by context."""
+
+    def merged(self, work: Work) -> Work:
+        """The same work with as many misses as runs had, and neighbours read together."""
+        share = 1.0
+        if self.misses and work.missing < work.selected:  # something is reused
+            contexts = sorted(self.misses)
+            share = float(np.interp(
+                np.log(work.context), np.log(contexts), [self.misses[c] for c in contexts]
+            ))  # fmt: skip
+        missing = min(work.selected, share * work.missing)
+        reads = missing
+        if self.reads_per_unit:
+            nearest = min(self.reads_per_unit, key=lambda g: abs(np.log2(g / work.group_tokens)))
+            reads = missing * self.reads_per_unit[nearest]
+        share = missing / work.missing if work.missing else 1.0
+        return replace(work, missing=missing, reads=reads, read_bytes=share * work.read_bytes)
+
+    def predict(self, work: Work) -> tuple[float, float]:
+        """Seconds of a step, and of these the wait for reads."""
+        rank = float(np.dot(self.rank, _rank_row(work)))
+        block = float(np.dot(self.block, _block_row(work)))
+        return _step(work, rank, block, self.io_factor, self.device)
+
+    def io_s(self, work: Work) -> float:
+        """T_io of one layer, seconds."""
+        return _io_s(work, self.io_factor, self.device)
+
+    def layer_s(self, work: Work) -> float:
+        """T_model of one layer, seconds: block, ranking and bookkeeping."""
+        rank = float(np.dot(self.rank, _rank_row(work)))
+        return (rank + float(np.dot(self.block, _block_row(work)))) / work.num_layers
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: factors by term."""
+        return {
+            "rank_s": dict(zip(RANK_TERMS, self.rank, strict=True)),
+            "block_s": dict(zip(BLOCK_TERMS, self.block, strict=True)),
+            "io_factor": self.io_factor,
+            "misses": {str(k): v for k, v in sorted(self.misses.items())},
+            "reads_per_unit": {str(k): v for k, v in sorted(self.reads_per_unit.items())},
+        }
+
+
+def fit_profile(
+    runs: Sequence[tuple[Work, StepFigures]], device: DeviceProfile,
+    expected: Sequence[Work | None] = (),
+) -> BlockProfile:  # fmt: skip
+    """The profile that comes nearest to measured runs, by relative error.
+
+    Args:
+        runs: what was done and what it took; at least one.
+        device: where the reads went.
+        expected: of each run, what the lookup tables said; None where its past was no real text.
+    """
+    works = [work for work, _ in runs]
+    rank = fit_terms([_rank_row(w) for w in works], [max(f.select_s, 1e-6) for _, f in runs])
+    block = fit_terms([_block_row(w) for w in works], [max(f.block_s, 1e-6) for _, f in runs])
+    measured = np.array([figures.step_s for _, figures in runs])
+    errors = []
+    for factor in _IO_FACTORS:
+        steps = [_step(w, f.select_s, f.block_s, factor, device)[0] for w, f in runs]
+        errors.append(float(np.square(np.log(np.array(steps) / measured)).sum()))
+    return BlockProfile(
+        rank=tuple(rank), block=tuple(block), device=device, reads_per_unit=_together(works),
+        misses=_misses(works, expected),
+        io_factor=float(_IO_FACTORS[int(np.argmin(errors))]),
+    )  # fmt: skip
+
+
+def _misses(works: Sequence[Work], expected: Sequence[Work | None]) -> dict[int, float]:
+    """Fetched units over expected ones, where slots are reused, by context: the median."""
+    found: dict[int, list[float]] = {}
+    for work, said in zip(works, expected, strict=False):
+        if said is not None and 0 < said.missing < said.selected:
+            found.setdefault(work.context, []).append(work.missing / said.missing)
+    return {context: float(np.median(ratios)) for context, ratios in found.items()}
+
+
+def _together(works: Sequence[Work]) -> dict[int, float]:
+    """Requests for each fetched unit, by the unit's tokens."""
+    totals: dict[int, tuple[float, float]] = {}
+    for work in works:
+        reads, missing = totals.get(work.group_tokens, (0.0, 0.0))
+        totals[work.group_tokens] = (reads + work.reads, missing + work.missing)
+    return {group: reads / missing for group, (reads, missing) in totals.items() if missing > 0}
+
+
+def fit_terms(rows: Sequence[Sequence[float]], measured_s: Sequence[float]) -> Floats:
+    """Non-negative factors of least squares on relative error, by coordinate descent.
+
+    Args:
+        rows: terms of every run. [runs][terms]
+        measured_s: [runs], positive.
+    """
+    target = np.asarray(measured_s, dtype=np.float64)
+    terms = np.asarray(rows, dtype=np.float64) / target[:, None]
+    scale = np.maximum(np.abs(terms).max(axis=0), 1e-12)
+    terms = terms / scale
+    products, wanted = terms.T @ terms, terms.sum(axis=0)
+    # A little of everything where runs cannot tell terms apart.
+    products[np.diag_indices_from(products)] += 1e-6 * len(target)
+    factors = np.zeros(terms.shape[1])
+    for _ in range(_SWEEPS):
+        before = factors.copy()
+        for i in range(len(factors)):
+            left = wanted[i] - products[i] @ factors
+            factors[i] = max(0.0, factors[i] + left / products[i, i])
+        if np.abs(factors - before).max() < 1e-9 * max(1.0, factors.max()):
+            break
+    return np.asarray(factors / scale)
+
+
+def _io_s(work: Work, factor: float, device: DeviceProfile) -> float:
+    page = device.flash_page_bytes
+    if not work.reads:
+        return 0.0
+    request = work.read_bytes / work.reads
+    pages = work.reads * -(-request // page) * page
+    reads, read_bytes = work.reads / work.num_layers, pages / work.num_layers
+    return factor * device.steady_read_time_s(reads, read_bytes)
+
+
+def _step(
+    work: Work, rank_s: float, block_s: float, io_factor: float, device: DeviceProfile
+) -> tuple[float, float]:
+    layers = work.num_layers
+    io = _io_s(work, io_factor, device)
+    times = [
+        LayerTimes(
+            block_s=block_s / layers, rank_s=rank_s / layers, io_s=io,
+            is_predicted=number > 0 and number not in work.true_query_layers,
+        )
+        for number in range(layers)
+    ]  # fmt: skip
+    return step_time(times, latency_s=device.latency_s)
+
+
+def relative_errors(
+    profile: BlockProfile, runs: Sequence[tuple[Work, StepFigures]]
+) -> Mapping[str, float]:
+    """Median and worst relative error of predicted steps."""
+    errors = [abs(profile.predict(work)[0] / figures.step_s - 1) for work, figures in runs]
+    return {"median": float(np.median(errors)), "worst": float(max(errors))}

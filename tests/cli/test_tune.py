@@ -1,0 +1,100 @@
+"""`penstock tune`: what a person sees, the file, and bad input in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import tune as command
+from penstock.cli.main import app
+from penstock.cli.tune import TuneProgress
+from penstock.tuner import engine_run
+
+RUN = CliRunner()
+QUICK = ["tune", "recall", "--max-context", "1536", "--memory", "1/2", "--disk", "memory"]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_run, "STEPS", 2)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The grass is green . The sky is blue . " * 220)
+    return path
+
+
+def test_a_config_a_table_and_a_reason(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "config.json"
+    tables = tmp_path / "tables.json"
+    done = RUN.invoke(
+        app, [*QUICK, "--text", str(text), "-o", str(out), "--save-tables", str(tables)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "kvswap G=" in done.output
+    assert "KL" in done.output
+    assert "…" not in done.output
+    assert json.loads(out.read_text())["format"] == "penstock-config-1"
+    assert json.loads(tables.read_text())["entries"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "kvswop"], "no policy 'kvswop'"),
+        (["--policies", " , "], "names no policy"),
+        (["--memory", "3 cups"], "3 cups"),
+        (["--memory", "8KiB"], "smallest budget that would do"),
+        (["--max-context", "10"], "at least 1024"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--tables", "nowhere.json"], "nowhere.json"),
+        (["--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str, tmp_path: Path, text: Path) -> None:
+    base = QUICK if "--text" in arguments else [*QUICK, "--text", str(text)]
+    done = RUN.invoke(app, [*base, *arguments, "-o", str(tmp_path / "c.json")])
+    assert done.exit_code != 0
+    assert words in " ".join(str(done.exception or done.output).split()) + done.output
+    assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.parametrize("place", ["", "missing/c.json"])
+def test_an_output_that_cannot_be_written(place: str, tmp_path: Path) -> None:
+    done = RUN.invoke(app, [*QUICK, "-o", str(tmp_path / place)])
+    assert done.exit_code != 0
+    assert "--output" in done.output
+
+
+def test_an_interrupted_run_says_where_its_measurements_are(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.tuner import tune as module
+
+    def interrupted(*args: object, **settings: object) -> None:
+        Path(str(settings["journal"])).write_text("{}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "tune", interrupted)
+    done = RUN.invoke(app, [*QUICK, "--text", str(text), "-o", str(tmp_path / "c.json")])
+    assert "c.json.partial: the same command goes on" in " ".join(done.output.split())
+
+
+def test_progress_in_a_pipe_is_twenty_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    with TuneProgress(Console(force_terminal=False)) as progress:
+        for i in range(1000):
+            progress.update(i / 999, "running")
+    assert 20 <= len(capsys.readouterr().out.splitlines()) <= 21
+
+
+def test_names() -> None:
+    assert command._names("kvswap, quest,") == ["kvswap", "quest"]

@@ -1,0 +1,21 @@
+"""What the tests of kernels in Triton share."""
+
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def bounds_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 makes a loop's bound of an array of one number; numpy 2.4 no longer lets it."""
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_more(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_more)

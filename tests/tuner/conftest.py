@@ -1,0 +1,48 @@
+"""A tiny model with random weights, and tuning tasks for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.devices.presets import NVME
+from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.loader import LoadedModel
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import random_adapter, random_model
+from penstock.tuner.candidates import PaperTables
+from penstock.tuner.journal import Journal
+from penstock.tuner.prefill_profile import PrefillProfile
+from penstock.tuner.tuning_task import TuningTask
+
+MakeTask = Callable[..., TuningTask]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LoadedModel:
+    """Three layers, two KV heads of 64, bfloat16."""
+    model = random_model("tiny", max_positions=8192)
+    return LoadedModel(model=model, tokenizer=None, name="tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny: LoadedModel) -> LowRankAdapter:
+    return random_adapter(tiny.model)
+
+
+@pytest.fixture(scope="session")
+def make_task(tiny: LoadedModel, tiny_adapter: LowRankAdapter) -> MakeTask:
+    """A task with the paper's tables, in memory, a third of the full cache; fields can be given."""
+    shape = inspect_model(tiny.model).kv
+
+    def make(**fields: Any) -> TuningTask:
+        batch, context = fields.get("max_batch", 1), fields.get("max_context", 2048)
+        settings: dict[str, Any] = {
+            "loaded": tiny, "adapter": tiny_adapter, "text": None, "store": "memory",
+            "tables": PaperTables(joint_dim=shape.joint_dim), "device": NVME, "floor": 0.1,
+            "prefill": PrefillProfile(1e-4, 1e-9), "max_context": context, "max_batch": batch,
+            "limit_bytes": shape.full_cache_bytes(batch, context) // 3,
+        }  # fmt: skip
+        return TuningTask(**{**settings, "journal": Journal(None, {}), **fields})
+
+    return make

@@ -1,0 +1,85 @@
+"""Hardware and model presets: every constant has a source, and sizes are those of the models."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.core.errors import ConfigError
+from penstock.models.kv_shapes import known_kv_shapes
+from penstock.models.plain_model import ARCHITECTURES
+from penstock.tuner.hardware import Hardware, hardware, known_hardware
+from penstock.tuner.model_sizes import known_models, model_sizes
+
+CONFIG = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "float16",
+}  # fmt: skip
+
+
+def write(folder: Path, **changes: object) -> str:
+    content = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_every_constant_has_a_source(name: str) -> None:
+    machine = hardware(name)
+    constants = set(Hardware.__slots__) - {"name", "title", "source"}
+    assert set(machine.source) == constants
+    assert all(machine.source.values())
+    assert machine.flops > machine.memory_bandwidth > machine.link_bandwidth >= 0
+
+
+def test_unknown_names_say_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"toaster is not known.*orin-agx.*h200"):
+        hardware("toaster")
+    with pytest.raises(ConfigError, match=r"no known model.*llama-3\.1-8b"):
+        model_sizes("gpt-9")
+
+
+@pytest.mark.parametrize("name", sorted(known_models().keys() & known_kv_shapes().keys()))
+def test_kv_shapes_agree(name: str) -> None:
+    assert model_sizes(name).shape == known_kv_shapes()[name]
+
+
+@pytest.mark.parametrize("name", sorted(known_models().keys() & ARCHITECTURES.keys()))
+def test_weights_are_those_of_the_model(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](1024))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert model_sizes(name).weights == pytest.approx(count, rel=1e-3)  # but norms and biases
+
+
+def test_folder(tmp_path: Path) -> None:
+    sizes = model_sizes(write(tmp_path))
+    assert sizes.shape.head_dim == 16
+    assert sizes.shape.dtype == torch.float16
+    assert sizes.layer_weights == 64 * (64 + 64 + 32 + 32) + 3 * 64 * 96
+    assert sizes.weights == 2 * sizes.layer_weights + 2 * 64 * 500
+    assert model_sizes(write(tmp_path, tie_word_embeddings=True)).weights < sizes.weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_local_experts": 8}, "experts"),
+        ({"torch_dtype": "int3"}, "dtype int3"),
+        ({"vocab_size": "many"}, "cannot be read"),
+    ],
+)
+def test_folders_that_cannot_be_predicted(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_sizes(write(tmp_path, **changes))
+
+
+def test_broken_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model_sizes(str(tmp_path))

@@ -1,0 +1,208 @@
+"""tune(): from a model and a budget to a config that runs; interruptions, refusals, quality."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.core.errors import BudgetError, ConfigError, StorageError
+from penstock.models.loader import LoadedModel, load
+from penstock.models.model_shape import inspect_model
+from penstock.policies.tuned_config import TunedConfig
+from penstock.tuner import engine_run, kvswap_search
+from penstock.tuner.engine_run import EngineRun
+from penstock.tuner.fidelity import KL_FLOOR
+from penstock.tuner.tune import Tuned, tune
+
+WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_run, "STEPS", 2)
+        patched.setattr(engine_run, "WARM_STEPS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def recall() -> LoadedModel:
+    return load("recall")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(WORDS * 120)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quick(recall: LoadedModel, text: Path) -> dict[str, Any]:
+    return {
+        "model": recall, "max_context": 1536, "memory": "1/2", "disk": "nvme", "texts": [text],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuned(quick: dict[str, Any]) -> Tuned:
+    return tune(**{**quick, "policies": ["kvswap", "quest", "streaming_llm"], "max_batch": 2})
+
+
+def test_solutions_cover_the_grid_within_the_budget(tuned: Tuned) -> None:
+    config = tuned.config
+    picks = [each for each in config.solutions if each.is_pick]
+    assert sorted((each.batch, each.context) for each in picks) == [(1, 1536), (2, 1536)]
+    for each in config.solutions:
+        assert each.limit_bytes == config.limit_for(each.batch)
+        assert each.predicted["resident_bytes"] <= each.limit_bytes
+        assert each.predicted["tokens_per_s"] > 0
+        assert (each.predicted["kl"] or 0) <= config.floor
+    for pick in picks:
+        rivals = [
+            (each.measured or each.predicted)["tokens_per_s"] for each in config.solutions
+            if (each.batch, each.context) == (pick.batch, pick.context)
+        ]  # fmt: skip
+        assert (pick.measured or pick.predicted)["tokens_per_s"] == max(rivals)
+
+
+def test_the_explanation_names_the_disk_and_the_group(tuned: Tuned) -> None:
+    words = tuned.config.explanation
+    assert "NVMe: G=" in words
+    assert "tokens/s predicted" in words
+
+
+def test_nothing_on_the_front_is_beaten(tuned: Tuned) -> None:
+    front = tuned.config.front
+    assert front
+    for one in front:
+        for other in front:
+            worse = [
+                other["kl"] < one["kl"], other["tokens_per_s"] > one["tokens_per_s"],
+                other["resident_bytes"] < one["resident_bytes"],
+            ]  # fmt: skip
+            assert not all(worse)
+
+
+def test_a_policy_that_loses_too_much_says_how_much(tuned: Tuned, quick: dict[str, Any]) -> None:
+    names = {each.policy for each in tuned.config.solutions}
+    for name, why in tuned.refused.items():
+        assert name not in names
+        assert why.startswith(("KL ", "needs "))
+
+
+def test_the_config_runs(tuned: Tuned, recall: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    tuned.save(path)
+    assert TunedConfig.load(path) == tuned.config
+    [output] = penstock.LLM(recall, config=path, policy="auto").generate(
+        WORDS * 20, penstock.SamplingParams(max_tokens=4)
+    )
+    assert output.run.simulated == "nvme"
+    assert output.run.memory.used_bytes <= tuned.config.limit_for(1)
+    assert any("tuned for 1 x 1536" in notice for notice in output.run.notices)
+
+
+def test_the_smallest_budget_that_is_named_would_do(quick: dict[str, Any]) -> None:
+    with pytest.raises(BudgetError, match="smallest budget that would do") as caught:
+        tune(**{**quick, "memory": "64KiB"})
+    needed = caught.value.needed_bytes
+    assert needed
+    with pytest.raises(BudgetError):
+        tune(**{**quick, "memory": needed - 1})
+    assert tune(**{**quick, "memory": needed, "floor": 50.0}).config.limit_bytes == needed
+
+
+def test_an_interrupted_tuning_goes_on(
+    quick: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / "journal"
+    runs: list[int] = []
+    real = EngineRun.__init__
+
+    def counted(self: EngineRun, *args: Any, **kwargs: Any) -> None:
+        if len(runs) == kvswap_search.POINTS + 1:  # in the middle of the first check
+            raise KeyboardInterrupt
+        runs.append(1)
+        real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineRun, "__init__", counted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(**quick, journal=journal)
+    kept = len(journal.read_text().splitlines()) - 1
+    assert kept == kvswap_search.POINTS + 1  # and the disk
+
+    made: list[int] = []
+
+    def again(self: EngineRun, *args: Any, **kwargs: Any) -> None:
+        made.append(1)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(EngineRun, "__init__", again)
+    done = tune(**quick, journal=journal)
+    assert journal.exists(), "nothing is lost before the config is there"
+    done.save(tmp_path / "config.json")
+    total = kvswap_search.POINTS + kvswap_search.CHECKS + kvswap_search.FINALISTS
+    assert len(made) == total + 1 - kept
+    assert not journal.exists()
+
+
+def test_a_pick_that_measures_badly_is_ruled_out(
+    quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.tuner import tune as module
+
+    first: list[Any] = []
+    real = module._kl
+
+    def bad_once(task: Any, reference: Any, policy: Any) -> float:
+        if not first or first[0] == policy:
+            first[:] = [policy]
+            return 10 * KL_FLOOR
+        return real(task, reference, policy)
+
+    monkeypatch.setattr(module, "_kl", bad_once)
+    config = tune(**quick).config
+    assert first
+    assert first[0] not in [each.make_policy() for each in config.solutions]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_context": 100}, "must be at least 1024"),
+        ({"max_batch": 0}, "max-batch 0"),
+        ({"policies": ["kvswop"]}, "no policy 'kvswop'"),
+        ({"policies": []}, "at least one policy"),
+        ({"floor": 0.0}, "floor 0.0"),
+        ({"memory": "lots"}, "lots"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(
+    quick: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tune(**{**quick, **change})
+
+
+def test_a_journal_that_cannot_be_written(quick: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write"):
+        tune(**quick, journal=tmp_path)
+
+
+def test_tables_of_another_model_are_refused(
+    quick: dict[str, Any], tuned: Tuned, tmp_path: Path
+) -> None:
+    path = tmp_path / "tables.json"
+    tuned.tables.save(path)
+    path.write_text(path.read_text().replace(tuned.tables.fingerprint, "0" * 16))
+    with pytest.raises(ConfigError, match="made for another model"):
+        tune(**quick, tables=path)
+
+
+def test_the_budget_is_a_share_of_the_full_cache(tuned: Tuned, recall: LoadedModel) -> None:
+    full = inspect_model(recall.model).kv.full_cache_bytes(2, 1536)
+    assert tuned.config.limit_bytes == full // 2
