@@ -98,3 +98,17 @@ def test_progress_in_a_pipe_is_twenty_lines(capsys: pytest.CaptureFixture[str]) 
 
 def test_names() -> None:
     assert command._names("kvswap, quest,") == ["kvswap", "quest"]
+
+
+def test_the_pick_names_what_was_chosen_even_where_it_is_the_default() -> None:
+    from penstock.policies.tuned_config import Figures, Solution
+
+    figures: Figures = {
+        "tokens_per_s": 1.0, "first_token_s": 1.0, "resident_bytes": 1, "read_bytes_per_token": 1.0,
+        "kl": None,
+    }  # fmt: skip
+    solution = Solution(
+        batch=1, context=1024, policy="kvswap", fields={"selected_tokens": 200, "reuse_tokens": 0},
+        limit_bytes=1, predicted=figures, measured=None, reason="", is_pick=True,
+    )  # fmt: skip
+    assert command._words(solution) == "kvswap G=4 MG=200 C=0"

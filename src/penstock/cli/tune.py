@@ -232,8 +232,14 @@ def _policies(tuned: "Tuned") -> Table:
 
 
 def _words(each: "Solution") -> str:
+    """The policy with every field that was chosen, at its default or not."""
     short = {
         "group_tokens": "G", "selected_tokens": "MG", "reuse_tokens": "C", "index_bits": "bits",
     }  # fmt: skip
-    fields = " ".join(f"{short.get(name, name)}={value}" for name, value in each.fields.items())
-    return f"{each.policy} {fields}".strip()
+    policy = each.make_policy()
+    chosen = {choice.field: getattr(policy, choice.field) for choice in policy.choices}
+    fields = [
+        f"{short.get(name, name)}={value}"
+        for name, value in (chosen | each.fields).items() if value is not None
+    ]  # fmt: skip
+    return " ".join([each.policy, *fields])
