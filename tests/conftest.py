@@ -5,6 +5,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# No example is refused for being slow: the machine may be at something else meanwhile. What the
+# default profile says otherwise stays (where CI is set: the same examples each time).
+settings.register_profile(
+    "penstock", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+)
+settings.load_profile("penstock")
 
 if not torch.cuda.is_available():
     # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,

@@ -5,13 +5,19 @@ PenstockError
 │   ├── BudgetError                  the memory budget is too small, or was passed
 │   ├── AdapterError                 a low-rank adapter that does not belong to this model
 │   ├── PromptError                  a prompt that cannot be run (empty, too long, unreadable)
+│   ├── DocumentMismatchError        a stored document that was made for another model or setting
 │   └── UnsupportedModelError        the model cannot work with a tiered cache, and why
 ├── ModelLoadError                   a model folder that is missing or cannot be read
 ├── VerifierError                    what rates a search's candidates raised, or gave no ratings
 ├── StorageError(OSError)
 │   ├── StoreFullError               the disk has no room for the KV cache
 │   ├── AlignmentError               a direct I/O call that is not sector-aligned
-│   └── FetchError                   a read failed or came up short
+│   ├── FetchError                   a read failed or came up short
+│   │   └── DocumentDamagedError     bytes of a stored document are not those that were stored
+│   └── DocumentError                a stored document that is missing or unfinished
+│       ├── DocumentBusyError        somebody else has it open
+│       ├── DocumentKeyError         no key, the wrong key, or nothing to decrypt with
+│       └── DocumentFormatError      written in a newer format, or not by Penstock
 └── CacheStateError(RuntimeError)    a call that the cache's present state does not allow
 
 Programmer mistakes are `assert`s; these are for everything else.
@@ -46,6 +52,10 @@ class PromptError(ConfigError):
     """A prompt cannot be run: empty, unreadable, or longer than the model's positions."""
 
 
+class DocumentMismatchError(ConfigError):
+    """A stored document was made for another model or setting; the message names the field."""
+
+
 class UnsupportedModelError(ConfigError):
     """The model's attention cannot work with a tiered cache; the message says why."""
 
@@ -72,6 +82,41 @@ class AlignmentError(StorageError):
 
 class FetchError(StorageError):
     """A read failed or came up short; carries the original error as its cause."""
+
+
+class DocumentDamagedError(FetchError):
+    """Bytes of a stored document are not those that were stored.
+
+    Attributes:
+        layer: of the damaged units; None when the damage is not in units
+        units: numbers of the damaged units of that layer
+        what: the damaged part: "units", "seals", "manifest", or a file's or blob's name
+    """
+
+    def __init__(
+        self, message: str, *, layer: int | None = None, units: tuple[int, ...] = (),
+        what: str = "units",
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.layer = layer
+        self.units = units
+        self.what = what
+
+
+class DocumentError(StorageError):
+    """A stored document is missing or unfinished, or a folder is not one."""
+
+
+class DocumentBusyError(DocumentError):
+    """Somebody else has the document open in a way that excludes this."""
+
+
+class DocumentKeyError(DocumentError):
+    """No key, the wrong key, or nothing to decrypt with."""
+
+
+class DocumentFormatError(DocumentError):
+    """A document in a newer format, or a folder of something else."""
 
 
 class CacheStateError(PenstockError, RuntimeError):

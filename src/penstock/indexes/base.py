@@ -1,6 +1,7 @@
 """KeyIndex: a compact in-memory summary of one layer's keys that ranks units for a query."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -114,6 +115,22 @@ class KeyIndex(ABC):
             sample: the keys themselves are appended afterwards. [batch, tokens, kv_heads, head_dim]
             positions: cache positions of the sample's tokens. int64 [tokens]
         """
+
+    def state(self, num_units: int) -> dict[str, Tensor] | None:
+        """What `load_state` needs to go on with the first `num_units` units, one row's.
+
+        Returns:
+            Tensors by name; None for indexes that are made from the keys again.
+        """
+        return None
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Become, in every row, what `state` was taken from; `ready` from then on.
+
+        Raises:
+            ConfigError: the state is another index's (other settings).
+        """
+        raise AssertionError(f"{type(self).__name__} keeps no state")
 
     @property
     def core(self) -> "KeyIndex":

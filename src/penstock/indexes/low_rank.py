@@ -1,10 +1,12 @@
 """LowRankIndex: joint-head keys projected to a few dimensions (KVSwap 3.2, Eq. 1)."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.base import KeyIndex
@@ -137,15 +139,35 @@ class LowRankIndex(KeyIndex):
 
     def _use(self, adapter: LayerAdapter) -> None:
         layer = adapter.truncated(self._rank)
-        # One matrix serves keys and queries; the quantisation step is folded into the queries.
-        self._basis = layer.basis.to(self._device, self._shape.dtype)
         step = torch.ones_like(layer.peak)
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
+        self._take_basis(layer.basis, step)
+
+    def _take_basis(self, basis: Tensor, step: Tensor) -> None:
+        # One matrix serves keys and queries; the quantisation step is folded into the queries.
+        self._basis = basis.to(self._device, self._shape.dtype)
         self._step = step.float().to(self._device)
         self._per_step = self._step.reciprocal()
         self._scaled_step = self._step * self._scaling
         self._ready = True
+
+    def state(self, num_units: int) -> dict[str, Tensor] | None:
+        """See `KeyIndex.state`: codes of whole blocks, and the basis that they are made with."""
+        blocks = -(-num_units // BLOCK_GROUPS)
+        codes = self._codes[0, :blocks].contiguous()
+        return {"codes": codes, "basis": self._basis, "step": self._step} if self._ready else None
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See `KeyIndex.load_state`."""
+        codes, basis = state["codes"], state["basis"]
+        size = (self._shape.joint_dim, self._rank)
+        if codes.dtype != self._codes.dtype or codes.shape[1:] != self._codes.shape[2:]:
+            raise ConfigError(f"codes {list(codes.shape)} are not this index's: other rank or bits")
+        if tuple(basis.shape) != size or len(codes) > self._codes.shape[1]:
+            raise ConfigError(f"a basis {list(basis.shape)} for {list(codes.shape)} is not {size}")
+        self._codes[:, : len(codes)] = codes.to(self._device)
+        self._take_basis(basis, state["step"])
 
     # Keys -------------------------------------------------------------------------------------
 

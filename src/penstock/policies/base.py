@@ -70,6 +70,8 @@ class SelectionPolicy(ABC):
     """True for methods that want a low-rank adapter."""
     device_tier: ClassVar[bool] = False
     """True for methods that the device tier runs (`store="host"`)."""
+    shares_units: ClassVar[bool] = True
+    """False for methods whose units lie where other caches cannot read them (near storage)."""
     choices: ClassVar[tuple[Choice, ...]] = ()
     """Fields whose values a search may choose among (`policies/search_space.py`)."""
 

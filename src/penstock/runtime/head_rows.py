@@ -82,6 +82,18 @@ class HeadRows:
             rows // self.per_sequence, tokens, self.per_sequence * heads, head_dim
         )  # fmt: skip
 
+    def unfold_tokens(self, held: Tensor) -> Tensor:
+        """Keys and values by sequence.
+
+        Args:
+            held: [rows, tokens, 2, kv_heads of a row, head_dim]
+
+        Returns:
+            [batch, tokens, 2, kv_heads, head_dim]
+        """
+        by_row = held.view(-1, self.per_sequence, *held.shape[1:])
+        return by_row.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+
     def of(self, sequences: Tensor) -> Tensor:
         """Rows of some sequences, in their order. int64 [sequences * per_sequence]"""
         if self.per_sequence == 1:

@@ -257,7 +257,9 @@ class LayerCache:
         num_units = self.setup.units.ensure(first_group, end_group)
         if num_units > self._reserved_units:
             # Grow by a quarter at least: growing a file by one group at a time costs more.
-            target = max(num_units, self._reserved_units * 5 // 4)
+            shared = self.setup.units.shared_units
+            own = max(0, self._reserved_units - shared)
+            target = max(num_units, shared + own * 5 // 4)
             try:
                 self.transfer.region.reserve(target)
             except StoreFullError:
@@ -271,6 +273,61 @@ class LayerCache:
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """Groups from `first_group` on have closed; keys: [batch, tokens, kv_heads, head_dim]."""
+
+    # What is on disk already ------------------------------------------------------------------
+
+    def restore(self, length: int) -> None:
+        """Go on as if the tokens before `length` had been taken in: their units are in the store.
+
+        The groups in the window are read; nothing is hidden by padding.
+
+        Raises:
+            FetchError: a read failed.
+        """
+        self.drain()
+        self.forget_slots()
+        if self.length == 0 and self.window.sink_slots:
+            rows = self.setup.plan.batch
+            self.window.set_first_groups(
+                torch.zeros(rows, dtype=torch.int64, device=self.setup.device)
+            )
+        self.length = length
+        started = -(-length // self.setup.plan.group_tokens)
+        for group in range(self.window.first_ring_group(length), started):
+            self._reload(group)
+        for group in range(min(self.window.sink_slots, started)):
+            self._reload(group, slot=group)
+        self.window.refresh(length, None)
+
+    def read_tokens(self, start: int, end: int) -> Tensor:
+        """Keys and values of tokens that are held, from the store and the window.
+
+        Args:
+            start: a multiple of the group's tokens.
+
+        Returns:
+            [rows, end - start, 2, kv_heads, head_dim]
+
+        Raises:
+            FetchError: a read failed.
+        """
+        group_tokens = self.setup.plan.group_tokens
+        assert start % group_tokens == 0, start
+        assert end <= self.length, (end, self.length)
+        self.drain()
+        self.forget_slots()
+        closed = max(start, self.length // group_tokens * group_tokens)
+        parts = []
+        end_group = -(-min(closed, end) // group_tokens)
+        for first, last, _ in self._blocks(start // group_tokens, end_group):
+            slots = np.arange(last - first)
+            units = self.setup.units.table[:, first:last].reshape(-1)
+            self._land(self.transfer.read(units, self.pool_rows(slots)))
+            parts.append(self.pool.tokens[:, : len(slots) * group_tokens].clone())
+        if end > closed:
+            positions = torch.arange(closed, end, device=self.setup.device)
+            parts.append(self.window.tokens[:, self.window.ring_places(positions)])
+        return torch.cat(parts, dim=1)[:, : end - start]
 
     # Changes of shape -------------------------------------------------------------------------
 
@@ -289,9 +346,10 @@ class LayerCache:
         self.forget_slots()
         self.window.refresh_cropped(length)
 
-    def _reload(self, group: int) -> None:
+    def _reload(self, group: int, slot: int | None = None) -> None:
+        """Read a group into its place of the ring, or into another slot of the window."""
         plan = self.setup.plan
-        slot = self.window.ring_slot(group)
+        slot = self.window.ring_slot(group) if slot is None else slot
         rows = np.arange(plan.batch) * plan.tail_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))

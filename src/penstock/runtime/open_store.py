@@ -5,6 +5,7 @@ from penstock.near_storage.near_store import NearStore
 from penstock.policies.dynakv import DynaKV
 from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.stored_past import overlay_store
 from penstock.storage.store import KVStore
 
 
@@ -27,6 +28,11 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
             layers=shape.num_layers, unit_bytes=shape.token_bytes, devices=policy.devices,
             timeout_s=policy.timeout_s,
         )  # fmt: skip
+    if config.past is not None and config.shares_past:
+        own = KVStore.create(
+            config.store, num_layers=shape.num_layers, unit_bytes=config.past.row_bytes
+        )
+        return overlay_store(config.past, own)
     files = policy.files_per_layer if isinstance(policy, DynaKV) and not config.exact else 1
     return KVStore.create(
         config.store, num_layers=files * shape.num_layers,

@@ -51,6 +51,11 @@ class ResidentLayer:
         self._values[:, :, self.length : end] = values
         self.length = end
 
+    def read_tokens(self, start: int, end: int) -> Tensor:
+        """Keys and values of tokens that are held. [rows, end - start, 2, kv_heads, head_dim]"""
+        parts = (self._keys[:, :, start:end], self._values[:, :, start:end])
+        return torch.stack(parts, dim=1).permute(0, 3, 1, 2, 4)
+
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
         self.length = min(self.length, length)

@@ -1,6 +1,7 @@
 """RetrievalLayer: a layer that decodes over selected groups, fetched ahead of time."""
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -284,11 +285,17 @@ class RetrievalLayer(LayerCache):
         group_tokens = self.setup.plan.group_tokens
         positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
-        passes = (self.index.look, self.index.append)
-        for take in passes if self.index.looks_first else passes[1:]:
+        if self.index.looks_first:
             for first, end, _ in self._blocks(0, closed):
-                take(self._read_keys(np.arange(first, end)), first * group_tokens)
+                self.index.look(self._read_keys(np.arange(first, end)), first * group_tokens)
+        self._index_groups(0, closed)
         return True
+
+    def _index_groups(self, first_group: int, end_group: int) -> None:
+        """Take the keys of groups that are on disk into the index."""
+        for first, end, _ in self._blocks(first_group, end_group):
+            keys = self._read_keys(np.arange(first, end))
+            self.index.append(keys, first * self.setup.plan.group_tokens)
 
     def _keep_queries(self, query: Tensor) -> None:
         """Remember the newest queries of the prompt for an index that wants them."""
@@ -304,6 +311,23 @@ class RetrievalLayer(LayerCache):
         self._land(self.transfer.read(units, self.pool_rows(slots)))
         places = len(groups) * self.setup.plan.group_tokens
         return self.pool.tokens[:, :places, 0].clone()
+
+    def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """See `LayerCache.restore`; the index is as it was, or made from the keys.
+
+        Args:
+            state: what `KeyIndex.state` gave where the tokens were taken in.
+
+        Raises:
+            FetchError: a read failed.
+            ConfigError: the state is another index's.
+        """
+        first = self.length // self.setup.plan.group_tokens
+        super().restore(length)
+        if state is not None:
+            self.index.load_state(state)
+        elif self.index.ready:
+            self._index_groups(first, length // self.setup.plan.group_tokens)
 
     # Changes of shape -------------------------------------------------------------------------
 

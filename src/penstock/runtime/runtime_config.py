@@ -9,6 +9,7 @@ from penstock.core.shape import KVShape
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LayerAdapter
 from penstock.policies.base import Rotary, SelectionPolicy
+from penstock.runtime.stored_past import StoredPast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,5 +40,16 @@ class RuntimeConfig:
     """Called with the tokens cached so far after every prefill chunk."""
     prompt_tokens: int | None = None
     """Of a row, padding included, where they are known: its index is made behind the last chunk."""
+    past: StoredPast | None = None
+    """What the cache begins with, once it is restored."""
     index_progress: Callable[[float], None] | None = None
     """Called with the share of the prompt's index that is made, from 0 to 1."""
+
+    @property
+    def shares_past(self) -> bool:
+        """Whether the past's units are read where they are."""
+        return (
+            self.past is not None
+            and not self.device_tier
+            and self.past.is_shared_by(self.policy, exact=self.exact)
+        )

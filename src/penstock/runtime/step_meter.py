@@ -3,16 +3,17 @@
 import time
 
 from penstock.core.stats import PhaseStats, RunStats
+from penstock.core.trace import Tracer
 
 
 class StepMeter:
     """Writes steps, tokens and seconds of prefill and decoding into a cache's statistics."""
 
-    def __init__(self, stats: RunStats) -> None:
+    def __init__(self, stats: RunStats, tracer: Tracer | None) -> None:
         self._stats = stats
+        self._tracer = tracer
         self._phase: PhaseStats | None = None
-        self.started_s = 0.0
-        """When the newest step began, on the clock of time.perf_counter."""
+        self._started_s = 0.0
         self._left_s = 0.0
 
     def begin(self, tokens: int, *, decoding: bool) -> PhaseStats:
@@ -22,12 +23,15 @@ class StepMeter:
         self._phase = phase = self._stats.decode if decoding else self._stats.prefill
         phase.steps += 1
         phase.tokens += tokens
-        self.started_s = time.perf_counter()
+        self._started_s = time.perf_counter()
         return phase
 
-    def leave(self) -> None:
-        """The last layer is done."""
+    def leave(self, count: int) -> None:
+        """The last layer is done with a step of `count` tokens a row."""
         self._left_s = time.perf_counter()
+        if self._tracer is not None:
+            start, end = int(self._started_s * 1e9), int(self._left_s * 1e9)
+            self._tracer.add("step", "compute", start, end, tokens=count)
 
     def end(self, end_s: float | None = None) -> None:
         """Close the step under way, at `end_s` or when its last layer was done.
@@ -36,7 +40,7 @@ class StepMeter:
         between the last layer and the next first one counts; idle time between turns does not.
         """
         if self._phase is not None:
-            self._phase.seconds += (end_s or self._left_s) - self.started_s
+            self._phase.seconds += (end_s or self._left_s) - self._started_s
             self._phase = None
 
     def take_back(self, tokens: int) -> None:

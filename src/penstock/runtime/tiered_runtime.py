@@ -1,28 +1,26 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.errors import CacheStateError, FetchError, StorageError
+from penstock.core.errors import CacheStateError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
-from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.near_storage.near_store import NearStore
 from penstock.policies.base import SelectionPolicy
-from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.cache_health import CacheHealth
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.device_tier.device_steps import DeviceSteps
 from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.make_layers import AnyLayer, device_layers, make_layers, resident_layers
 from penstock.runtime.open_store import open_store
+from penstock.runtime.planning import plan_cache
 from penstock.runtime.prompt_indexing import PromptIndexing
+from penstock.runtime.restoring import copy_past, share_past
 from penstock.runtime.retrieval_layer import RetrievalLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.slot_transfer import Staging
@@ -49,57 +47,37 @@ class TieredRuntime:
         """
         self.config = config
         self.stats = RunStats()
+        self._health = CacheHealth(self._forget_slots)
         self._rows = HeadRows(config.shape, per_head=config.policy.per_head and not config.exact)
         self._store: KVStore | None = None
         self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))
         self.layers: list[AnyLayer] = []
+        self._setup: LayerSetup | None = None
+        self._writer: Writer | None = None
+        self._reservations: list[Reservation] = []
         try:
             self.policy, self.plan = self._plan(batch)
         except BaseException:
             self.close()
             raise
-        self._setup: LayerSetup | None = None
         self.device_steps: DeviceSteps | None = None
         """What the layers of the device tier share, once there are some."""
-        self._writer: Writer | None = None
-        self._reservations: list[Reservation] = []
         self._ledger = MemoryLedger(self._limit())
-        self._meter = StepMeter(self.stats)
+        self._meter = StepMeter(self.stats, config.tracer)
         self._indexing = PromptIndexing(
             config.shape.num_layers, config.prompt_tokens, config.index_progress
         )
-        self._closed = False
-        self._torn = self._lost_writes = False
 
     def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
-        """Divide the budget for `batch` rows; opens the store, or closes it if none is needed.
-
-        Tokens that are held already stay where they are: a resident cache stays resident and a
-        tiered one tiered, whatever the batch.
-        """
+        """Divide the budget for `batch` rows; opens the store, or closes it if none is needed."""
         config = self.config
-        must_tier = bool(self.layers) and not self.plan.is_resident
         stays = config.device_tier or (config.policy.stays_resident and not config.exact)
         if self._store is None and not stays:
             self._store = open_store(config, self._rows.shape, self._unit_tokens, batch)
-        request = SizingRequest(
-            shape=self._rows.shape, batch=batch * self._rows.per_sequence,
-            max_tokens=config.max_tokens,
-            limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
+        policy, plan = plan_cache(
+            config, self._rows, batch, held=self.plan if self.layers else None,
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
-            has_adapter=config.adapter is not None, must_tier=must_tier,
-            rows_per_sequence=self._rows.per_sequence, device_tier=config.device_tier,
         )  # fmt: skip
-        policy: SelectionPolicy = config.policy
-        if self.layers and self.plan.is_resident:
-            plan = resident_plan(request)
-            request.require(plan.total_bytes, "a larger batch of a resident cache")
-        elif config.exact:
-            plan = streaming_plan(request, self._unit_tokens, "exact mode")
-        else:
-            policy, plan = config.policy.plan(request)
-            if not config.device_tier:
-                plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
         if plan.is_resident and self._store is not None:
             self._store.close()
             self._store = None
@@ -179,23 +157,16 @@ class TieredRuntime:
             self._allocate(batch)
         if layer == 0:
             self._begin_step(batch, count)
-        try:
+        is_last = layer + 1 == len(self.layers)
+        with self._health:
             out = self._rows.unfold(self.layers[layer].attend(self._rows.fold_call(call)))
-            if layer + 1 == len(self.layers) and self.device_steps is not None:
+            if is_last and self.device_steps is not None:
                 self.device_steps.end(self.length, step=count == 1 and self.length > 1)
-        except BaseException as error:
-            self._note_failure(error)
-            raise
-        if self.config.tracer is not None and layer + 1 == len(self.layers):
-            now = time.perf_counter_ns()
-            self.config.tracer.add(
-                "step", "compute", int(self._meter.started_s * 1e9), now, tokens=count
-            )
-        if layer + 1 == len(self.layers):
-            self._meter.leave()
+        if is_last:
+            self._meter.leave(count)
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
-            with self._failures_noted():
+            with self._health:
                 self._indexing.after_step(self.layers)
         return out
 
@@ -212,40 +183,73 @@ class TieredRuntime:
         self._check(layer, batch, count)
         if not self.layers:
             self._allocate(batch)
-        with self._failures_noted():
+        with self._health:
             self.layers[layer].append(*self._rows.fold_tokens(keys, values, visible))
             if layer + 1 == len(self.layers) and self.device_steps is not None:
                 self.device_steps.end(self.length)
 
-    @contextmanager
-    def _failures_noted(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._note_failure(error)
-            raise
+    def restore(self, batch: int, length: int | None = None) -> None:
+        """Go on behind the first tokens of the stored past, in every row.
 
-    def _note_failure(self, error: BaseException) -> None:
-        """Trust nothing that a failed step may have left in the slots or on the disk."""
-        self._torn = True
-        lost = isinstance(error, StorageError) and not isinstance(error, FetchError)
-        self._lost_writes = self._lost_writes or lost
+        Where the policy's units are the past's, nothing is copied; others take a copy in.
+
+        Args:
+            length: tokens to hold then; None: all of the past.
+
+        Raises:
+            BudgetError: the budget is too small for this batch.
+            ConfigError: the stored index is another one's.
+            FetchError: a read failed, or what is stored is damaged.
+        """
+        past = self.config.past
+        assert past is not None
+        end = past.length if length is None else length
+        self._check(0, self.batch or batch, end - self.length)
+        if not self.layers:
+            self._allocate(batch)
+        with self._health:
+            if self._setup is not None and self.config.shares_past:
+                share_past(past, self.layers, self._setup.units, end)
+            else:
+                copy_past(past, self.layers, self._rows, self.batch, end)
+            if self.device_steps is not None:
+                self.device_steps.end(self.length)
+
+    def read_tokens(self, layer: int, start: int, end: int) -> Tensor:
+        """Keys and values of tokens that a layer holds.
+
+        Args:
+            start: a multiple of a group's tokens.
+
+        Returns:
+            [batch, end - start, 2, kv_heads, head_dim]
+
+        Raises:
+            CacheStateError: the policy forgets tokens, or they are in the device tier.
+            FetchError: a read failed.
+        """
+        target = self.layers[layer]
+        if isinstance(target, DeviceLayer) or self.policy.drops:
+            where = "the device tier" if isinstance(target, DeviceLayer) else self.policy.name
+            raise CacheStateError(f"keys and values of {where} cannot be read back; use a disk")
+        with self._health:
+            return self._rows.unfold_tokens(target.read_tokens(start, end))
+
+    def index_state(self, layer: int) -> dict[str, Tensor] | None:
+        """What the index of a layer needs to go on elsewhere; None where it is made from keys."""
+        target = self.layers[layer]
+        if not isinstance(target, RetrievalLayer) or not target.index.ready:
+            return None
+        return target.index.state(self.length // self.plan.group_tokens)
+
+    def _forget_slots(self) -> None:
         for layer in self.layers:
             if isinstance(layer, LayerCache | DeviceLayer):
                 layer.forget_slots()
 
     def _check(self, layer: int, batch: int, count: int) -> None:
-        if self._closed:
-            raise CacheStateError("the cache is closed")
-        if self._lost_writes:
-            raise CacheStateError(
-                "tokens of this cache could not be written to its store and are lost; reset() it"
-            )
-        if self._torn or (layer == 0 and self.length != self.layer_length(-1)):
-            raise CacheStateError(
-                "an earlier step failed halfway, so that layers hold different tokens; crop() the "
-                "cache to a length before it, or reset() it"
-            )
+        agrees = layer > 0 or self.length == self.layer_length(-1)
+        self._health.require_sound(agrees=agrees)
         if self.layers and batch != self.batch:
             raise CacheStateError(f"the cache holds {self.batch} rows, not {batch}")
         total = self.layer_length(layer) + count
@@ -266,17 +270,17 @@ class TieredRuntime:
     @property
     def is_torn(self) -> bool:
         """Whether an earlier step failed halfway."""
-        return self._torn or self._lost_writes or self._closed
+        return not self._health.is_sound
 
     def recording_failed(self) -> None:
         """A step could not be recorded in a CUDA graph: nothing of it has run."""
-        self._torn = False
+        self._health.is_torn = False
         self._meter.take_back(self.batch)
 
     def replayed(self) -> None:
         """A CUDA graph has run one decode step of all layers: count it here too."""
         self._meter.begin(self.batch, decoding=True)
-        self._meter.leave()
+        self._meter.leave(1)
         for layer in self.layers:
             layer.length += 1
 
@@ -297,14 +301,14 @@ class TieredRuntime:
         assert isinstance(target, RetrievalLayer)
         if target.setup.phase is not self.stats.decode and self._setup is not None:
             self._setup.phase = self.stats.decode
-        with self._failures_noted():
+        with self._health:
             target.begin(self._rows.fold(query))
 
     # Changes of shape -------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
-        with self._failures_noted():
+        with self._health:
             for layer in self.layers:
                 if length > 0:
                     layer.crop(length)
@@ -314,7 +318,8 @@ class TieredRuntime:
             self.device_steps.end(self.length)
         if self._setup is not None:
             self._setup.units.forget_from(length // self.plan.group_tokens)
-        self._torn = self._torn and any(layer.length != length for layer in self.layers)
+        if all(layer.length == length for layer in self.layers):
+            self._health.is_torn = False
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; the batch may grow or shrink.
@@ -326,7 +331,7 @@ class TieredRuntime:
             return
         if len(rows) != self.batch:
             self._plan(len(rows))  # refuses before anything is given up
-        with self._failures_noted():
+        with self._health:
             if len(rows) != self.batch:
                 self._change_batch(rows)
             elif not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
@@ -361,7 +366,7 @@ class TieredRuntime:
         self.end_step()
         for layer in self.layers:
             layer.reset()
-        self._torn = self._lost_writes = False
+        self._health.heal()
         if self._setup is not None:
             self._setup.units.forget_from(0)
         self.stats.prefill, self.stats.decode = PhaseStats(), PhaseStats()
@@ -386,13 +391,10 @@ class TieredRuntime:
 
     def close(self) -> None:
         """Give everything back; errors of writes that nobody will read stay unsaid."""
-        self._closed = True
-        for layer in getattr(self, "layers", []):
-            layer.close()
-        if getattr(self, "_writer", None) is not None:
-            self._writer.close()  # type: ignore[union-attr]
-        if self._store is not None:
-            self._store.close()
-        for reservation in getattr(self, "_reservations", []):
+        self._health.is_closed = True
+        for part in (*self.layers, self._writer, self._store):
+            if part is not None:
+                part.close()
+        for reservation in self._reservations:
             reservation.release()
         self.layers, self._setup = [], None

@@ -16,7 +16,7 @@ class UnitMap:
 
     def __init__(self, batch: int, max_groups: int) -> None:
         self.table: NDArray[np.int64] = np.full((batch, max_groups), UNMAPPED, dtype=np.int64)
-        self.num_units = 0
+        self.num_units = self.shared_units = 0
         self._free = np.empty(0, dtype=np.int64)
 
     @staticmethod
@@ -48,13 +48,27 @@ class UnitMap:
 
     def _sweep(self) -> None:
         used = np.zeros(self.num_units, dtype=np.bool_)
+        used[: self.shared_units] = True
         used[self.table[self.table != UNMAPPED]] = True
         self._free = np.nonzero(~used)[0]
+
+    def share(self, first: int, units: NDArray[np.int64], num_units: int) -> None:
+        """Give the groups from `first` on units of every row that are never written to.
+
+        Args:
+            units: of the groups. [groups]
+            num_units: units that are somebody else's, whether a group holds them or not; they come
+                first and are never handed out.
+        """
+        assert self.shared_units in (0, num_units), "a map shares with one only"
+        self.table[:, first : first + len(units)] = units
+        self.shared_units = num_units
+        self.num_units = max(self.num_units, num_units)
 
     def forget_from(self, group: int) -> None:
         """Forget the groups at and after `group` (crop); units at the end exist no more."""
         self.table[:, group:] = UNMAPPED
-        self.num_units = int(self.table.max(initial=UNMAPPED)) + 1
+        self.num_units = max(self.shared_units, int(self.table.max(initial=UNMAPPED)) + 1)
         self._free = self._free[self._free < self.num_units]
 
     def select_rows(self, rows: NDArray[np.int64]) -> None:

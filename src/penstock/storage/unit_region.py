@@ -18,11 +18,18 @@ class UnitRegion:
         row_bytes: a unit's place on disk and in a buffer: the payload padded to whole sectors
     """
 
-    def __init__(self, file: KVFile, unit_bytes: int) -> None:
+    def __init__(self, file: KVFile, unit_bytes: int, sector_bytes: int | None = None) -> None:
+        """Lay units over a file.
+
+        Args:
+            sector_bytes: what units are padded to; None: the file's own sectors.
+        """
         assert unit_bytes > 0, unit_bytes
         self.file = file
         self.unit_bytes = unit_bytes
-        self.row_bytes = -(-unit_bytes // file.sector_bytes) * file.sector_bytes
+        sector = sector_bytes or file.sector_bytes
+        assert sector % file.sector_bytes == 0, (sector, file.sector_bytes)
+        self.row_bytes = -(-unit_bytes // sector) * sector
         self._run_units = max(1, _RUN_BYTES // self.row_bytes)
 
     def reserve(self, num_units: int) -> None:

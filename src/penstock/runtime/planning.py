@@ -1,0 +1,46 @@
+"""plan_cache(): divide a cache's budget, as its configuration and what it holds already want it."""
+
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.policies.base import SelectionPolicy
+from penstock.policies.sizing import resident_plan, streaming_plan
+from penstock.runtime.head_rows import HeadRows
+from penstock.runtime.runtime_config import RuntimeConfig
+
+
+def plan_cache(
+    config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int, held: SlotPlan | None
+) -> tuple[SelectionPolicy, SlotPlan]:
+    """Divide the budget for `batch` sequences.
+
+    Tokens that are held already stay where they are: a resident cache stays resident and a tiered
+    one tiered, whatever the batch. A stored past is read where it lies.
+
+    Args:
+        sector_bytes: of the store; 1 where there is none.
+        held: the plan under which the cache holds tokens; None: it holds none.
+
+    Returns:
+        The policy with every open choice made, and the plan.
+
+    Raises:
+        BudgetError: the budget is too small.
+    """
+    is_held = held is not None and not held.is_resident
+    request = SizingRequest(
+        shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
+        limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
+        sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
+        must_tier=is_held or config.shares_past, rows_per_sequence=rows.per_sequence,
+        device_tier=config.device_tier,
+    )  # fmt: skip
+    if held is not None and held.is_resident:
+        plan = resident_plan(request)
+        request.require(plan.total_bytes, "a larger batch of a resident cache")
+        return config.policy, plan
+    if config.exact:
+        unit_tokens = int(getattr(config.policy, "group_tokens", 1))
+        return config.policy, streaming_plan(request, unit_tokens, "exact mode")
+    policy, plan = config.policy.plan(request)
+    if not config.device_tier:
+        plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
+    return policy, plan

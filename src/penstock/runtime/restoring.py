@@ -1,0 +1,64 @@
+"""share_past() and copy_past(): put a stored past into the layers of a cache."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.runtime.head_rows import HeadRows
+from penstock.runtime.layer_cache import LayerCache
+from penstock.runtime.retrieval_layer import RetrievalLayer
+from penstock.runtime.stored_past import StoredPast
+from penstock.runtime.unit_map import UnitMap
+
+
+class TakesTokens(Protocol):
+    """Any layer."""
+
+    length: int
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """Take new tokens in; both [rows, kv_heads, new_tokens, head_dim]."""
+
+
+def share_past(past: StoredPast, layers: Sequence[object], units: UnitMap, length: int) -> None:
+    """Let layers read the past's units where they are, as far as `length`.
+
+    Groups that the layers hold already stay theirs.
+
+    Raises:
+        ConfigError: the stored index is another one's.
+        FetchError: a read failed, or what is stored is damaged.
+    """
+    first = -(-layers[0].length // past.group_tokens) if isinstance(layers[0], LayerCache) else 0
+    end = -(-length // past.group_tokens)
+    units.share(first, past.unit_of_group[first:end], past.num_units)
+    for i, layer in enumerate(layers):
+        assert isinstance(layer, LayerCache)
+        if isinstance(layer, RetrievalLayer):
+            whole = length == past.length
+            layer.restore(length, past.index_state(i) if whole else None)
+        else:
+            layer.restore(length)
+
+
+def copy_past(
+    past: StoredPast, layers: Sequence[TakesTokens], rows: HeadRows, batch: int, length: int
+) -> None:
+    """Read the past and take it in as if it had just been computed, in every row.
+
+    Raises:
+        FetchError: a read failed, or what is stored is damaged.
+        StoreFullError: the disk is full.
+    """
+    for i, layer in enumerate(layers):
+        assert layer.length % past.group_tokens == 0, layer.length
+        begun = layer.length // past.group_tokens
+        for first, last in past.blocks(-(-length // past.group_tokens)):
+            if last <= begun:
+                continue
+            start = max(first, begun)
+            tokens = past.read(i, start, last)[: length - start * past.group_tokens]
+            both = tokens.permute(1, 2, 0, 3)[:, None].expand(-1, batch, -1, -1, -1)
+            keys, values, _ = rows.fold_tokens(both[0], both[1], None)
+            layer.append(keys, values, None)
