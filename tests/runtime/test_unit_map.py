@@ -91,3 +91,15 @@ def test_random_lives(batch: int, steps: list[tuple[str, object]]) -> None:
         assert found == expected
         assert (units.table[:, length:] == UNMAPPED).all()
     assert units.num_units <= max(1, written)
+
+
+def test_shared_units_are_never_handed_out() -> None:
+    units = UnitMap(1, MAX_GROUPS)
+    units.share(0, np.array([3, 1, 2]), num_units=5)
+    assert units.ensure(0, 3) == 5
+    assert units.ensure(3, 5) == 7
+    assert units.table[0, :5].tolist() == [3, 1, 2, 5, 6]
+    units.forget_from(1)
+    assert units.num_units == 5, "units of others stay, whether a group holds them or not"
+    units.ensure(1, 4)
+    assert sorted(units.table[0, :4].tolist()) == [3, 5, 6, 7]

@@ -17,14 +17,13 @@ from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.attention_adapter import Attachment, mark_keys
-from penstock.models.bundled_adapter import find_adapter
 from penstock.models.cache_options import (
+    find_basis,
     limit_bytes,
     named_policy,
     serves_device_tier,
     true_query_layers,
 )
-from penstock.models.fingerprint import fingerprint
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
@@ -32,6 +31,7 @@ from penstock.models.rotary import rotary_of
 from penstock.policies import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.stored_past import StoredPast
 from penstock.runtime.tiered_runtime import TieredRuntime
 
 
@@ -131,6 +131,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         progress: Callable[[int], None] | None = None,
         prompt_tokens: int | None = None,
         index_progress: Callable[[float], None] | None = None,
+        past: StoredPast | None = None,
     ) -> None:
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -155,13 +156,14 @@ class TieredCache(Cache):  # type: ignore[misc]
             prompt_tokens: of a row, with padding, where known: what is indexed as a whole is then
                 indexed behind the last chunk, and not in the first decode step.
             index_progress: called with the share of that work that is done, from 0 to 1.
+            past: KV on disk that every row begins with (see `Document.cache`).
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
             BudgetError: the memory is too little; names the smallest that would do.
             AdapterError: the adapter was made for another model.
             ConfigError: another argument makes no sense.
-            StorageError: the store cannot be used.
+            StorageError: the store cannot be used, or the past cannot be read.
         """
         shape = inspect_model(model)
         self.notices: list[str] = []
@@ -170,7 +172,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
         chosen = named_policy(policy)
         device = model.get_input_embeddings().weight.device
-        basis = self._find_adapter(model, shape, chosen, adapter, exact)
+        basis = find_basis(model, shape, chosen, adapter, self.notices, exact=exact)
         late, full = true_query_layers(chosen, basis), shape.kv.full_cache_bytes
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
@@ -178,6 +180,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             adapter=None if basis is None else basis.layers, true_query_layers=late, device=device,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
+            past=past,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
@@ -185,6 +188,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         super().__init__(layers=self._make_layers(shape))
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         self._open = True
+        if past is not None:
+            self._restore(past, batch_size)
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
@@ -197,6 +202,14 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._release()
             raise
 
+    def _restore(self, past: StoredPast, batch: int) -> None:
+        try:
+            past.require_shape(self._config.shape)
+            self._runtime.restore(batch)
+        except BaseException:
+            self.close()
+            raise
+
     def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
         tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
         return [
@@ -205,29 +218,6 @@ class TieredCache(Cache):  # type: ignore[misc]
             else DynamicSlidingWindowLayer(shape.windows[i])
             for i in range(len(shape.layer_types))
         ]
-
-    def _find_adapter(
-        self,
-        model: PreTrainedModel,
-        shape: ModelShape,
-        policy: SelectionPolicy,
-        adapter: str | Path | LowRankAdapter | None,
-        exact: bool,
-    ) -> LowRankAdapter | None:
-        if not policy.uses_adapter or exact:
-            return None
-        digest = fingerprint(model)
-        if adapter is None:
-            adapter = find_adapter(digest, model.name_or_path)
-        if adapter is None:
-            self.notices.append(
-                "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
-                "one, see `penstock calibrate`, saves that time)"
-            )
-            return None
-        loaded = adapter if isinstance(adapter, LowRankAdapter) else LowRankAdapter.load(adapter)
-        loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
-        return loaded
 
     # The seam ---------------------------------------------------------------------------------
 

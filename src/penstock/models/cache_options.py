@@ -1,11 +1,17 @@
 """What the arguments of a TieredCache mean: policy, budget, and which tier serves it."""
 
+from pathlib import Path
+
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import ConfigError
 from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.bundled_adapter import find_adapter
+from penstock.models.fingerprint import fingerprint
+from penstock.models.model_shape import ModelShape
 from penstock.policies import POLICIES, SelectionPolicy
 
 
@@ -20,6 +26,35 @@ def named_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     if policy not in POLICIES:
         raise ConfigError(f"there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
     return POLICIES[policy]()
+
+
+def find_basis(
+    model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
+    adapter: str | Path | LowRankAdapter | None, notices: list[str], *, exact: bool,
+) -> LowRankAdapter | None:  # fmt: skip
+    """The low-rank adapter that a cache works with; None where it needs none, or makes its own.
+
+    Args:
+        adapter: what the user gave; None: one that ships with the model.
+        notices: gets a line where there is none.
+
+    Raises:
+        AdapterError: it was made for another model, or cannot be read.
+    """
+    if not policy.uses_adapter or exact:
+        return None
+    digest = fingerprint(model)
+    if adapter is None:
+        adapter = find_adapter(digest, model.name_or_path)
+    if adapter is None:
+        notices.append(
+            "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
+            "one, see `penstock calibrate`, saves that time)"
+        )
+        return None
+    loaded = adapter if isinstance(adapter, LowRankAdapter) else LowRankAdapter.load(adapter)
+    loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
+    return loaded
 
 
 def serves_device_tier(

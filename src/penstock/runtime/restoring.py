@@ -40,6 +40,8 @@ def share_past(past: StoredPast, layers: Sequence[object], units: UnitMap, lengt
             layer.restore(length, past.index_state(i) if whole else None)
         else:
             layer.restore(length)
+    # A group that has begun is in the windows now; it closes in a unit of this cache's own.
+    units.forget_from(length // past.group_tokens)
 
 
 def copy_past(

@@ -1,0 +1,109 @@
+"""identity_of(): what stored KV depends on, field by field: weights, configuration, tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from penstock.core.errors import DocumentMismatchError
+from penstock.indexes.adapter import LowRankAdapter
+from penstock.models.model_shape import decoder_config, inspect_model
+
+FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "adapter")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct")
+_PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+"""Of a configuration: says where a model came from or how it was loaded, not what it computes."""
+NO_ADAPTER = "none"
+_CHUNK_BYTES = 1 << 24
+
+
+def identity_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
+    adapter: LowRankAdapter | None, *, group_tokens: int,
+) -> dict[str, str]:  # fmt: skip
+    """Everything that keys and values of some text, and their index, depend on.
+
+    Args:
+        adapter: that the index is made with; None: none, or one made from the text's own keys.
+        group_tokens: of a stored unit.
+
+    Returns:
+        A value for each of `FIELDS`. Every byte of the weights counts.
+    """
+    config = decoder_config(model).to_dict()
+    rope = {name: config.pop(name, None) for name in _ROPE}
+    for name in [*_PASSING, *(name for name in config if name.startswith("_"))]:
+        config.pop(name, None)
+    shape = inspect_model(model).kv
+    return {
+        "weights": _weights(model),
+        "configuration": _digest(config),
+        "rope": _digest(rope),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "layout": f"{shape.num_layers} layers of {shape.num_kv_heads} x {shape.head_dim}, "
+        f"{group_tokens} tokens a unit",
+        "tokenizer": "none" if tokenizer is None else _tokenizer(tokenizer),
+        "adapter": NO_ADAPTER if adapter is None else _adapter(adapter),
+    }
+
+
+def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: str) -> None:
+    """Refuse stored KV that another model would make otherwise.
+
+    Args:
+        what: is stored, for the message.
+
+    Raises:
+        DocumentMismatchError: names the fields that differ.
+    """
+    differs = [name for name in FIELDS if stored.get(name) != present.get(name)]
+    if not differs:
+        return
+    told = [
+        f"{name} ({stored.get(name)} there, {present.get(name)} here)"
+        if name in ("dtype", "layout")
+        else name
+        for name in differs
+    ]
+    raise DocumentMismatchError(
+        f"{what} was stored with other settings: {', '.join(told)}; give the model that it was "
+        "added with, or add the text again"
+    )
+
+
+def _digest(value: object) -> str:
+    plain = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
+
+
+def _weights(model: PreTrainedModel) -> str:
+    digest = xxhash.xxh3_128()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        if weight.device.type != "meta":
+            _update(digest, weight)
+    return digest.hexdigest()
+
+
+def _update(digest: "xxhash.xxh3_128", weight: torch.Tensor) -> None:
+    flat = weight.detach().contiguous().view(-1)
+    step = max(1, _CHUNK_BYTES // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        digest.update(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    said = tokenizer.get_vocab() if backend is None else backend.to_str()
+    return _digest([said, tokenizer.special_tokens_map])
+
+
+def _adapter(adapter: LowRankAdapter) -> str:
+    digest = xxhash.xxh3_128()
+    for layer in adapter.layers:
+        _update(digest, layer.basis)
+        _update(digest, layer.peak)
+    return digest.hexdigest()
