@@ -4,10 +4,12 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
@@ -137,22 +139,7 @@ class LLM:
             StorageError: the store cannot be used, is full, or failed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        if params.stop_texts and self.tokenizer is None:
-            raise ConfigError("stop needs a tokenizer to know the text of an answer")
-        config, end_token_ids = self._generation_config(params)
-        batch = make_batch(
-            self._loaded,
-            as_prompt_list(prompts),
-            new_tokens=params.max_tokens,
-            pad_token_id=config.pad_token_id,
-        )
-        watch = AnswerWatch(
-            self.tokenizer,
-            params,
-            num_rows=len(batch.token_ids),
-            end_token_ids=end_token_ids,
-            on_text=on_text,
-        )
+        batch = self.batch_of(as_prompt_list(prompts), params)
         total, most = batch.padded_tokens, batch.padded_tokens + params.max_tokens
         choices = self._choices.for_batch(len(batch.token_ids), most)
         cache = TieredCache(
@@ -170,9 +157,47 @@ class LLM:
             index_progress=on_index,
         )
         with cache:
-            started_s = time.perf_counter()
-            self._run(batch, params, config, watch, cache)
-            report = self._report(batch, watch, cache, started_s, choices.notices)
+            return self.answer(batch, params, cache, on_text=on_text, notices=choices.notices)
+
+    def batch_of(self, prompts: Sequence[Prompt], params: SamplingParams) -> PromptBatch:
+        """Encode prompts as one batch.
+
+        Raises:
+            PromptError: a prompt is empty or does not fit the model.
+            ConfigError: `params` have stop strings, and there is no tokenizer.
+        """
+        if params.stop_texts and self.tokenizer is None:
+            raise ConfigError("stop needs a tokenizer to know the text of an answer")
+        config, _ = self._generation_config(params)
+        return make_batch(
+            self._loaded, prompts, new_tokens=params.max_tokens, pad_token_id=config.pad_token_id
+        )
+
+    def answer(
+        self, batch: PromptBatch, params: SamplingParams, cache: TieredCache, *,
+        on_text: OnText | None = None, notices: tuple[str, ...] = (), recomputed_tokens: int = 0,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answer a batch with a cache that is the caller's; it may hold the prompts' first tokens.
+
+        Args:
+            cache: with room for the prompts and their answers; stays open.
+            notices: for the report.
+            recomputed_tokens: of what the cache holds, for the report.
+
+        Raises:
+            StorageError: the store is full, or failed.
+        """
+        config, end_token_ids = self._generation_config(params)
+        watch = AnswerWatch(
+            self.tokenizer, params, num_rows=len(batch.token_ids), end_token_ids=end_token_ids,
+            on_text=on_text,
+        )  # fmt: skip
+        started_s, held = time.perf_counter(), cache.get_seq_length()
+        self._run(batch, params, config, watch, cache)
+        report = self._report(batch, watch, cache, started_s, notices)
+        report = replace(
+            report, restored_tokens=held - recomputed_tokens, recomputed_tokens=recomputed_tokens
+        )
         return _outputs(batch, watch, report)
 
     def _run(
@@ -184,6 +209,10 @@ class LLM:
         cache: TieredCache,
     ) -> None:
         model: Any = self.model
+        if cache.get_seq_length() > 0:
+            # Older releases of transformers lose count of chunks behind a cache that holds tokens.
+            self._read_ahead(batch.input_ids, cache)
+            config.prefill_chunk_size = None
         with _seeded(params.seed, model.device):
             model.generate(
                 input_ids=batch.input_ids.to(model.device),
@@ -192,6 +221,15 @@ class LLM:
                 generation_config=config,
                 stopping_criteria=[watch],
             )
+
+    def _read_ahead(self, input_ids: Tensor, cache: TieredCache) -> None:
+        """Prefill all but the last chunk of what the cache does not hold yet."""
+        model: Any = self.model
+        rest = input_ids[:, cache.get_seq_length() :].to(model.device)
+        while rest.shape[1] > self._prefill_chunk_size + 1:
+            chunk, rest = rest[:, : self._prefill_chunk_size], rest[:, self._prefill_chunk_size :]
+            with torch.no_grad():
+                model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
         """The model's own generation config with `params` in it, and the ids that end an answer."""

@@ -35,11 +35,16 @@ class RunReport:
     """Name of the device whose times were simulated, or None for a real one."""
     notices: tuple[str, ...]
     """What a user should know about this run."""
+    restored_tokens: int = 0
+    """Prompt tokens whose KV was stored before and taken as it was."""
+    recomputed_tokens: int = 0
+    """Prompt tokens that were stored too, damaged since, and prefilled again."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Prompt tokens per second; those that were restored are left out."""
+        read = self.prompt_tokens - self.restored_tokens - self.recomputed_tokens
+        return read / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:

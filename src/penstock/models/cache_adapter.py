@@ -132,6 +132,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         prompt_tokens: int | None = None,
         index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None,
+        past_tokens: int | None = None,
+        must_tier: bool = False,
     ) -> None:
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -157,6 +159,8 @@ class TieredCache(Cache):  # type: ignore[misc]
                 indexed behind the last chunk, and not in the first decode step.
             index_progress: called with the share of that work that is done, from 0 to 1.
             past: KV on disk that every row begins with (see `Document.cache`).
+            past_tokens: begin with so many of its tokens; default: all.
+            must_tier: keep no more than slots in memory, also where the budget would hold all.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -180,7 +184,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             adapter=None if basis is None else basis.layers, true_query_layers=late, device=device,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
-            past=past,
+            past=past, must_tier=must_tier,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
@@ -189,7 +193,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         self._open = True
         if past is not None:
-            self._restore(past, batch_size)
+            self._restore(past, batch_size, past_tokens)
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
@@ -202,10 +206,10 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._release()
             raise
 
-    def _restore(self, past: StoredPast, batch: int) -> None:
+    def _restore(self, past: StoredPast, batch: int, tokens: int | None) -> None:
         try:
             past.require_shape(self._config.shape)
-            self._runtime.restore(batch)
+            self._runtime.restore(batch, tokens)
         except BaseException:
             self.close()
             raise

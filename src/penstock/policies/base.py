@@ -72,6 +72,9 @@ class SelectionPolicy(ABC):
     """True for methods that the device tier runs (`store="host"`)."""
     shares_units: ClassVar[bool] = True
     """False for methods whose units lie where other caches cannot read them (near storage)."""
+    index_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that the bytes of an index depend on; `plan` makes the choices that are open. A stored
+    index is read under the same ones."""
     choices: ClassVar[tuple[Choice, ...]] = ()
     """Fields whose values a search may choose among (`policies/search_space.py`)."""
 

@@ -62,6 +62,7 @@ class KVSwap(SelectionPolicy):
     """Layers whose predicted query was less similar to the true one at calibration wait for the
     true one."""
 
+    index_fields: ClassVar[tuple[str, ...]] = ("group_tokens", "rank", "index_bits")
     choices: ClassVar[tuple[Choice, ...]] = (
         Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
         Choice("selected_tokens", (800, 400, 200), "tokens that a step selects, the paper's MG"),

@@ -30,8 +30,8 @@ def plan_cache(
         shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
         limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
         sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
-        must_tier=is_held or config.shares_past, rows_per_sequence=rows.per_sequence,
-        device_tier=config.device_tier,
+        must_tier=is_held or config.shares_past or config.must_tier,
+        rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
     )  # fmt: skip
     if held is not None and held.is_resident:
         plan = resident_plan(request)

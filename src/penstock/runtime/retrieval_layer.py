@@ -329,6 +329,11 @@ class RetrievalLayer(LayerCache):
         elif self.index.ready:
             self._index_groups(first, length // self.setup.plan.group_tokens)
 
+    def index_state(self) -> dict[str, Tensor] | None:
+        """What `restore` goes on from; the index is made first where there is none."""
+        self.make_index()
+        return self.index.state(self.length // self.setup.plan.group_tokens)
+
     # Changes of shape -------------------------------------------------------------------------
 
     def forget_slots(self) -> None:

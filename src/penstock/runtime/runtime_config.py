@@ -40,6 +40,8 @@ class RuntimeConfig:
     """Called with the tokens cached so far after every prefill chunk."""
     prompt_tokens: int | None = None
     """Of a row, padding included, where they are known: its index is made behind the last chunk."""
+    must_tier: bool = False
+    """Tokens go through the tiers even where the budget would hold them all."""
     past: StoredPast | None = None
     """What the cache begins with, once it is restored."""
     index_progress: Callable[[float], None] | None = None

@@ -238,9 +238,8 @@ class TieredRuntime:
     def index_state(self, layer: int) -> dict[str, Tensor] | None:
         """What the index of a layer needs to go on elsewhere; None where it is made from keys."""
         target = self.layers[layer]
-        if not isinstance(target, RetrievalLayer) or not target.index.ready:
-            return None
-        return target.index.state(self.length // self.plan.group_tokens)
+        with self._health:
+            return target.index_state() if isinstance(target, RetrievalLayer) else None
 
     def _forget_slots(self) -> None:
         for layer in self.layers:

@@ -1,0 +1,92 @@
+"""DocumentSettings: how a document is read; what of its policy and model its bytes depend on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.core.errors import ConfigError
+from penstock.core.shape import KVShape
+from penstock.models.cache_options import find_basis
+from penstock.models.identity import identity_of
+from penstock.models.loader import CausalLM, LoadedModel, load
+from penstock.models.model_shape import inspect_model
+from penstock.policies import SelectionPolicy
+from penstock.policies.search_space import fields_of
+from penstock.runtime.stored_past import SECTOR_BYTES
+from penstock.storage.file import KVFile
+
+Memory: TypeAlias = int | float | str | None
+STORED = "stored"
+"""As `memory`: the budget that the document was added with."""
+
+
+def _unchanged(file: KVFile) -> KVFile:
+    return file
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSettings:
+    """How a document is written and read; nothing of it is stored.
+
+    Attributes:
+        key: 32 bytes, of an encrypted document
+        memory: budget of each cache: as for `TieredCache`, or "stored"
+        store: where caches keep what is new: "auto", a folder, "memory"
+        adapter: a low-rank adapter's file; None: one that ships with the model
+        prefill_chunk_size: tokens per forward pass
+        wrap: applied to the file of each layer: a simulated device
+    """
+
+    key: bytes | None = None
+    memory: Memory = STORED
+    store: str | Path = "auto"
+    adapter: str | Path | None = None
+    prefill_chunk_size: int = 1024
+    wrap: Callable[[KVFile], KVFile] = _unchanged
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk_size < 1:
+            raise ConfigError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least 1")
+
+    def identity(
+        self, loaded: LoadedModel, policy: SelectionPolicy, group_tokens: int
+    ) -> dict[str, str]:
+        """Identity of what this model stores under a policy."""
+        shape = inspect_model(loaded.model)
+        basis = find_basis(loaded.model, shape, policy, self.adapter, [], exact=False)
+        return identity_of(loaded.model, loaded.tokenizer, basis, group_tokens=group_tokens)
+
+
+def as_loaded(model: str | Path | LoadedModel | CausalLM) -> LoadedModel:
+    """A loaded model, whatever was given.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str | Path):
+        return load(model)
+    return LoadedModel(
+        model=model, tokenizer=None, name=model.name_or_path or type(model).__name__
+    )
+
+
+def unit_tokens(policy: SelectionPolicy, shape: KVShape) -> int:
+    """Tokens of a stored unit: the policy's group where caches read it in place; else what fills
+    a sector, so that no room is lost."""
+    own = int(getattr(policy, "group_tokens", 1))
+    if policy.shares_units and not policy.per_head and not policy.stays_resident:
+        return own
+    return own * -(-SECTOR_BYTES // (own * shape.token_bytes))
+
+
+def stored_fields(policy: SelectionPolicy, planned: SelectionPolicy) -> dict[str, Any]:
+    """Fields of a policy for later caches: as the user chose them, the index's as they came out.
+
+    Args:
+        planned: the policy with every open choice made.
+    """
+    pinned = {name: getattr(planned, name) for name in policy.index_fields}
+    return fields_of(replace(policy, **pinned))
