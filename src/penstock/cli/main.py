@@ -16,6 +16,7 @@ from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
+from penstock.cli.doc import doc_app
 from penstock.cli.fetch import fetch_command
 from penstock.cli.generate import generate_command
 from penstock.cli.plan import plan_command
@@ -69,6 +70,7 @@ app.command("devices")(devices_command)
 app.command("plan")(plan_command)
 app.command("tune")(tune_command)
 app.command("audit", context_settings=PASS_ON)(audit_command)
+app.add_typer(doc_app)
 app.add_typer(bench_app)
 
 

@@ -215,6 +215,8 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
         held += f", 1/{memory.full_cache_bytes / memory.peak_bytes:.1f} of the full cache"
     prefill_rate, decode_rate = report.prefill_tokens_per_s, report.decode_tokens_per_s
     prefill = f"{prefill_rate:,.0f} tokens/s{mark}, {report.prefill_s:.1f} s"
+    if stored := _stored(report):
+        prefill += f", behind {stored}"
     if (index_s := report.stats.prefill.index_s) >= 0.1:
         prefill += f", of them {index_s:.1f} s for its index"
     rows = {
@@ -233,6 +235,15 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
             "stall share": f"{100 * decode.stall_share:.1f} % of decode waited for reads{mark}",
         }
     return list(rows.items())
+
+
+def _stored(report: RunReport) -> str:
+    """What came out of a stored document; empty where there was none."""
+    total = report.restored_tokens + report.recomputed_tokens
+    if not total:
+        return ""
+    said = f"{report.restored_tokens:,} of {total:,} stored tokens"
+    return f"{said}, {report.recomputed_tokens:,} recomputed" if report.recomputed_tokens else said
 
 
 def _hit_rate(decode: PhaseStats) -> str:

@@ -116,25 +116,14 @@ class TieredCache(Cache):  # type: ignore[misc]
     _decoder: GraphDecoder | None = None
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        policy: str | SelectionPolicy = "kvswap",
-        memory: int | float | str | None = None,
-        store: str | Path = "auto",
-        *,
-        max_tokens: int | None = None,
-        batch_size: int = 1,
-        exact: bool = False,
-        adapter: str | Path | LowRankAdapter | None = None,
-        cuda_graphs: bool = True,
-        tracer: Tracer | None = None,
-        progress: Callable[[int], None] | None = None,
-        prompt_tokens: int | None = None,
-        index_progress: Callable[[float], None] | None = None,
-        past: StoredPast | None = None,
-        past_tokens: int | None = None,
-        must_tier: bool = False,
-    ) -> None:
+        self, model: PreTrainedModel, policy: str | SelectionPolicy = "kvswap",
+        memory: int | float | str | None = None, store: str | Path = "auto", *,
+        max_tokens: int | None = None, batch_size: int = 1, exact: bool = False,
+        adapter: str | Path | LowRankAdapter | None = None, cuda_graphs: bool = True,
+        tracer: Tracer | None = None, progress: Callable[[int], None] | None = None,
+        prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
+        past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
+    ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
         Args:

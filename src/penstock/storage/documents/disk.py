@@ -41,8 +41,7 @@ class DiskFile(ABC):
 class Folder(ABC):
     """An open folder of plain files. Names have no slashes; symbolic links are never followed.
 
-    Every call raises a plain OSError when it fails, one without an errno of its own for a name
-    that is no plain file.
+    Every call raises a plain OSError when it fails, ELOOP for a name that is no plain file.
     """
 
     @abstractmethod
@@ -70,9 +69,7 @@ class Folder(ABC):
         """Return when the names survive a power loss."""
 
     @abstractmethod
-    def lock(
-        self, name: str, *, exclusive: bool, create: bool = False
-    ) -> Callable[[], None]:
+    def lock(self, name: str, *, exclusive: bool, create: bool = False) -> Callable[[], None]:
         """Lock a file at once, or raise BlockingIOError.
 
         Args:

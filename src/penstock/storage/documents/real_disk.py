@@ -27,6 +27,7 @@ class RealFile(DiskFile):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._dirty_bytes = 0
+        self._failure: OSError | None = None
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read in as many calls as it takes."""
@@ -56,7 +57,13 @@ class RealFile(DiskFile):
 
     def sync(self) -> None:
         """Flush to the device, through its cache, and drop the pages that the system kept."""
-        _sync(self._descriptor)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            _sync(self._descriptor)
+        except OSError as error:  # the pages are gone: a second try would wrongly succeed
+            self._failure = error
+            raise
         if self._dirty_bytes and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._dirty_bytes = 0
@@ -101,9 +108,7 @@ class RealFolder(Folder):
         """Flush the folder."""
         _sync(self._descriptor)
 
-    def lock(
-        self, name: str, *, exclusive: bool, create: bool = False
-    ) -> Callable[[], None]:
+    def lock(self, name: str, *, exclusive: bool, create: bool = False) -> Callable[[], None]:
         """Lock with flock: it belongs to this opening of the file, also within one process."""
         import fcntl
 
@@ -128,11 +133,12 @@ class RealFolder(Folder):
         place = f"/proc/self/fd/{self._descriptor}"  # the very folder, whatever its path is now
         place = place if os.path.isdir(place) else str(self._path)
         try:
-            return wrap_descriptors(Descriptors(place, numbers, direct))
+            opened = wrap_descriptors(Descriptors(place, numbers, direct))
         except StorageError:  # a folder that takes no file to try direct I/O with: read-only
             numbers = self._open_all(names, 0)
             assert numbers is not None
-            return wrap_descriptors(Descriptors(place, numbers, direct=False))
+            opened = wrap_descriptors(Descriptors(place, numbers, direct=False))
+        return opened._replace(description=opened.description.replace(place, str(self._path)))
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -154,11 +160,13 @@ class RealFolder(Folder):
         return numbers
 
     def _open(self, name: str, flags: int) -> int:
-        assert "/" not in name and name not in ("", ".", ".."), name
+        assert "/" not in name, name
         descriptor = os.open(name, flags | _BASE | _NO_WAIT, 0o600, dir_fd=self._descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a plain file", name)
+            raise OSError(errno.ELOOP, "not a plain file", name)
+        if _NO_WAIT:
+            os.set_blocking(descriptor, True)
         return descriptor
 
     def _size(self, name: str) -> int:

@@ -1,0 +1,248 @@
+"""`penstock doc`: store a long text's KV cache once, and ask it for ever without prefilling it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli.doc_options import (
+    KeyOption,
+    LibraryOption,
+    NameArgument,
+    open_shelf,
+)
+from penstock.cli.doc_shelf import (
+    gc_command,
+    key_command,
+    list_command,
+    remove_command,
+    show_command,
+    verify_command,
+)
+from penstock.cli.generate import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    PrefillChunkOption,
+    as_document,
+)
+from penstock.core.byte_size import format_bytes, parse_bytes
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.generation.output import RequestOutput
+
+doc_app = typer.Typer(
+    name="doc", no_args_is_help=True, rich_markup_mode=None,
+    help="Store a long text's KV cache with its index, and ask it without prefilling it again.",
+)  # fmt: skip
+
+DiskOption = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH|nvme|ufs|emmc|memory|auto",
+        help="Where a cache keeps its own new tokens; a simulated device slows down the document.",
+    ),
+]
+
+
+def add_command(
+    model: ModelArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text; - is stdin.")],
+    name: Annotated[str, typer.Option(help="What it is called from now on.")],
+    title: Annotated[str, typer.Option(help="What it is, in a few words.")] = "",
+    policy: Annotated[str, typer.Option(help="Whose index is stored.")] = "kvswap",
+    memory: Annotated[
+        str, typer.Option(help="Fast memory for a cache of it: 512MiB, 1/13 of the full one, auto.")
+    ] = "auto",
+    library: LibraryOption = None,
+    key: KeyOption = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="Room for the whole library, kept for later commands: 20GiB; "
+            "none for no limit. What was asked least recently goes.",
+        ),
+    ] = None,
+    max_writes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-writes-per-day", metavar="BYTES",
+            help="Bytes written to the library on a day (UTC), kept for later commands.",
+        ),
+    ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Prefill all of it, also what another one begins with.")
+    ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+    ] = None,
+    prefill_chunk: PrefillChunkOption = 1024,
+    disk: DiskOption = "auto",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+) -> None:  # fmt: skip
+    """Prefill a text and store it under a name."""
+    from penstock.cli.screen import TokenProgress, loading
+    from penstock.generation.prompts import decode_text, read_text_file
+    from penstock.models.loader import load
+
+    console = Console(stderr=True, highlight=False)
+    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
+    _set_limits(shelf, max_disk, max_writes)
+    if str(file) == "-":
+        text = decode_text(sys.stdin.buffer.read(), "the text on stdin")
+    else:
+        text = read_text_file(file, "the text")
+    with loading(console, model):
+        loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
+    with TokenProgress(console) as progress:
+        added = shelf.add(
+            loaded, text, name, policy=policy, memory=memory, title=title or file.name,
+            shares=not alone, on_tokens=progress.update,
+        )  # fmt: skip
+    with added.document as document:
+        for gone in added.evicted:
+            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+        shared = ""
+        if added.shared_tokens:
+            shared = f", {added.shared_tokens:,} of them taken over from {added.shared_with}"
+        console.print(
+            f"{name}: {document.about.tokens:,} tokens{shared}; "
+            f"{format_bytes(document.written_bytes)} written\n"
+            f'ask it: penstock doc ask {name} "..."',
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def ask_command(
+    name: NameArgument,
+    questions: Annotated[
+        list[str], typer.Argument(metavar="QUESTION...", help="Each is asked behind the same text.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="The model, if it is somewhere else than when it was added.")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="Fast memory for the cache; stored: as the document was added.")
+    ] = "stored",
+    policy: Annotated[
+        str | None, typer.Option(help="Another policy than its own: reads all of the text first.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Append questions and answers to the document: a chat.")
+    ] = False,
+    library: LibraryOption = None,
+    key: KeyOption = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+    ] = None,
+    prefill_chunk: PrefillChunkOption = 1024,
+    disk: DiskOption = "auto",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of the answers.")
+    ] = False,
+) -> None:
+    """Answer questions about a stored text, without prefilling it.
+
+    Answers go to stdout, everything else to stderr.
+    """
+    from penstock.cli.screen import TokenProgress, loading, show_report
+    from penstock.generation.sampling import SamplingParams
+    from penstock.models.loader import load
+
+    console = Console(stderr=True, highlight=False)
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
+    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
+    called = shelf.model_of(name) if model is None else model
+    with loading(console, called):
+        loaded = load(called, dtype=None if dtype is None else dtype.value, device=device)
+    screen = AnswersScreen(None if as_json else sys.stdout, questions)
+    with shelf.open(name, loaded) as document, TokenProgress(console, "prefill again") as progress:
+
+        def recomputes(done: int, total: int) -> None:
+            if done == 0:
+                console.print("damage was found: that much is prefilled again", soft_wrap=True)
+            else:
+                progress.update(done, total)
+
+        outputs = document.ask(
+            questions, params, on_text=screen.on_text, on_tokens=recomputes, keep=keep,
+            memory=memory, policy=policy, exact=exact,
+        )  # fmt: skip
+    screen.end()
+    if as_json:
+        typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
+    else:
+        show_report(console, outputs[-1].run)
+
+
+class AnswersScreen:
+    """The answers as they come; with the questions, if there are several."""
+
+    def __init__(self, out: Any, questions: list[str]) -> None:
+        self._out, self._questions = out, questions
+        self._newest = -1
+
+    def on_text(self, number: int, piece: str) -> None:
+        """For `Document.ask(on_text=...)`."""
+        if self._out is None:
+            return
+        if number != self._newest:
+            self.end()
+            self._newest = number
+            if len(self._questions) > 1:
+                self._out.write(f"{self._questions[number]}\n")
+        self._out.write(piece)
+        self._out.flush()
+
+    def end(self) -> None:
+        """The newest answer is whole."""
+        if self._out is not None and self._newest >= 0:
+            self._out.write("\n")
+            self._out.flush()
+
+
+def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:
+    return {
+        **as_document(model, output),
+        "question": output.prompt,
+        "restored_tokens": output.run.restored_tokens,
+        "recomputed_tokens": output.run.recomputed_tokens,
+    }
+
+
+def _set_limits(shelf: Any, max_disk: str | None, max_writes: str | None) -> None:
+    """Keep the limits that were given, beside those that are set."""
+    settings = shelf.library.settings
+    given = {"max_disk_bytes": max_disk, "writes_per_day_bytes": max_writes}
+    changed = {
+        name: None if said.strip().lower() == "none" else parse_bytes(said)
+        for name, said in given.items()
+        if said is not None
+    }
+    if changed:
+        shelf.library.set_limits(settings._replace(**changed))
+
+
+doc_app.command("add")(add_command)
+doc_app.command("ask")(ask_command)
+doc_app.command("ls")(list_command)
+doc_app.command("show")(show_command)
+doc_app.command("verify")(verify_command)
+doc_app.command("rm")(remove_command)
+doc_app.command("gc")(gc_command)
+doc_app.command("key")(key_command)

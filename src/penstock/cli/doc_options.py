@@ -1,0 +1,81 @@
+"""Options that the commands of `penstock doc` share, and the shelf that they mean."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.generation.documents.shelf import Shelf
+    from penstock.storage.documents.library import Library
+
+LibraryOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", envvar="PENSTOCK_LIBRARY",
+        help="The folder with the documents (default: the user's data).",
+    ),
+]  # fmt: skip
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE", envvar="PENSTOCK_KEY",
+        help="Of encrypted documents: file:PATH, env:NAME or keyring:SERVICE/USER.",
+    ),
+]  # fmt: skip
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A stored document.")]
+
+
+def library_folder(given: Path | None) -> Path:
+    """Where the documents are."""
+    if given is not None:
+        return given.expanduser()
+    return Path.home() / ".local" / "share" / "penstock" / "documents"
+
+
+def open_library(given: Path | None) -> "Library":
+    """The library, made if it is missing."""
+    from penstock.storage.documents.library import Library
+
+    return Library(library_folder(given))
+
+
+def key_of(source: str | None) -> bytes | None:
+    """The key that was given, if one was.
+
+    Raises:
+        ConfigError: the source makes no sense, or holds no key.
+    """
+    from penstock.storage.documents.key_sources import read_key
+
+    return None if source is None else read_key(source, environment=os.environ)
+
+
+def open_shelf(
+    library: Path | None, key: str | None, *, disk: str = "auto", adapter: Path | None = None,
+    prefill_chunk_size: int = 1024,
+) -> "Shelf":  # fmt: skip
+    """The library, and how its documents are read.
+
+    Raises:
+        ConfigError: the disk or the key make no sense.
+    """
+    from penstock.devices.throttle import Throttle
+    from penstock.generation.documents.settings import DocumentSettings
+    from penstock.generation.documents.shelf import Shelf
+    from penstock.storage.file import KVFile
+    from penstock.storage.store import parse_location
+    from penstock.storage.throttled_file import ThrottledFile
+
+    profile, place = parse_location(disk)
+    throttle = None if profile is None else Throttle(profile)
+
+    def wrap(file: KVFile) -> KVFile:
+        return file if throttle is None else ThrottledFile(file, throttle)
+
+    settings = DocumentSettings(
+        key=key_of(key), store=disk if profile is None else place, adapter=adapter,
+        prefill_chunk_size=prefill_chunk_size, wrap=wrap,
+    )  # fmt: skip
+    return Shelf(library_folder(library), settings)

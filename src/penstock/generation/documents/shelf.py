@@ -1,0 +1,165 @@
+"""Shelf: documents of a library by name, within its limits of room and writing."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.generation.documents.creating import shared_tokens
+from penstock.generation.documents.document import Document
+from penstock.generation.documents.opened import OpenDocument
+from penstock.generation.documents.recovery import OnTokens
+from penstock.generation.documents.settings import DocumentSettings, Memory, as_loaded, unit_tokens
+from penstock.generation.documents.storing import OnBytes, document_shape
+from penstock.generation.prompts import Prompt, make_batch
+from penstock.models.cache_options import named_policy
+from penstock.models.loader import CausalLM, LoadedModel
+from penstock.models.model_shape import inspect_model
+from penstock.policies import SelectionPolicy
+from penstock.storage.documents import read_summary
+from penstock.storage.documents.library import Library
+from penstock.storage.documents.quota import make_room
+
+_INDEX_SHARE = 8
+"""An index takes at most one part in so many of what keys and values take."""
+_SIDE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """A document that has come to a shelf, and what that took."""
+
+    document: Document
+    evicted: list[str]
+    """Documents that had to go, the least recently asked first."""
+    shared_tokens: int
+    """Taken over from another document instead of prefilled."""
+    shared_with: str | None
+
+
+class Shelf:
+    """A library's documents for one way of reading them."""
+
+    def __init__(self, root: str | Path, settings: DocumentSettings | None = None) -> None:
+        """Open a library's folder, or make it.
+
+        Raises:
+            ConfigError: it is no folder.
+            StorageError: it cannot be made.
+        """
+        self.library = Library(Path(root))
+        self.settings = settings or DocumentSettings()
+
+    def add(
+        self, model: str | Path | LoadedModel | CausalLM, text: Prompt, name: str, *,
+        policy: str | SelectionPolicy = "kvswap", memory: Memory = "auto", title: str = "",
+        shares: bool = True, on_tokens: OnTokens = lambda done, total: None,
+        on_bytes: OnBytes = lambda done, total: None,
+    ) -> Added:  # fmt: skip
+        """Prefill a text and store it under a name.
+
+        Where another document of the same model begins with the same tokens, only the rest is
+        prefilled. Where the library would pass its limit, the documents that were asked least
+        recently go.
+
+        Args:
+            shares: look for such a document.
+
+        Raises:
+            ConfigError: the name cannot be or is taken, or today's writes would pass their limit.
+            StoreFullError: the library cannot hold the document within its limit.
+            As for `Document.create`.
+        """
+        folder = self.library.folder(name)
+        if folder.exists():
+            raise ConfigError(
+                f"there is a document {name!r} already; remove it with `penstock doc rm {name}`, "
+                "or give another name"
+            )
+        loaded, chosen = as_loaded(model), named_policy(policy)
+        [tokens] = make_batch(loaded, [text], new_tokens=0, pad_token_id=0).token_ids
+        need = _need_bytes(loaded, chosen, len(tokens))
+        self.library.write_budget.require(need)
+        base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
+        try:
+            limit = self.library.settings.max_disk_bytes
+            evicted = make_room(self.library, need, limit, keep={name, base_name or name})
+            document = Document.create(
+                loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
+                settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
+            )  # fmt: skip
+        finally:
+            if base is not None:
+                base.close()
+        try:
+            self.library.add_written(name, document.written_bytes)
+            # The need was an estimate; what came may be more.
+            evicted += make_room(self.library, 0, limit, keep={name})
+        except BaseException:
+            document.close()
+            raise
+        return Added(
+            document=document, evicted=evicted, shared_tokens=shared, shared_with=base_name
+        )
+
+    @contextmanager
+    def open(
+        self, name: str, model: str | Path | LoadedModel | CausalLM
+    ) -> Iterator[Document]:
+        """A document to ask; that it was asked, and what was written to it, is noted at the end.
+
+        Raises:
+            ConfigError: there is none of that name; says which there are.
+            As for `Document.open`.
+        """
+        with Document.open(model, self.library.find(name), settings=self.settings) as document:
+            try:
+                yield document
+            finally:
+                self.library.touch(name)
+                if document.written_bytes:
+                    self.library.add_written(name, document.written_bytes)
+
+    def model_of(self, name: str) -> str:
+        """What the model of a document was called when the document was added.
+
+        Raises:
+            ConfigError: there is no such document, or it says nothing of its model.
+            DocumentKeyError, DocumentDamagedError, DocumentFormatError: as for opening.
+        """
+        about = read_summary(self.library.find(name), self.settings.key).about
+        model = None if about is None else about.get("model")
+        if not isinstance(model, str):
+            raise ConfigError(f"the document {name!r} does not say its model; give --model")
+        return model
+
+    def _longest(
+        self, loaded: LoadedModel, tokens: Sequence[int]
+    ) -> tuple[str | None, int, Document | None]:
+        """The stored document that shares most with a text: name, tokens, and it, open."""
+        best: tuple[str | None, int, Document | None] = (None, 0, None)
+        for entry in self.library.entries(self.settings.key):
+            if entry.state != "ready" or bool(entry.encrypted) != (self.settings.key is not None):
+                continue
+            try:  # another model's, a damaged one: none to begin with
+                opened = OpenDocument.open(loaded, self.library.find(entry.name), self.settings)
+                shared = shared_tokens(opened, tokens)
+            except PenstockError:
+                continue
+            if shared > best[1] and shared >= opened.about.group_tokens:
+                if best[2] is not None:
+                    best[2].close()
+                best = (entry.name, shared, Document(opened))
+            else:
+                opened.stored.close()
+        return best
+
+
+def _need_bytes(loaded: LoadedModel, policy: SelectionPolicy, tokens: int) -> int:
+    """About what a document will take, rather more."""
+    shape = inspect_model(loaded.model).kv
+    group_tokens = unit_tokens(policy, shape)
+    layout = document_shape(shape, group_tokens)
+    data = layout.layers * -(-tokens // group_tokens) * layout.row_bytes
+    return data + data // _INDEX_SHARE + _SIDE_BYTES

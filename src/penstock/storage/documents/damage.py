@@ -1,0 +1,130 @@
+"""Damage: what of a stored document is not what was stored, found by reading all of it."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.core.errors import DocumentDamagedError, FetchError
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.documents.manifest import Shape
+from penstock.storage.file import KVFile, Ticket
+
+_READ_BYTES = 4 << 20
+
+
+@dataclass
+class Damage:
+    """Damaged parts; false when there are none.
+
+    Attributes:
+        units: layer -> numbers of its damaged units, ascending
+        blobs: names of the damaged blobs
+        seals: the file with the seals was changed since the document was opened
+    """
+
+    units: dict[int, list[int]] = field(default_factory=dict)
+    blobs: list[str] = field(default_factory=list)
+    seals: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.units or self.blobs or self.seals)
+
+    @property
+    def num_units(self) -> int:
+        """Damaged units of all layers."""
+        return sum(map(len, self.units.values()))
+
+
+def find_damage(
+    files: Sequence[KVFile], shape: Shape, num_units: int, blobs: Mapping[str, int],
+    read_blob: Callable[[str], bytes], check_seals: Callable[[], object],
+    progress: Callable[[int, int], None],
+) -> Damage:  # fmt: skip
+    """Read every unit and blob; the next read is under way while one is checked.
+
+    Args:
+        files: verified, one a layer.
+        blobs: name -> bytes.
+        check_seals: raises DocumentDamagedError when they are not what was stored.
+        progress: called with the bytes checked so far and all bytes.
+
+    Raises:
+        FetchError: the document was closed meanwhile.
+    """
+    damage = Damage()
+    total = shape.layers * num_units * shape.row_bytes + sum(blobs.values())
+    done = 0
+    progress(done, total)
+    step = max(1, _READ_BYTES // shape.row_bytes)
+    reader = _Reader(shape.row_bytes, min(step, max(1, num_units)))
+    spans = [
+        (layer, first, min(step, num_units - first))
+        for layer in range(shape.layers)
+        for first in range(0, num_units, step)
+    ]
+    tickets: list[Ticket] = []
+    try:
+        for i, (layer, first, count) in enumerate(spans):
+            for later in spans[len(tickets) : i + 2]:
+                tickets.append(reader.start(files[later[0]], later[1], later[2], len(tickets) % 2))
+            if wrong := reader.damaged(tickets[i], files[layer], first, count, i % 2):
+                damage.units.setdefault(layer, []).extend(wrong)
+            done += count * shape.row_bytes
+            progress(done, total)
+    finally:
+        for ticket in tickets[-2:]:
+            _settle(ticket)  # the buffers must outlive the reads
+    for name, num_bytes in blobs.items():
+        try:
+            read_blob(name)
+        except DocumentDamagedError:
+            damage.blobs.append(name)
+        done += num_bytes
+        progress(done, total)
+    try:
+        check_seals()
+    except DocumentDamagedError:
+        damage.seals = True
+    return damage
+
+
+class _Reader:
+    """Two buffers, read into by turns."""
+
+    def __init__(self, row_bytes: int, num_rows: int) -> None:
+        self._row_bytes = row_bytes
+        self._buffers = [AlignedBuffer(num_rows, row_bytes) for _ in range(2)]
+
+    def start(self, file: KVFile, first: int, count: int, turn: int) -> Ticket:
+        """Start reading `count` units from `first` on."""
+        buffer = self._buffers[turn]
+        offset = np.array([first * self._row_bytes])
+        length = np.array([count * self._row_bytes])
+        return file.submit_reads(offset, length, np.array([buffer.address]), buffer.array)
+
+    def damaged(self, ticket: Ticket, file: KVFile, first: int, count: int, turn: int) -> list[int]:
+        """Units of a read that are damaged; one that failed is done again unit by unit."""
+        try:
+            ticket.wait()
+        except DocumentDamagedError as error:
+            if error.__cause__ is None:
+                return list(error.units)
+        except FetchError:
+            pass
+        else:
+            return []
+        wrong = []
+        for unit in range(first, first + count):
+            again = self.start(file, unit, 1, turn)  # raises when the document is closed
+            try:
+                again.wait()
+            except FetchError:
+                wrong.append(unit)
+        return wrong
+
+
+def _settle(ticket: Ticket) -> None:
+    with contextlib.suppress(FetchError):
+        ticket.wait()
