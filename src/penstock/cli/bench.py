@@ -3,6 +3,7 @@
 import typer
 
 from penstock.bench import accuracy, needles, record_selections, throughput
+from penstock.bench.documents import program as documents
 from penstock.bench.search import speed as search_speed
 from penstock.bench.settings import program as settings
 from penstock.bench.tuning import program as tuning
@@ -20,6 +21,12 @@ bench_app = typer.Typer(
 def accuracy_command(context: typer.Context) -> None:
     """What a memory budget costs in right answers (--help lists the options)."""
     accuracy.run(context.args)
+
+
+@bench_app.command("documents", context_settings=PASS_ON)
+def documents_command(context: typer.Context) -> None:
+    """Stored documents: first token when reopened, checked reading (--help lists the options)."""
+    documents.run(context.args)
 
 
 @bench_app.command("needles", context_settings=PASS_ON)

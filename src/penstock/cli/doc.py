@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -30,7 +30,7 @@ from penstock.cli.generate import (
     as_document,
 )
 from penstock.core.byte_size import format_bytes, parse_bytes
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from penstock.generation.output import RequestOutput
@@ -40,6 +40,7 @@ doc_app = typer.Typer(
     help="Store a long text's KV cache with its index, and ask it without prefilling it again.",
 )  # fmt: skip
 
+_STDIN = "-"
 DiskOption = Annotated[
     str,
     typer.Option(
@@ -87,21 +88,21 @@ def add_command(
 ) -> None:  # fmt: skip
     """Prefill a text and store it under a name."""
     from penstock.cli.screen import TokenProgress, loading
-    from penstock.generation.prompts import decode_text, read_text_file
     from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
-    _set_limits(shelf, max_disk, max_writes)
-    if str(file) == "-":
-        text = decode_text(sys.stdin.buffer.read(), "the text on stdin")
-    else:
-        text = read_text_file(file, "the text")
+    shelf.require_free(name)
+    limits = _limits_of(max_disk, max_writes)
+    text = _read_text(file)
     with loading(console, model):
         loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
+    if limits:
+        shelf.library.set_limits(shelf.library.settings._replace(**limits))
     with TokenProgress(console) as progress:
         added = shelf.add(
-            loaded, text, name, policy=policy, memory=memory, title=title or file.name,
+            loaded, text, name, policy=policy, memory=memory,
+            title=title or ("" if str(file) == _STDIN else file.name),
             shares=not alone, on_tokens=progress.update,
         )  # fmt: skip
     with added.document as document:
@@ -121,7 +122,7 @@ def add_command(
 def ask_command(
     name: NameArgument,
     questions: Annotated[
-        list[str], typer.Argument(metavar="QUESTION...", help="Each is asked behind the same text.")
+        list[str], typer.Argument(metavar="QUESTION", help="Each is asked behind the same text.")
     ],
     model: Annotated[
         str | None, typer.Option(help="The model, if it is somewhere else than when it was added.")
@@ -158,7 +159,8 @@ def ask_command(
 
     Answers go to stdout, everything else to stderr.
     """
-    from penstock.cli.screen import TokenProgress, loading, show_report
+    from penstock.cli.doc_screen import AnswersScreen, RepairProgress
+    from penstock.cli.screen import loading, show_report
     from penstock.generation.sampling import SamplingParams
     from penstock.models.loader import load
 
@@ -170,50 +172,19 @@ def ask_command(
     called = shelf.model_of(name) if model is None else model
     with loading(console, called):
         loaded = load(called, dtype=None if dtype is None else dtype.value, device=device)
-    screen = AnswersScreen(None if as_json else sys.stdout, questions)
-    with shelf.open(name, loaded) as document, TokenProgress(console, "prefill again") as progress:
-
-        def recomputes(done: int, total: int) -> None:
-            if done == 0:
-                console.print("damage was found: that much is prefilled again", soft_wrap=True)
-            else:
-                progress.update(done, total)
-
+    with (
+        shelf.open(name, loaded) as document,
+        RepairProgress(console) as repair,
+        AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
+    ):
         outputs = document.ask(
-            questions, params, on_text=screen.on_text, on_tokens=recomputes, keep=keep,
+            questions, params, on_text=screen.on_text, on_tokens=repair.update, keep=keep,
             memory=memory, policy=policy, exact=exact,
         )  # fmt: skip
-    screen.end()
     if as_json:
         typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
     else:
         show_report(console, outputs[-1].run)
-
-
-class AnswersScreen:
-    """The answers as they come; with the questions, if there are several."""
-
-    def __init__(self, out: Any, questions: list[str]) -> None:
-        self._out, self._questions = out, questions
-        self._newest = -1
-
-    def on_text(self, number: int, piece: str) -> None:
-        """For `Document.ask(on_text=...)`."""
-        if self._out is None:
-            return
-        if number != self._newest:
-            self.end()
-            self._newest = number
-            if len(self._questions) > 1:
-                self._out.write(f"{self._questions[number]}\n")
-        self._out.write(piece)
-        self._out.flush()
-
-    def end(self) -> None:
-        """The newest answer is whole."""
-        if self._out is not None and self._newest >= 0:
-            self._out.write("\n")
-            self._out.flush()
 
 
 def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:
@@ -225,17 +196,32 @@ def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:
     }
 
 
-def _set_limits(shelf: Any, max_disk: str | None, max_writes: str | None) -> None:
-    """Keep the limits that were given, beside those that are set."""
-    settings = shelf.library.settings
-    given = {"max_disk_bytes": max_disk, "writes_per_day_bytes": max_writes}
-    changed = {
-        name: None if said.strip().lower() == "none" else parse_bytes(said)
-        for name, said in given.items()
-        if said is not None
+def _read_text(file: Path) -> str:
+    from penstock.generation.prompts import decode_text, read_text_file
+
+    if str(file) == _STDIN:
+        text = decode_text(sys.stdin.buffer.read(), "the text on stdin")
+    else:
+        text = read_text_file(file, "the text")
+    if not text.strip():
+        raise PromptError(f"the text {'on stdin' if str(file) == _STDIN else file} is empty")
+    return text
+
+
+def _limits_of(max_disk: str | None, max_writes: str | None) -> dict[str, int | None]:
+    """The limits that were given, by the name of their setting."""
+    given = {
+        "max_disk_bytes": ("--max-disk", max_disk),
+        "writes_per_day_bytes": ("--max-writes-per-day", max_writes),
     }
-    if changed:
-        shelf.library.set_limits(settings._replace(**changed))
+    limits: dict[str, int | None] = {}
+    for name, (option, said) in given.items():
+        if said is None:
+            continue
+        limits[name] = None if said.strip().lower() == "none" else parse_bytes(said)
+        if limits[name] == 0:
+            raise ConfigError(f"{option} {said} leaves no room; give 1 byte or more, or none")
+    return limits
 
 
 doc_app.command("add")(add_command)

@@ -24,9 +24,13 @@ from penstock.cli.generate import DeviceOption, DtypeOption
 from penstock.core.byte_size import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.storage.documents.library import Entry, Library
+    from penstock.storage.documents.library import Entry
+    from penstock.storage.documents.quota import LibrarySettings
+    from penstock.storage.documents.write_budget import WriteBudget
 
 _EXIT_DAMAGED = 1
+_STATES = ("ready", "unfinished")
+"""Of documents that need no more said; see `Entry.state`."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -58,14 +62,17 @@ def list_command(
         )  # fmt: skip
     else:
         console.print(_table(entries))
-    console.print(_limits(found, entries), markup=False, soft_wrap=True)
+        for entry in entries:
+            if entry.state not in _STATES:
+                console.print(f"{entry.name}: {entry.state}", markup=False, soft_wrap=True)
+    console.print(_limits(writes, settings, entries), markup=False, soft_wrap=True)
     if writes.notice:
         console.print(Text.assemble(("note: ", "bold yellow"), writes.notice), soft_wrap=True)
 
 
 def _table(entries: "list[Entry]") -> Table:
     table = Table(box=SIMPLE_HEAD, border_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("name", no_wrap=True)
+    table.add_column("name", overflow="fold")
     for title in ("tokens", "on disk"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("model", overflow="fold")
@@ -75,7 +82,7 @@ def _table(entries: "list[Entry]") -> Table:
     for entry in entries:
         marks = ["encrypted"] if entry.encrypted else []
         if entry.state != "ready":
-            marks.append(entry.state)
+            marks.append(entry.state.partition(":")[0])
         table.add_row(
             entry.name, "" if entry.tokens is None else f"{entry.tokens:,}",
             format_bytes(entry.size_bytes), entry.model or "", str(entry.asks),
@@ -90,8 +97,7 @@ def _when(epoch_s: float | None) -> str:
     return datetime.fromtimestamp(epoch_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _limits(library: "Library", entries: "list[Entry]") -> str:
-    settings, writes = library.settings, library.write_budget
+def _limits(writes: "WriteBudget", settings: "LibrarySettings", entries: "list[Entry]") -> str:
     held = format_bytes(sum(entry.size_bytes for entry in entries))
     room, day = (
         f" of {format_bytes(limit)}" if limit else ""
@@ -157,22 +163,25 @@ def _policy(about: dict[str, object]) -> str:
 
 
 def verify_command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Stored documents.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Stored documents.")],
     repair: Annotated[
         bool, typer.Option("--repair", help="Prefill what is damaged again, and store it.")
     ] = False,
     model: Annotated[
         str | None, typer.Option(help="For --repair: the model, if it is somewhere else now.")
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For --repair: as for add.")
+    ] = None,
     library: LibraryOption = None, key: KeyOption = None, device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
 ) -> None:  # fmt: skip
-    """Read everything of documents and check it; exits with 1 when something is damaged."""
+    """Read and check all of a document; exits with 1 on damage."""
     from penstock.cli.doc_verify import verify
 
     sound = [
-        verify(open_shelf(library, key), name, repair=repair, model=model, device=device,
-               dtype=None if dtype is None else dtype.value)
+        verify(open_shelf(library, key, adapter=adapter), name, repair=repair,
+               model=model, device=device, dtype=None if dtype is None else dtype.value)
         for name in names
     ]  # fmt: skip
     if not all(sound):
@@ -180,11 +189,13 @@ def verify_command(
 
 
 def remove_command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Stored documents.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Stored documents.")],
     library: LibraryOption = None,
 ) -> None:
     """Remove documents; one that somebody has open is refused."""
     found = open_library(library)
+    for name in names:  # all or none, for a mistyped one
+        found.find(name)
     for name in names:
         found.remove(name)
         typer.echo(f"removed {name}")
@@ -211,7 +222,7 @@ def gc_command(library: LibraryOption = None) -> None:
 def key_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file.")],
 ) -> None:
-    """Make a random key for encrypted documents; without it they are lost."""
+    """Make a key; what is encrypted with it is lost without it."""
     from penstock.storage.documents.key_sources import make_key_file
 
     make_key_file(file)

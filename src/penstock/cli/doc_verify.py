@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from penstock.cli.screen import TokenProgress, loading
+from penstock.cli.doc_screen import RepairProgress
+from penstock.cli.screen import loading
 from penstock.core.byte_size import format_bytes
+from penstock.core.errors import DocumentDamagedError
 
 if TYPE_CHECKING:
     from penstock.generation.documents.shelf import Shelf
@@ -68,8 +70,13 @@ def verify(
 
     console = Console(stderr=True, highlight=False, markup=False)
     folder = shelf.library.find(name)
+    try:
+        stored = StoredDocument.open(folder, key=shelf.settings.key)
+    except DocumentDamagedError as error:  # others are to be checked all the same
+        console.print(f"{name}: {error}", soft_wrap=True)
+        return False
     started_s = time.perf_counter()
-    with StoredDocument.open(folder, key=shelf.settings.key) as stored:
+    with stored:
         total = 0
 
         def note(done: int, of: int) -> None:
@@ -105,10 +112,8 @@ def _repair(
     called = shelf.model_of(name) if model is None else model
     with loading(console, called):
         loaded = load(called, dtype=dtype, device=device)
-    with shelf.open(name, loaded) as document, TokenProgress(console, "prefill again") as progress:
-        recovery = document.recover(
-            on_tokens=lambda done, of: progress.update(done, of) if done else None
-        )
+    with shelf.open(name, loaded) as document, RepairProgress(console) as progress:
+        recovery = document.recover(on_tokens=progress.update)
         console.print(f"{name}: {recovery}", soft_wrap=True)
         return not document.verify()
 

@@ -220,6 +220,19 @@ def test_every_flipped_bit_of_an_encrypted_document_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_damaged_seals_are_told_before_a_unit_is_blamed(key: bytes | None) -> None:
+    [files], _ = store(8, key, 1)
+    seals = bytearray(files["seals-1"])
+    seals[9] ^= 1
+    disk = CrashDisk()
+    disk.put(FOLDER.name, files | {"seals-1": bytes(seals)})
+    with pytest.raises(DocumentDamagedError, match="seals") as caught:
+        StoredDocument.open(FOLDER, key=key, disk=disk)
+    assert caught.value.what == "seals"
+    assert disk.open_files == 0
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_a_file_cut_while_it_is_read_is_an_error(key: bytes | None) -> None:
     [files], [right] = store(7, key, 1)
     disk = CrashDisk()

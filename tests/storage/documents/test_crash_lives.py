@@ -41,6 +41,8 @@ FOLDER = Path("/disk/document")
 KEY = bytes(range(32))
 SHAPE = Shape(layers=2, unit_bytes=3000)
 NUM_LIVES = 200
+SHORT_LIFE_SEED = 7
+"""Of two sessions with three commits."""
 GONE, UNFINISHED = "gone", "unfinished"
 Outcome = DocumentState | str
 
@@ -193,6 +195,29 @@ def test_failing_operations_are_typed_errors_and_cost_nothing_committed(key: byt
             assert outcome(life.disk.crash(10 * seed + session), key) in life.allowed
             life.now, life.allowed = found, [*life.allowed, found]
     assert num_failures > NUM_LIVES
+
+
+def short_life(life: Life) -> None:
+    """Two sessions, then removal; the same operations each time."""
+    life.live()
+    life.live()
+    life.remove()
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_crash_at_every_operation_of_a_life(key: bytes | None) -> None:
+    seed = SHORT_LIFE_SEED
+    whole = Life(CrashDisk(), random.Random(seed), key)
+    short_life(whole)
+    assert whole.num_commits == 3
+    for number in range(whole.disk.num_operations):
+        life = Life(CrashDisk(), random.Random(seed), key)
+        life.disk.failures = {number: PowerLoss()}
+        with pytest.raises(PowerLoss):
+            short_life(life)
+        for crash in range(6):
+            disk = life.disk.crash(6 * number + crash) if crash else life.disk.kill()
+            assert outcome(disk, key) in life.allowed
 
 
 class ForgetfulDisk(CrashDisk):

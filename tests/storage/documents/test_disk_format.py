@@ -28,6 +28,7 @@ from penstock.core.errors import (
 )
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument, read_summary
 from penstock.storage.documents.manifest import FORMAT, canonical, read_manifest
+from penstock.storage.documents.sealing import Checksums
 from penstock.testing.crash_disk import CrashDisk
 from penstock.testing.document_state import read_state
 
@@ -103,15 +104,19 @@ def test_the_page_says_how_the_checks_are_made() -> None:
     whole = json.loads(files["manifest.json"])
     body = whole["manifest"]
     for unit in range(2):
-        row = files["kv-0.units"][4096 * unit : 4096 * (unit + 1)]
-        seal = files["seals-1"][8 * unit : 8 * (unit + 1)]
-        assert seal == xxhash.xxh3_64_intdigest(row, (0 << 40) + unit).to_bytes(8, "little")
+        content = files["kv-0.units"][4096 * unit : 4096 * (unit + 1)]
+        stored = files["seals-1"][8 * unit : 8 * (unit + 1)]
+        assert stored == xxhash.xxh3_64_intdigest(content, (0 << 40) + unit).to_bytes(8, "little")
+    row = np.arange(4096).astype(np.uint8)
+    _, [seal] = Checksums().seal_units(3, 5, row[None])
+    sum_ = xxhash.xxh3_64_intdigest(row.tobytes(), (3 << 40) + 5)
+    assert seal.tobytes() == sum_.to_bytes(8, "little")
     assert body["seals"][2] == hashlib.sha256(files["seals-1"]).hexdigest()
     place = (1).to_bytes(8, "little") + (0).to_bytes(8, "little") + b"tokens"
-    chunk, seal = files["blob-1-tokens"][:8], files["blob-1-tokens"][8:]
+    chunk, stored = files["blob-1-tokens"][:8], files["blob-1-tokens"][8:]
     sum_ = xxhash.xxh3_64_intdigest(chunk, xxhash.xxh3_64_intdigest(place))
-    assert seal == sum_.to_bytes(8, "little")
-    assert body["blobs"]["tokens"] == [1, 8, hashlib.sha256(seal).hexdigest()]
+    assert stored == sum_.to_bytes(8, "little")
+    assert body["blobs"]["tokens"] == [1, 8, hashlib.sha256(stored).hexdigest()]
     text = json.dumps({"format": FORMAT, "manifest": body}, sort_keys=True, separators=(",", ":"))
     assert whole["checksum"] == hashlib.sha256(text.encode()).hexdigest()
 

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from penstock.storage.documents import (
     remove,
     size_bytes,
 )
+from penstock.storage.documents import document as module
 from penstock.storage.documents.real_disk import RealFolder
 from penstock.storage.file import KVFile
 from penstock.storage.open_files import Descriptors, FileSet, wrap_descriptors
@@ -67,6 +69,14 @@ def store(folder: Path, key: bytes | None = None, count: int = 10) -> list[np.nd
         parts = append_all(writer, 0, count)
         commit(writer, tokens=b"abc" * 600_000, empty=b"")
     return parts
+
+
+def flip(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        [byte] = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
 @KEYS
@@ -114,6 +124,33 @@ def test_a_reader_goes_on_beside_commits(key: bytes | None, tmp_path: Path) -> N
     assert (folder / "kv-0.units").stat().st_size == 16 * SHAPE.row_bytes
     names = {name for name in os.listdir(folder) if name.startswith(("seals", "blob"))}
     assert names == {"seals-4", "blob-4-tokens"}
+
+
+def test_opening_begins_again_when_a_commit_takes_files_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real, calls = tmp_path / "document", module._open_files, []
+    store(folder)
+
+    def late(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            with DocumentWriter.extend(folder) as writer:
+                commit(writer, later=b"x")
+        return real(*args)
+
+    monkeypatch.setattr(module, "_open_files", late)
+    assert read_state(folder).blobs == {"later": b"x"}
+    assert len(calls) == 2
+
+
+def test_a_writer_removes_no_document_that_had_a_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "document"
+    store(folder)
+    with DocumentWriter.extend(folder):
+        (folder / "manifest.json").rename(tmp_path / "kept")
+    (tmp_path / "kept").rename(folder / "manifest.json")
+    read_state(folder)
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -216,12 +253,8 @@ def test_damage_names_its_units_and_verify_goes_on_behind_it(
     folder = tmp_path / "document"
     parts = store(folder, key, 700)  # several reads a layer
     for layer, unit in ((1, 3), (1, 650), (2, 0)):
-        with open(folder / f"kv-{layer}.units", "r+b") as file:
-            file.seek(unit * SHAPE.row_bytes + 4999)
-            file.write(b"!")
-    with open(folder / "blob-1-tokens", "r+b") as file:
-        file.seek(1_700_000)
-        file.write(b"!")
+        flip(folder / f"kv-{layer}.units", unit * SHAPE.row_bytes + 4999)
+    flip(folder / "blob-1-tokens", 1_700_000)
     os.truncate(folder / "kv-0.units", 699 * SHAPE.row_bytes)
     calls: list[tuple[int, int]] = []
     with StoredDocument.open(folder, key=key) as document:
@@ -354,7 +387,6 @@ def test_bytes_that_a_failed_sync_has_lost_are_never_committed(
         monkeypatch.setattr(os, "fsync", real)
         with pytest.raises(StoreFullError):
             append_all(writer, 0, 4)
-            commit(writer)
     assert read_state(folder) == before
 
 

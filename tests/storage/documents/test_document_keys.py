@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core.errors import DocumentKeyError
+from penstock.core.errors import DocumentDamagedError, DocumentKeyError
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument, read_summary
+from penstock.storage.documents.sealing import Encryption
 from penstock.testing.crash_disk import CrashDisk
 
 KEY = bytes(range(32))
@@ -87,3 +88,34 @@ def test_no_nonce_twice_whatever_is_written_again(key: bytes | None) -> None:
             step = SHAPE.row_bytes
             seen += [content[i * step : (i + 1) * step] for i in range(3)]
     assert len(set(seen)) == (len(seen) if key else 1)
+
+
+def test_a_seal_is_bound_to_its_place() -> None:
+    own, other = Encryption(KEY, bytes(16)), Encryption(KEY, bytes(15) + b"x")
+    rows = np.arange(2 * 4096).astype(np.uint8).reshape(2, 4096)
+    stored, seals = own.seal_units(1, 5, rows)
+    for sealer, layer, first, damaged in (
+        (own, 2, 5, [5, 6]), (own, 1, 6, [6, 7]), (other, 1, 5, [5, 6]), (own, 1, 5, []),
+    ):  # fmt: skip
+        found = stored.copy()
+        assert sealer.open_units(layer, first, found, seals) == damaged
+        assert (found == (0 if damaged else rows)).all()
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_blob_of_another_attempt_at_the_same_commit_is_damage(key: bytes | None) -> None:
+    base, folder, found = CrashDisk(), Path("/disk/document"), []
+    with DocumentWriter.create(folder, SHAPE, key=key, disk=base) as writer:
+        writer.commit(identity={}, about={}, blobs={})
+    for payload in (b"one", b"two"):
+        disk = base.kill()
+        with DocumentWriter.extend(folder, key=key, disk=disk) as writer:
+            writer.commit(identity={}, about={}, blobs={"tokens": payload})
+        found.append(disk.contents(folder.name))
+    mixed = CrashDisk()
+    mixed.put(folder.name, found[0] | {"blob-2-tokens": found[1]["blob-2-tokens"]})
+    with (
+        StoredDocument.open(folder, key=key, disk=mixed) as document,
+        pytest.raises(DocumentDamagedError, match="tokens"),
+    ):
+        document.blob("tokens")

@@ -23,6 +23,7 @@ from penstock.bench.figures.device_speed import (
     draw_device_speed,
     has_device_breakdown,
 )
+from penstock.bench.figures.documents import draw_documents
 from penstock.bench.figures.method import compares_methods, draw_methods
 from penstock.bench.figures.near_agreement import draw_near_agreement
 from penstock.bench.figures.near_counts import draw_near_counts
@@ -98,6 +99,8 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
         more = {f"{name}-breakdown": draw_device_breakdown} if has_device_breakdown(result) else {}
         ablation = bool(result.settings.get("ablation"))
         return {name: draw_device_ablation if ablation else draw_device_speed, **more}
+    if result.kind == "documents":
+        return {name: draw_documents}
     if result.kind == "tuning.predict":
         return {name: draw_predictions}
     if result.kind == "tuning.sweep":

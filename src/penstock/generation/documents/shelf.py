@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, DocumentKeyError, PenstockError, StoreFullError
 from penstock.generation.documents.creating import shared_tokens
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.opened import OpenDocument
@@ -71,20 +71,22 @@ class Shelf:
             StoreFullError: the library cannot hold the document within its limit.
             As for `Document.create`.
         """
-        folder = self.library.folder(name)
-        if folder.exists():
-            raise ConfigError(
-                f"there is a document {name!r} already; remove it with `penstock doc rm {name}`, "
-                "or give another name"
-            )
+        folder = self.require_free(name)
         loaded, chosen = as_loaded(model), named_policy(policy)
         [tokens] = make_batch(loaded, [text], new_tokens=0, pad_token_id=0).token_ids
         need = _need_bytes(loaded, chosen, len(tokens))
         self.library.write_budget.require(need)
         base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
+        limit = self.library.settings.max_disk_bytes
         try:
-            limit = self.library.settings.max_disk_bytes
-            evicted = make_room(self.library, need, limit, keep={name, base_name or name})
+            try:
+                evicted = make_room(self.library, need, limit, keep={name, base_name or name})
+            except StoreFullError:
+                if base is None:
+                    raise
+                base.close()  # there is no room for both
+                base_name, shared, base = None, 0, None
+                evicted = make_room(self.library, need, limit, keep={name})
             document = Document.create(
                 loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
                 settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
@@ -96,6 +98,10 @@ class Shelf:
             self.library.add_written(name, document.written_bytes)
             # The need was an estimate; what came may be more.
             evicted += make_room(self.library, 0, limit, keep={name})
+        except StoreFullError:
+            document.close()
+            self.library.remove(name)
+            raise
         except BaseException:
             document.close()
             raise
@@ -103,10 +109,22 @@ class Shelf:
             document=document, evicted=evicted, shared_tokens=shared, shared_with=base_name
         )
 
+    def require_free(self, name: str) -> Path:
+        """The folder for a new document.
+
+        Raises:
+            ConfigError: the name cannot be, or is taken.
+        """
+        folder = self.library.folder(name)
+        if folder.exists():
+            raise ConfigError(
+                f"there is a document {name!r} already; remove it with `penstock doc rm {name}`, "
+                "or give another name"
+            )
+        return folder
+
     @contextmanager
-    def open(
-        self, name: str, model: str | Path | LoadedModel | CausalLM
-    ) -> Iterator[Document]:
+    def open(self, name: str, model: str | Path | LoadedModel | CausalLM) -> Iterator[Document]:
         """A document to ask; that it was asked, and what was written to it, is noted at the end.
 
         Raises:
@@ -129,7 +147,9 @@ class Shelf:
             DocumentKeyError, DocumentDamagedError, DocumentFormatError: as for opening.
         """
         about = read_summary(self.library.find(name), self.settings.key).about
-        model = None if about is None else about.get("model")
+        if about is None:
+            raise DocumentKeyError(f"the document {name!r} is encrypted; give its key")
+        model = about.get("model")
         if not isinstance(model, str):
             raise ConfigError(f"the document {name!r} does not say its model; give --model")
         return model

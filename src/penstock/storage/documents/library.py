@@ -32,15 +32,14 @@ from penstock.storage.documents.manifest import MANIFEST
 from penstock.storage.documents.names import SETTINGS_FILE, WRITES_FILE, check_name, is_name
 from penstock.storage.documents.quota import LibrarySettings, read_settings, write_settings
 from penstock.storage.documents.real_disk import REAL_DISK
-from penstock.storage.documents.write_budget import (
+from penstock.storage.documents.small_files import (
     PARTIAL_SUFFIX,
-    Clock,
-    WriteBudget,
     is_count,
     locked,
     read_object,
     replace_object,
 )
+from penstock.storage.documents.write_budget import Clock, WriteBudget
 
 USAGE_FILE = "usage.json"
 _PARTIAL = re.compile(

@@ -9,7 +9,7 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError, DocumentBusyError, StorageError, StoreFullError
 from penstock.storage.documents.folder import is_own_name
 from penstock.storage.documents.names import SETTINGS_FILE
-from penstock.storage.documents.write_budget import is_count, locked, read_object, replace_object
+from penstock.storage.documents.small_files import is_count, locked, read_object, replace_object
 
 if TYPE_CHECKING:  # a library reads its own limits here
     from penstock.storage.documents.library import Entry, Library

@@ -1,43 +1,19 @@
 """WriteBudget: bytes written to a library per UTC day, counted over processes, and their limit."""
 
-import contextlib
-import importlib
-import json
-import os
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from penstock.core.byte_size import format_bytes
-from penstock.core.errors import ConfigError, StorageError
+from penstock.core.errors import ConfigError
 from penstock.storage.documents.names import WRITES_FILE
-from penstock.storage.file import write_error
-
-fcntl: Any
-try:
-    fcntl = importlib.import_module("fcntl")
-except ImportError:  # Windows: no such locks; two commands at once may lose a count
-    fcntl = None
+from penstock.storage.documents.small_files import is_count, locked, read_object, replace_object
 
 KEPT_DAYS = 30
-PARTIAL_SUFFIX = ".partial"
-"""Ends the name of a file that was being written when its process died."""
-_OBJECT_BYTES_MAX = 1 << 20
 Clock = Callable[[], float]
 """Gives epoch seconds."""
-
-
-class StoredObject(NamedTuple):
-    """What a small JSON file holds."""
-
-    content: dict[str, Any]
-    """Empty where there is no file, or a damaged one."""
-    damage: str | None
-    """What is wrong with the file, or None."""
 
 
 class _Counts(NamedTuple):
@@ -149,96 +125,3 @@ def _counts_in(content: Mapping[str, Any]) -> _Counts | None:
         if not is_count(count):
             return None
     return _Counts(days, max(total_bytes, sum(days.values())))
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value out of a file can be a number of things or bytes."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-# Small JSON files, the library's other ones too ---------------------------------------------------
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other threads and processes out of the small files of `folder` for a moment.
-
-    Raises:
-        StorageError: there is no such folder, or it cannot be locked.
-    """
-    if fcntl is None:
-        yield
-        return
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(f"cannot open the library {folder}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise StorageError(f"cannot lock the library {folder}: {error.strerror}") from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def read_object(path: Path) -> StoredObject:
-    """Read a JSON object of ours; links are not followed, and nothing but a small file is read.
-
-    Raises:
-        StorageError: it is there and may not be read.
-    """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    if path.is_symlink():  # said here for systems without O_NOFOLLOW
-        return StoredObject({}, "it is a symbolic link")
-    try:
-        descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
-        return StoredObject({}, None)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return StoredObject({}, "it is not a file")
-        text = os.read(descriptor, _OBJECT_BYTES_MAX + 1)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-    if len(text) > _OBJECT_BYTES_MAX:
-        return StoredObject({}, "it is too large")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return StoredObject({}, "it is no JSON")
-    if not isinstance(content, dict):
-        return StoredObject({}, "it is no JSON object")
-    return StoredObject(content, None)
-
-
-def replace_object(path: Path, content: Mapping[str, Any], *, sync: bool) -> None:
-    """Replace a JSON file whole, or leave the old one as it is.
-
-    Args:
-        sync: have it on the disk before the old one goes, for a power failure.
-
-    Raises:
-        StoreFullError: no room.
-        StorageError: it cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-    try:
-        try:
-            with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
-                file.write(json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n")
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise write_error(error, f"write {path}") from error

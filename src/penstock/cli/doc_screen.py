@@ -1,0 +1,98 @@
+"""Screens of `penstock doc ask` and of a repair: the answers, and what is prefilled again."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+
+from penstock.cli.screen import TokenProgress
+
+
+class AnswersScreen:
+    """The answers as they come, on `out` alone; with several, each behind its question.
+
+    Args:
+        console: where the questions go.
+        out: where the answers go, a line each, or None to show nothing.
+    """
+
+    def __init__(self, console: Console, out: TextIO | None, questions: Sequence[str]) -> None:
+        self._console, self._out, self._questions = console, out, questions
+        self._newest = -1
+
+    def __enter__(self) -> "AnswersScreen":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._begin(len(self._questions))  # the last ones may be empty
+        elif self._newest >= 0:
+            self._end_line()
+
+    def on_text(self, number: int, piece: str) -> None:
+        """For `Document.ask(on_text=...)`."""
+        if self._out is not None:
+            self._begin(number)
+            self._out.write(piece)
+            self._out.flush()
+
+    def _begin(self, number: int) -> None:
+        """End the answers in front of this one, and put its question."""
+        while self._newest < number and self._out is not None:
+            if self._newest >= 0:
+                self._end_line()
+            self._newest += 1
+            if 1 < len(self._questions) > self._newest:
+                question = self._questions[self._newest]
+                self._console.print(question, style="bold", markup=False, soft_wrap=True)
+
+    def _end_line(self) -> None:
+        if self._out is not None:
+            self._out.write("\n")
+            self._out.flush()
+
+
+class RepairProgress:
+    """Progress through what is prefilled again; nothing is shown as long as nothing is.
+
+    A context manager, at whose end no bar is left.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: TokenProgress | None = None
+
+    def __enter__(self) -> "RepairProgress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def update(self, done: int, total: int) -> None:
+        """For `Document.ask(on_tokens=...)` and `recover`."""
+        if self._progress is None:
+            self._console.print(
+                f"damage was found: {total:,} tokens are prefilled again", soft_wrap=True
+            )
+            self._progress = TokenProgress(self._console, "prefill again")
+            self._progress.__enter__()
+        if done:
+            self._progress.update(done, total)
+        if done >= total:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
