@@ -17,10 +17,19 @@ from penstock.storage.file import KVFile, Ticket
 from penstock.storage.file_space import direct_sector_bytes, open_nameless
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.native_aio import AioQueue
+from penstock.storage.sealed_file import SealedFile
 from penstock.storage.threaded_file import ThreadedFile
 from penstock.storage.throttled_file import ThrottledFile
 
-KINDS = ("direct", "threaded", "threaded_direct", "threaded_seeking", "memory", "throttled")
+KINDS = (
+    "direct",
+    "threaded",
+    "threaded_direct",
+    "threaded_seeking",
+    "memory",
+    "throttled",
+    "sealed",
+)
 BLOCK = 4096
 
 
@@ -39,6 +48,8 @@ def file(
         made = MemoryFile()
     elif kind == "throttled":
         made = ThrottledFile(MemoryFile(), Throttle(NVME))
+    elif kind == "sealed":
+        made = SealedFile(MemoryFile())
     else:
         if kind == "threaded_seeking":
             for name in ("preadv", "pread", "pwrite", "posix_fallocate", "posix_fadvise"):

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from penstock.cli.doc_screen import RepairProgress
 from penstock.cli.screen import loading
 from penstock.core.byte_size import format_bytes
-from penstock.core.errors import DocumentDamagedError
+from penstock.core.errors import DocumentDamagedError, DocumentFormatError
 
 if TYPE_CHECKING:
     from penstock.generation.documents.shelf import Shelf
@@ -45,8 +45,10 @@ class ByteProgress:
 
     def update(self, done: int, total: int) -> None:
         """Show that so many bytes are through."""
+        if not done:
+            return
         gone_s = max(time.perf_counter() - self._started_s, 1e-6)
-        left_s = gone_s * (total - done) / max(done, 1)
+        left_s = gone_s * (total - done) / done
         figures = (
             f"{format_bytes(done)} of {format_bytes(total)}  {format_bytes(done / gone_s)}/s  "
             f"ETA {left_s:.0f} s"
@@ -72,7 +74,7 @@ def verify(
     folder = shelf.library.find(name)
     try:
         stored = StoredDocument.open(folder, key=shelf.settings.key)
-    except DocumentDamagedError as error:  # others are to be checked all the same
+    except (DocumentDamagedError, DocumentFormatError) as error:  # on to the next
         console.print(f"{name}: {error}", soft_wrap=True)
         return False
     started_s = time.perf_counter()

@@ -123,6 +123,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         tracer: Tracer | None = None, progress: Callable[[int], None] | None = None,
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
+        sealed: bool = False,
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -150,6 +151,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
             must_tier: keep no more than slots in memory, also where the budget would hold all.
+            sealed: encrypt what is written to a disk, with a key that nobody keeps.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -173,7 +175,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             adapter=None if basis is None else basis.layers, true_query_layers=late, device=device,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
-            past=past, must_tier=must_tier,
+            past=past, must_tier=must_tier, sealed=sealed,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)

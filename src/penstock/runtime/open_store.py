@@ -1,5 +1,6 @@
 """open_store(): where the full KV of a cache goes, as its policy wants it."""
 
+from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.near_storage.near_store import NearStore
 from penstock.policies.dynakv import DynaKV
@@ -23,6 +24,11 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
     """
     policy = config.policy
     if isinstance(policy, HillInfer) and policy.near and not config.exact:
+        if config.sealed:
+            raise ConfigError(
+                "near-storage devices keep the cache in the open; take hillinfer with near=False, "
+                "or another policy"
+            )
         return NearStore.open(
             config.store, policy.settings_for(shape, batch, config.max_tokens),
             layers=shape.num_layers, unit_bytes=shape.token_bytes, devices=policy.devices,
@@ -30,11 +36,12 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
         )  # fmt: skip
     if config.past is not None and config.shares_past:
         own = KVStore.create(
-            config.store, num_layers=shape.num_layers, unit_bytes=config.past.row_bytes
-        )
+            config.store, num_layers=shape.num_layers, unit_bytes=config.past.row_bytes,
+            sealed=config.sealed,
+        )  # fmt: skip
         return overlay_store(config.past, own)
     files = policy.files_per_layer if isinstance(policy, DynaKV) and not config.exact else 1
     return KVStore.create(
         config.store, num_layers=files * shape.num_layers,
-        unit_bytes=unit_tokens * shape.token_bytes,
+        unit_bytes=unit_tokens * shape.token_bytes, sealed=config.sealed,
     )  # fmt: skip

@@ -22,6 +22,8 @@ class RuntimeConfig:
     """Budget for all fast memory of the cache; None for no limit."""
     store: str
     """See `KVStore.create`."""
+    sealed: bool = False
+    """Encrypt what the cache writes to a disk."""
     max_tokens: int
     exact: bool
     adapter: Sequence[LayerAdapter] | None

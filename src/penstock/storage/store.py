@@ -11,6 +11,7 @@ from penstock.devices.throttle import Throttle
 from penstock.storage.file import KVFile
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.open_files import FileSet, open_files
+from penstock.storage.sealed_file import SealedFile
 from penstock.storage.throttled_file import ThrottledFile
 from penstock.storage.unit_region import UnitRegion
 
@@ -46,7 +47,9 @@ class KVStore:
         self._close = weakref.finalize(self, close)
 
     @classmethod
-    def create(cls, location: str = "auto", *, num_layers: int, unit_bytes: int) -> "KVStore":
+    def create(
+        cls, location: str = "auto", *, num_layers: int, unit_bytes: int, sealed: bool = False
+    ) -> "KVStore":
         """Open a store.
 
         Args:
@@ -54,9 +57,11 @@ class KVStore:
                 files; "memory"; a simulated device in memory ("nvme", "ufs", "emmc") or on a
                 disk ("emmc:/path"). A directory of such a name is written "./nvme".
             unit_bytes: payload of one unit.
+            sealed: encrypt what lies on a disk, with a key that nobody keeps.
 
         Raises:
             ConfigError: the location makes no sense.
+            DocumentKeyError: sealed, and `cryptography` is not installed.
             StorageError: the directory cannot be used.
         """
         if num_layers < 1 or unit_bytes < 1:
@@ -68,6 +73,8 @@ class KVStore:
         else:
             opened = open_files(place, num_layers)
         files, description = opened.files, opened.description
+        if sealed and place != "memory":
+            files, description = [SealedFile(file) for file in files], f"{description}, encrypted"
         if profile is not None:
             throttle = Throttle(profile)
             files = [ThrottledFile(file, throttle) for file in files]

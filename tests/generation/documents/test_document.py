@@ -1,5 +1,6 @@
 """A stored document answers as the cache that it was made of, and says when it cannot."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.generation.documents.settings import DocumentSettings
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
 from penstock.policies import H2O, Quest
+from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
@@ -314,6 +316,55 @@ def test_many_damaged_units_of_many_layers(model: PreTrainedModel, tmp_path: Pat
         assert recovery.recomputed_tokens == 3 * 8 + 3
         assert seen[-1] == (27, 27)
         assert str(recovery) == "restored 176 of 203 tokens, recomputed 27"
+        assert answers(document) == expected
+
+
+def test_a_file_that_was_cut_is_prefilled_again(model: PreTrainedModel, tmp_path: Path) -> None:
+    with create(model, tmp_path / "d") as document:
+        expected = answers(document)
+    os.truncate(tmp_path / "d" / "kv-2.units", 20 * 4096 + 5)
+    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
+        [first, *_] = document.ask(QUESTIONS[:1], GREEDY)
+        assert first.run.recomputed_tokens == len(TEXT) - 20 * 8
+        assert answers(document) == expected
+
+
+KEYED = replace(SETTINGS, key=bytes(range(32)))
+
+
+@pytest.mark.parametrize("policy", [POLICY, "quest"])
+def test_nothing_of_an_encrypted_document_lies_in_the_open(
+    policy: Any, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "caches").mkdir()
+    written: list[bytes] = []
+    write = file_space.write_all
+
+    def spied(descriptor: int, offset: int, data: Any) -> None:
+        written.append(bytes(data))
+        write(descriptor, offset, data)
+
+    for module in (direct_file, threaded_file):
+        monkeypatch.setattr(module, "write_all", spied)
+    settings = replace(KEYED, store=tmp_path / "caches")
+    with create(
+        model, tmp_path / "d", settings=settings, policy=policy, title="Merger"
+    ) as document:
+        expected = answers(document)
+        with document.cache() as cache:
+            tokens = cache._runtime.read_tokens(0, 0, 64)
+    secret = tokens[0, 20, 0].contiguous().numpy().tobytes()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "d").iterdir())
+    for place in (stored, b"".join(written)):
+        assert len(place) > 10_000
+        assert secret[:16] not in place
+        assert b"Merger" not in place
+    with Document.open(model, tmp_path / "d", settings=settings) as document:
+        assert answers(document) == expected
+    with pytest.raises(DocumentError, match="give its key"):
+        Document.open(model, tmp_path / "d", settings=SETTINGS)
+    flip(tmp_path / "d" / "kv-0.units", 5000)
+    with Document.open(model, tmp_path / "d", settings=settings) as document:
         assert answers(document) == expected
 
 

@@ -183,7 +183,8 @@ class Document:
         cache = TieredCache(
             opened.loaded.model, chosen, opened.budget(memory), opened.settings.store,
             max_tokens=opened.about.tokens + new_tokens, batch_size=batch_size, exact=exact,
-            adapter=opened.settings.adapter, past=opened.past(with_index=own), **options,
+            adapter=opened.settings.adapter, past=opened.past(with_index=own),
+            sealed=opened.settings.sealed, **options,
         )  # fmt: skip
         opened.restore_windows(cache)
         return cache

@@ -112,7 +112,7 @@ def mend(
         StorageError: the disk failed, or is full; the document stays as it was.
     """
     stored, settings = opened.stored, opened.settings
-    with DocumentWriter.extend(opened.folder, key=settings.key) as writer:
+    with DocumentWriter.extend(opened.folder, key=settings.key, repair=True) as writer:
         groups, fresh = opened.groups, dict[str, bytes]()
         if ranges.groups:
             with _exact_cache(opened, ranges) as cache:
@@ -162,6 +162,7 @@ def _exact_cache(opened: OpenDocument, ranges: Ranges) -> TieredCache:
         opened.loaded.model, KVSwap(group_tokens=opened.about.group_tokens),
         opened.budget(opened.about.memory), opened.settings.store, max_tokens=opened.about.tokens,
         exact=True, past=opened.past(with_index=False, groups=groups), past_tokens=start,
+        sealed=opened.settings.sealed,
     )  # fmt: skip
 
 

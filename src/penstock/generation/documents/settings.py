@@ -49,6 +49,11 @@ class DocumentSettings:
         if self.prefill_chunk_size < 1:
             raise ConfigError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least 1")
 
+    @property
+    def sealed(self) -> bool:
+        """Whether caches of the document encrypt what they keep beside it."""
+        return self.key is not None
+
     def identity(
         self, loaded: LoadedModel, policy: SelectionPolicy, group_tokens: int
     ) -> dict[str, str]:
@@ -68,9 +73,7 @@ def as_loaded(model: str | Path | LoadedModel | CausalLM) -> LoadedModel:
         return model
     if isinstance(model, str | Path):
         return load(model)
-    return LoadedModel(
-        model=model, tokenizer=None, name=model.name_or_path or type(model).__name__
-    )
+    return LoadedModel(model=model, tokenizer=None, name=model.name_or_path or type(model).__name__)
 
 
 def unit_tokens(policy: SelectionPolicy, shape: KVShape) -> int:

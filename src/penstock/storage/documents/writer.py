@@ -123,9 +123,13 @@ class DocumentWriter:
 
     @classmethod
     def extend(
-        cls, folder: Path, *, key: bytes | None = None, disk: Disk = REAL_DISK
+        cls, folder: Path, *, key: bytes | None = None, disk: Disk = REAL_DISK, repair: bool = False
     ) -> "DocumentWriter":
         """Go on behind the last commit; what an interrupted one left is dropped.
+
+        Args:
+            repair: also where files of units are short or missing. They get their length back; the
+                units that they lost stay damaged, for whoever appends them anew.
 
         Raises:
             DocumentBusyError: there is a writer already, or the document is being removed.
@@ -154,7 +158,7 @@ class DocumentWriter:
                 seals = load_seals(file, manifest, sealer)
             finally:
                 file.close()
-            _drop_leftovers(opened, manifest)
+            _drop_leftovers(opened, manifest, repair=repair)
             return cls(disk, folder, opened, manifest, sealer, seals, stack.pop_all().close)
 
     @property
@@ -350,18 +354,18 @@ class DocumentWriter:
             remove_all(self._disk, self._folder, self._path, names)
 
 
-def _drop_leftovers(folder: Folder, manifest: Manifest) -> None:
+def _drop_leftovers(folder: Folder, manifest: Manifest, *, repair: bool) -> None:
     """Remove what an interrupted commit left; readers have nothing of it."""
     committed = manifest.num_units * manifest.shape.row_bytes
     names = folder.sizes()
     for layer in range(manifest.shape.layers):
         name = units_file(layer)
-        if names.get(name, -1) < committed:
+        if names.get(name, -1) < committed and not repair:
             raise DocumentDamagedError(
                 f"{name} of the document is shorter than what was committed", layer=layer, what=name
             )
-        if names[name] > committed:
-            file = folder.open(name, writable=True)
+        if names.get(name) != committed:
+            file = folder.open(name, writable=True) if name in names else folder.create(name)
             try:
                 _truncate(file, manifest)
             finally:
