@@ -11,7 +11,9 @@ from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.documents.manifest import Shape
 from penstock.storage.file import KVFile, Ticket
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 2 << 20
+_BUFFERS = 4
+"""One is checked while the others are read into."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ def find_damage(
     read_blob: Callable[[str], bytes], check_seals: Callable[[], object],
     progress: Callable[[int, int], None],
 ) -> Damage:  # fmt: skip
-    """Read every unit and blob; the next read is under way while one is checked.
+    """Read every unit and blob; the next reads are under way while one is checked.
 
     Args:
         files: verified, one a layer.
@@ -67,14 +69,15 @@ def find_damage(
     tickets: list[Ticket] = []
     try:
         for i, (layer, first, count) in enumerate(spans):
-            for later in spans[len(tickets) : i + 2]:
-                tickets.append(reader.start(files[later[0]], later[1], later[2], len(tickets) % 2))
-            if wrong := reader.damaged(tickets[i], files[layer], first, count, i % 2):
+            for later in spans[len(tickets) : i + _BUFFERS]:
+                turn = len(tickets) % _BUFFERS
+                tickets.append(reader.start(files[later[0]], later[1], later[2], turn))
+            if wrong := reader.damaged(tickets[i], files[layer], first, count, i % _BUFFERS):
                 damage.units.setdefault(layer, []).extend(wrong)
             done += count * shape.row_bytes
             progress(done, total)
     finally:
-        for ticket in tickets[-2:]:
+        for ticket in tickets[-_BUFFERS:]:
             _settle(ticket)  # the buffers must outlive the reads
     for name, num_bytes in blobs.items():
         try:
@@ -91,11 +94,11 @@ def find_damage(
 
 
 class _Reader:
-    """Two buffers, read into by turns."""
+    """Some buffers, read into by turns."""
 
     def __init__(self, row_bytes: int, num_rows: int) -> None:
         self._row_bytes = row_bytes
-        self._buffers = [AlignedBuffer(num_rows, row_bytes) for _ in range(2)]
+        self._buffers = [AlignedBuffer(num_rows, row_bytes) for _ in range(_BUFFERS)]
 
     def start(self, file: KVFile, first: int, count: int, turn: int) -> Ticket:
         """Start reading `count` units from `first` on."""
