@@ -69,6 +69,7 @@ def test_penstock_commands_parse(command: str) -> None:
     import typer.main
 
     from penstock.bench import accuracy, needles, throughput
+    from penstock.bench.documents import program as documents
     from penstock.bench.figures import report
     from penstock.bench.search import speed
     from penstock.bench.settings import program as settings
@@ -79,7 +80,7 @@ def test_penstock_commands_parse(command: str) -> None:
     name, *arguments = shlex.split(command)[1:]
     if name == "bench":
         programs = {
-            "tune": tuning,
+            "documents": documents, "tune": tuning,
             "accuracy": accuracy, "needles": needles, "report": report, "search": speed,
             "settings": settings,
             "throughput": throughput,

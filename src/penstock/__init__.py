@@ -12,6 +12,9 @@ from penstock.core.errors import (
     BudgetError,
     CacheStateError,
     ConfigError,
+    DocumentDamagedError,
+    DocumentError,
+    DocumentMismatchError,
     FetchError,
     ModelLoadError,
     PenstockError,
@@ -24,6 +27,8 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
+    from penstock.generation.documents.document import Document
+    from penstock.generation.documents.settings import DocumentSettings
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
     from penstock.generation.search_params import SearchParams
@@ -46,6 +51,11 @@ __all__ = [
     "CacheStateError",
     "Candidate",
     "ConfigError",
+    "Document",
+    "DocumentDamagedError",
+    "DocumentError",
+    "DocumentMismatchError",
+    "DocumentSettings",
     "FetchError",
     "KVSwap",
     "ModelLoadError",
@@ -69,6 +79,8 @@ __all__ = [
 _HOMES = {
     "BeamSearcher": "penstock.generation.beam_searcher",
     "Candidate": "penstock.generation.step_scorer",
+    "Document": "penstock.generation.documents.document",
+    "DocumentSettings": "penstock.generation.documents.settings",
     "LLM": "penstock.generation.engine",
     "POLICIES": "penstock.policies",
     "KVSwap": "penstock.policies.kvswap",

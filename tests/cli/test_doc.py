@@ -220,7 +220,8 @@ def test_damage_is_mended_while_asking(library: Path) -> None:
     done = run("ask", "green", ASKED, *FEW)
     assert done.stdout == f"{ANSWER}\n"
     assert "damage was found: 4 tokens are prefilled again" in done.stderr
-    assert "behind 237 of 241 stored tokens, 4 recomputed" in done.stderr
+    assert "237 of 241" in done.stderr
+    assert "4 recomputed" in " ".join(done.stderr.replace("│", "").split())
     assert "prefilled again" not in run("ask", "green", ASKED, *FEW).stderr
 
 

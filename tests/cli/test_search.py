@@ -175,7 +175,7 @@ def test_ctrl_c_prints_the_best_so_far(here: Path) -> None:
     first, *rest = process.stderr.splitlines()
     assert first.startswith("prefill")
     assert [line.split("  ")[0] for line in rest] == ["step 1/2", rest[-1]]
-    assert rest[-1] == "interrupted; nothing of the KV cache is left"
+    assert rest[-1] == "interrupted; nothing is left of what was not finished"
     assert len(process.stdout.split()) == 4  # tokens of the first step
     assert list(store.iterdir()) == []
 

@@ -36,9 +36,7 @@ def profile_of(
     rank: tuple[float, ...] = RANK, block: tuple[float, ...] = BLOCK, io_factor: float = 1.0,
     device: DeviceProfile = DISK,
 ) -> BlockProfile:  # fmt: skip
-    return BlockProfile(
-        rank=rank, block=block, io_factor=io_factor, reads_per_unit={}, device=device
-    )
+    return BlockProfile(rank=rank, block=block, io_factor=io_factor, neighbours={}, device=device)
 
 
 def drawn(draw: random.Random) -> Work:
@@ -230,17 +228,34 @@ def test_neighbours_are_read_together_as_they_were_measured() -> None:
     works = []
     for group, share in ((1, 0.4), (1, 0.6), (8, 0.9)):
         work = drawn(draw)
-        works.append(replace(work, group_tokens=group, missing=100.0, reads=100 * share))
+        works.append(
+            replace(work, group_tokens=group, selected=100.0, missing=100.0, reads=100 * share)
+        )
     still = replace(works[0], group_tokens=16, missing=0.0, reads=0.0, read_bytes=0.0)
     fitted = fit_profile([(w, figures_of(profile_of(), w)) for w in [*works, still]], DISK)
-    assert fitted.reads_per_unit == pytest.approx({1: 0.5, 8: 0.9})
-    asked = replace(works[0], missing=1000.0, reads=1000.0)
+    assert fitted.neighbours == pytest.approx({1: 0.5, 8: 0.1})
+    asked = replace(works[0], selected=1000.0, missing=1000.0, reads=1000.0)
     for group, reads in ((1, 500), (2, 500), (4, 900), (8, 900), (16, 900)):
         assert fitted.merged(replace(asked, group_tokens=group)).reads == pytest.approx(reads)
+    half = replace(asked, missing=500.0, reads=500.0)
+    assert fitted.merged(half).reads == pytest.approx(500 * (1 - 0.5 / 4)), "fewer neighbours miss"
     assert fitted.merged(asked).read_bytes == asked.read_bytes, "fewer reads of the same bytes"
     assert profile_of().merged(asked) == asked
-    assert fitted.as_dict()["reads_per_unit"] == pytest.approx({"1": 0.5, "8": 0.9})
+    assert fitted.as_dict()["neighbours"] == pytest.approx({"1": 0.5, "8": 0.1})
     assert list(fitted.as_dict()["rank_s"]) == list(RANK_TERMS)
+
+
+def test_neighbours_are_found_from_runs_that_reuse_too() -> None:
+    work = drawn(random.Random(8))
+    work = replace(work, group_tokens=4, selected=1000.0)
+    runs = [
+        replace(work, missing=missing, reads=missing * (1 - 0.3 * (missing / 1000) ** 2))
+        for missing in (1000.0, 600.0, 250.0)
+    ]
+    fitted = fit_profile([(w, figures_of(profile_of(), w)) for w in runs], DISK)
+    assert fitted.neighbours == pytest.approx({4: 0.3})
+    for run in runs:
+        assert fitted.merged(replace(run, reads=run.missing)).reads == pytest.approx(run.reads)
 
 
 # Work of a plan ---------------------------------------------------------------------------------

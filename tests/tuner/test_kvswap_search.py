@@ -35,7 +35,7 @@ MakeTask = Callable[..., TuningTask]
 CPU = BlockProfile(
     rank=(1.5e-3, 0.2e-3, 2e-3, 9e-3, 8e-3, 2e-3, 1e-3, 1e-3),
     block=(8e-3, 2e-3, 12e-3, 1e-3, 1e-3),
-    io_factor=1.2, reads_per_unit={}, device=NVME,
+    io_factor=1.2, neighbours={}, device=NVME,
 )  # fmt: skip
 """Ranking costs about as much as reading."""
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 EXIT_INTERRUPTED = 130
-_SAID = "interrupted; nothing of the KV cache is left"
+_SAID = "interrupted; nothing is left of what was not finished"
 
 
 def main() -> None:

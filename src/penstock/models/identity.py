@@ -1,8 +1,9 @@
-"""identity_of(): what stored KV depends on, field by field: weights, configuration, tokenizer."""
+"""ModelIdentity: what stored KV depends on, field by field: weights, configuration, tokenizer."""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 import xxhash
@@ -16,38 +17,54 @@ FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "a
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct")
 _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 """Of a configuration: says where a model came from or how it was loaded, not what it computes."""
-NO_ADAPTER = "none"
+NONE = "none"
 _CHUNK_BYTES = 1 << 24
 
 
-def identity_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
-    adapter: LowRankAdapter | None, *, group_tokens: int,
-) -> dict[str, str]:  # fmt: skip
-    """Everything that keys and values of some text, and their index, depend on.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelIdentity:
+    """The part of an identity that belongs to the model and its tokenizer: made once, as every byte
+    of the weights is read for it."""
 
-    Args:
-        adapter: that the index is made with; None: none, or one made from the text's own keys.
-        group_tokens: of a stored unit.
+    weights: str
+    configuration: str
+    rope: str
+    dtype: str
+    layout: str
+    tokenizer: str
 
-    Returns:
-        A value for each of `FIELDS`. Every byte of the weights counts.
-    """
-    config = decoder_config(model).to_dict()
-    rope = {name: config.pop(name, None) for name in _ROPE}
-    for name in [*_PASSING, *(name for name in config if name.startswith("_"))]:
-        config.pop(name, None)
-    shape = inspect_model(model).kv
-    return {
-        "weights": _weights(model),
-        "configuration": _digest(config),
-        "rope": _digest(rope),
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "layout": f"{shape.num_layers} layers of {shape.num_kv_heads} x {shape.head_dim}, "
-        f"{group_tokens} tokens a unit",
-        "tokenizer": "none" if tokenizer is None else _tokenizer(tokenizer),
-        "adapter": NO_ADAPTER if adapter is None else _adapter(adapter),
-    }
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> "ModelIdentity":
+        """Read the model."""
+        config = decoder_config(model).to_dict()
+        rope = {name: config.pop(name, None) for name in _ROPE}
+        for name in [*_PASSING, *(name for name in config if name.startswith("_"))]:
+            config.pop(name, None)
+        shape = inspect_model(model).kv
+        return cls(
+            weights=_weights(model), configuration=_digest(config), rope=_digest(rope),
+            dtype=str(shape.dtype).removeprefix("torch."),
+            layout=f"{shape.num_layers} layers of {shape.num_kv_heads} x {shape.head_dim}",
+            tokenizer=NONE if tokenizer is None else _tokenizer(tokenizer),
+        )  # fmt: skip
+
+    def stored(self, adapter: LowRankAdapter | None, *, group_tokens: int) -> dict[str, str]:
+        """Everything that keys and values of some text, and their index, depend on.
+
+        Args:
+            adapter: that the index is made with; None: none, or one made from the text's own keys.
+            group_tokens: of a stored unit.
+
+        Returns:
+            A value for each of `FIELDS`.
+        """
+        return {
+            **asdict(self),
+            "layout": f"{self.layout}, {group_tokens} tokens a unit",
+            "adapter": NONE if adapter is None else _adapter(adapter),
+        }
 
 
 def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: str) -> None:

@@ -112,8 +112,9 @@ class BlockProfile:
     """See `BLOCK_TERMS`."""
     io_factor: float
     """Measured waiting is best explained by so many times the device profile's time."""
-    reads_per_unit: Mapping[int, float]
-    """Requests for each fetched unit, by its tokens: neighbouring units are read together."""
+    neighbours: Mapping[int, float]
+    """Share of fetched units that are read together with the one before, where all that is selected
+    is fetched; by the unit's tokens."""
     device: DeviceProfile
 
     misses: Mapping[int, float] = field(default_factory=dict)
@@ -129,9 +130,9 @@ class BlockProfile:
             ))  # fmt: skip
         missing = min(work.selected, share * work.missing)
         reads = missing
-        if self.reads_per_unit:
-            nearest = min(self.reads_per_unit, key=lambda g: abs(np.log2(g / work.group_tokens)))
-            reads = missing * self.reads_per_unit[nearest]
+        if self.neighbours:
+            nearest = min(self.neighbours, key=lambda g: abs(np.log2(g / work.group_tokens)))
+            reads = missing * (1 - self.neighbours[nearest] * _joined(missing, work.selected))
         share = missing / work.missing if work.missing else 1.0
         return replace(work, missing=missing, reads=reads, read_bytes=share * work.read_bytes)
 
@@ -157,7 +158,7 @@ class BlockProfile:
             "block_s": dict(zip(BLOCK_TERMS, self.block, strict=True)),
             "io_factor": self.io_factor,
             "misses": {str(k): v for k, v in sorted(self.misses.items())},
-            "reads_per_unit": {str(k): v for k, v in sorted(self.reads_per_unit.items())},
+            "neighbours": {str(k): v for k, v in sorted(self.neighbours.items())},
         }
 
 
@@ -181,7 +182,7 @@ def fit_profile(
         steps = [_step(w, f.select_s, f.block_s, factor, device)[0] for w, f in runs]
         errors.append(float(np.square(np.log(np.array(steps) / measured)).sum()))
     return BlockProfile(
-        rank=tuple(rank), block=tuple(block), device=device, reads_per_unit=_together(works),
+        rank=tuple(rank), block=tuple(block), device=device, neighbours=_neighbours(works),
         misses=_misses(works, expected),
         io_factor=float(_IO_FACTORS[int(np.argmin(errors))]),
     )  # fmt: skip
@@ -196,13 +197,26 @@ def _misses(works: Sequence[Work], expected: Sequence[Work | None]) -> dict[int,
     return {context: float(np.median(ratios)) for context, ratios in found.items()}
 
 
-def _together(works: Sequence[Work]) -> dict[int, float]:
-    """Requests for each fetched unit, by the unit's tokens."""
+def _joined(missing: float, selected: float) -> float:
+    """How much of what lies side by side is read together, where slots keep a part of a selection.
+
+    Both neighbours must be missing, and the slots that take them must lie side by side too. The
+    square of the missing share is what runs show (docs/log.md).
+    """
+    return float((missing / selected) ** 2) if selected else 1.0
+
+
+def _neighbours(works: Sequence[Work]) -> dict[int, float]:
+    """Share of fetched units that are read with the one before, by the unit's tokens."""
     totals: dict[int, tuple[float, float]] = {}
     for work in works:
-        reads, missing = totals.get(work.group_tokens, (0.0, 0.0))
-        totals[work.group_tokens] = (reads + work.reads, missing + work.missing)
-    return {group: reads / missing for group, (reads, missing) in totals.items() if missing > 0}
+        if work.missing:
+            saved, most = totals.get(work.group_tokens, (0.0, 0.0))
+            totals[work.group_tokens] = (
+                saved + work.missing - work.reads,
+                most + work.missing * _joined(work.missing, work.selected),
+            )  # fmt: skip
+    return {group: min(0.9, max(0.0, saved / most)) for group, (saved, most) in totals.items()}
 
 
 def fit_terms(rows: Sequence[Sequence[float]], measured_s: Sequence[float]) -> Floats:

@@ -16,7 +16,8 @@ from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
-from penstock.policies import H2O, Quest
+from penstock.policies import Quest
+from penstock.policies.baselines.h2o import H2O
 from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 

@@ -395,35 +395,3 @@ def test_names_of_a_real_folder_have_no_slashes(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         folder.open("../etc")
     folder.close()
-
-
-@KEYS
-@pytest.mark.parametrize("harm", ["short", "missing"])
-def test_a_repair_gives_lost_units_their_place_back(
-    harm: str, key: bytes | None, tmp_path: Path
-) -> None:
-    folder = tmp_path / "d"
-    with DocumentWriter.create(folder, SHAPE, key=key) as writer:
-        append_all(writer, 1, 6)
-        writer.commit(identity={}, about={}, blobs={"a": b"b"})
-    path = folder / "kv-1.units"
-    if harm == "short":
-        os.truncate(path, 2 * SHAPE.row_bytes + 100)
-    else:
-        path.unlink()
-    with pytest.raises(DocumentDamagedError, match="kv-1"):
-        DocumentWriter.extend(folder, key=key)
-    lost = [2, 3, 4, 5] if harm == "short" else list(range(6))
-    with DocumentWriter.extend(folder, key=key, repair=True) as writer:
-        fresh = append_all(writer, 9, len(lost))
-        writer.commit(identity={}, about={}, blobs={}, keep_blobs=["a"])
-    with StoredDocument.open(folder, key=key) as stored:
-        assert stored.verify().units == {1: lost}
-        assert stored.blob("a") == b"b"
-        assert stored.num_units == 6 + len(lost)
-        buffer = AlignedBuffer(len(lost), SHAPE.row_bytes)
-        units = np.arange(6, 6 + len(lost))
-        UnitRegion(stored.files[1], SHAPE.unit_bytes).submit_read(
-            units, buffer, np.arange(len(lost))
-        ).wait()
-        assert np.array_equal(buffer.array, fresh[1])

@@ -13,8 +13,8 @@ from penstock.generation.documents.contents import About
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.recovery import OnTokens
 from penstock.generation.documents.settings import (
-    DocumentSettings,
     Memory,
+    Reader,
     stored_fields,
     unit_tokens,
 )
@@ -29,9 +29,8 @@ from penstock.storage.documents import DocumentWriter
 
 
 def create_document(
-    loaded: LoadedModel, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
-    title: str, base: OpenDocument | None, settings: DocumentSettings, on_tokens: OnTokens,
-    on_bytes: OnBytes,
+    reader: Reader, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
+    title: str, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
 ) -> int:  # fmt: skip
     """See `Document.create`.
 
@@ -41,16 +40,17 @@ def create_document(
     Returns:
         Bytes written.
     """
+    loaded, settings = reader.loaded, reader.settings
     if policy.drops:
         raise ConfigError(f"{policy.name} forgets tokens and a document keeps all; take another")
     batch = make_batch(loaded, [text], new_tokens=0, pad_token_id=0)
     [tokens] = batch.token_ids
     shape = inspect_model(loaded.model).kv
     group_tokens = unit_tokens(policy, shape)
-    identity = settings.identity(loaded, policy, group_tokens)
+    identity = reader.identity(policy, group_tokens)
     shared = 0
     if base is not None:
-        known = settings.identity(loaded, base.policy, base.about.group_tokens)
+        known = reader.identity(base.policy, base.about.group_tokens)
         require_same(base.identity, known, f"the document in {base.folder}")
         shared = shared_tokens(base, tokens)
     layout = document_shape(shape, group_tokens)

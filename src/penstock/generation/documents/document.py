@@ -22,6 +22,7 @@ from penstock.generation.documents.settings import (
     STORED,
     DocumentSettings,
     Memory,
+    Reader,
     as_loaded,
 )
 from penstock.generation.documents.storing import OnBytes, store_cache
@@ -93,13 +94,13 @@ class Document:
             DocumentMismatchError: `begins_as` is of another model.
             StorageError: the disk is full or failed; nothing is left.
         """
-        settings, loaded = settings or DocumentSettings(), as_loaded(model)
+        reader = Reader(as_loaded(model), settings or DocumentSettings())
         base = None if begins_as is None else begins_as._opened
         written = create_document(
-            loaded, text, Path(path), policy=named_policy(policy), memory=memory, title=title,
-            base=base, settings=settings, on_tokens=on_tokens, on_bytes=on_bytes,
+            reader, text, Path(path), policy=named_policy(policy), memory=memory, title=title,
+            base=base, on_tokens=on_tokens, on_bytes=on_bytes,
         )  # fmt: skip
-        document = cls(OpenDocument.open(loaded, Path(path), settings))
+        document = cls(OpenDocument.open(reader, Path(path)))
         document.written_bytes = written
         return document
 
@@ -120,7 +121,8 @@ class Document:
                 format.
             DocumentDamagedError: its manifest or seals are damaged.
         """
-        return cls(OpenDocument.open(as_loaded(model), Path(path), settings or DocumentSettings()))
+        reader = Reader(as_loaded(model), settings or DocumentSettings())
+        return cls(OpenDocument.open(reader, Path(path)))
 
     # What it is -------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class Document:
         """Go on with the newest generation; caches of the former one still read theirs."""
         opened = self._opened
         self._former.append(opened)
-        self._opened = OpenDocument.open(opened.loaded, opened.folder, opened.settings)
+        self._opened = OpenDocument.open(opened.reader, opened.folder)
 
     # Damage -----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from penstock.generation.documents.contents import (
     read_tokens,
     restore_windows,
 )
-from penstock.generation.documents.settings import STORED, DocumentSettings, Memory
+from penstock.generation.documents.settings import STORED, DocumentSettings, Memory, Reader
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.identity import require_same
 from penstock.models.loader import LoadedModel
@@ -34,9 +34,8 @@ UNKNOWN = -1
 class OpenDocument:
     """One generation, checked to be of this model. Its caches hold on to it."""
 
-    loaded: LoadedModel
+    reader: Reader
     folder: Path
-    settings: DocumentSettings
     stored: StoredDocument
     about: About
     policy: SelectionPolicy
@@ -46,7 +45,7 @@ class OpenDocument:
     """Which unit holds a group; `UNKNOWN` where that is lost. [groups]"""
 
     @classmethod
-    def open(cls, loaded: LoadedModel, folder: Path, settings: DocumentSettings) -> "OpenDocument":
+    def open(cls, reader: Reader, folder: Path) -> "OpenDocument":
         """Open the newest generation: manifest, seals and the table of units, nothing else.
 
         Raises:
@@ -54,23 +53,34 @@ class OpenDocument:
             DocumentError: see `StoredDocument.open`.
             DocumentDamagedError: its manifest or seals are damaged.
         """
+        settings = reader.settings
         stored = StoredDocument.open(folder, key=settings.key, wrap=settings.wrap)
         try:
             about = About.of(stored)
             policy = about.make_policy()
-            identity = settings.identity(loaded, policy, about.group_tokens)
+            identity = reader.identity(policy, about.group_tokens)
             require_same(stored.identity, identity, f"the document in {folder}")
             try:
                 groups = read_groups(stored)
             except DocumentDamagedError:  # everything is prefilled again, if somebody asks
                 groups = np.full(-(-about.tokens // about.group_tokens), UNKNOWN)
             return cls(
-                loaded=loaded, folder=folder, settings=settings, stored=stored, about=about,
-                policy=policy, identity=identity, groups=groups,
+                reader=reader, folder=folder, stored=stored, about=about, policy=policy,
+                identity=identity, groups=groups,
             )  # fmt: skip
         except BaseException:
             stored.close()
             raise
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that reads it."""
+        return self.reader.loaded
+
+    @property
+    def settings(self) -> DocumentSettings:
+        """How it is read."""
+        return self.reader.settings
 
     @cached_property
     def tokens(self) -> list[int]:

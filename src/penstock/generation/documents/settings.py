@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.models.cache_options import find_basis
-from penstock.models.identity import identity_of
+from penstock.models.identity import ModelIdentity
 from penstock.models.loader import CausalLM, LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
@@ -54,13 +55,29 @@ class DocumentSettings:
         """Whether caches of the document encrypt what they keep beside it."""
         return self.key is not None
 
-    def identity(
-        self, loaded: LoadedModel, policy: SelectionPolicy, group_tokens: int
-    ) -> dict[str, str]:
-        """Identity of what this model stores under a policy."""
-        shape = inspect_model(loaded.model)
-        basis = find_basis(loaded.model, shape, policy, self.adapter, [], exact=False)
-        return identity_of(loaded.model, loaded.tokenizer, basis, group_tokens=group_tokens)
+
+@dataclass(frozen=True)
+class Reader:
+    """A model that reads documents, and how."""
+
+    loaded: LoadedModel
+    settings: DocumentSettings
+
+    @cached_property
+    def _model(self) -> ModelIdentity:
+        return ModelIdentity.of(self.loaded.model, self.loaded.tokenizer)
+
+    def identity(self, policy: SelectionPolicy, group_tokens: int) -> dict[str, str]:
+        """Identity of what this model stores under a policy.
+
+        Raises:
+            AdapterError: the adapter was made for another model, or cannot be read.
+        """
+        model = self.loaded.model
+        basis = find_basis(
+            model, inspect_model(model), policy, self.settings.adapter, [], exact=False
+        )
+        return self._model.stored(basis, group_tokens=group_tokens)
 
 
 def as_loaded(model: str | Path | LoadedModel | CausalLM) -> LoadedModel:

@@ -1,28 +1,40 @@
 """Shelf: documents of a library by name, within its limits of room and writing."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.errors import ConfigError, DocumentKeyError, PenstockError, StoreFullError
+from penstock.core.errors import (
+    ConfigError,
+    DocumentDamagedError,
+    DocumentKeyError,
+    PenstockError,
+    StoreFullError,
+)
 from penstock.generation.documents.creating import shared_tokens
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.recovery import OnTokens
-from penstock.generation.documents.settings import DocumentSettings, Memory, as_loaded, unit_tokens
+from penstock.generation.documents.settings import (
+    DocumentSettings,
+    Memory,
+    Reader,
+    as_loaded,
+    unit_tokens,
+)
 from penstock.generation.documents.storing import OnBytes, document_shape
 from penstock.generation.prompts import Prompt, make_batch
 from penstock.models.cache_options import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
-from penstock.storage.documents import read_summary
+from penstock.storage.documents import DocumentWriter, read_summary
 from penstock.storage.documents.library import Library
 from penstock.storage.documents.quota import make_room
 
 _INDEX_SHARE = 8
-"""An index takes at most one part in so many of what keys and values take."""
+"""The rows of an index take about one part in so many of what keys and values take."""
 _SIDE_BYTES = 64 << 10
 
 
@@ -78,22 +90,23 @@ class Shelf:
         self.library.write_budget.require(need)
         base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
         limit = self.library.settings.max_disk_bytes
-        try:
-            try:
-                evicted = make_room(self.library, need, limit, keep={name, base_name or name})
-            except StoreFullError:
-                if base is None:
-                    raise
-                base.close()  # there is no room for both
-                base_name, shared, base = None, 0, None
-                evicted = make_room(self.library, need, limit, keep={name})
-            document = Document.create(
+        evicted: list[str] = []
+
+        def create(base: Document | None) -> Document:
+            return Document.create(
                 loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
                 settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
             )  # fmt: skip
-        finally:
-            if base is not None:
-                base.close()
+
+        document = None
+        if base is not None and base_name is not None:
+            with base, suppress(DocumentDamagedError):  # then without it
+                if self._makes_room(need, limit, {name, base_name}, evicted):
+                    document = create(base)
+        if document is None:
+            base_name, shared = None, 0
+            evicted += make_room(self.library, need, limit, keep={name})
+            document = create(None)
         try:
             self.library.add_written(name, document.written_bytes)
             # The need was an estimate; what came may be more.
@@ -108,6 +121,16 @@ class Shelf:
         return Added(
             document=document, evicted=evicted, shared_tokens=shared, shared_with=base_name
         )
+
+    def _makes_room(
+        self, need_bytes: int, limit_bytes: int | None, keep: set[str], evicted: list[str]
+    ) -> bool:
+        """Whether there is room beside what is kept; who had to go for it is added to `evicted`."""
+        try:
+            evicted += make_room(self.library, need_bytes, limit_bytes, keep)
+        except StoreFullError:
+            return False
+        return True
 
     def require_free(self, name: str) -> Path:
         """The folder for a new document.
@@ -131,7 +154,16 @@ class Shelf:
             ConfigError: there is none of that name; says which there are.
             As for `Document.open`.
         """
-        with Document.open(model, self.library.find(name), settings=self.settings) as document:
+        folder, loaded = self.library.find(name), as_loaded(model)
+        try:
+            document = Document.open(loaded, folder, settings=self.settings)
+        except DocumentDamagedError as error:
+            if not error.what.startswith("kv-"):
+                raise
+            # A file of units is missing. With its length back, its units are prefilled again.
+            DocumentWriter.extend(folder, key=self.settings.key, repair=True).close()
+            document = Document.open(loaded, folder, settings=self.settings)
+        with document:
             try:
                 yield document
             finally:
@@ -159,14 +191,18 @@ class Shelf:
     ) -> tuple[str | None, int, Document | None]:
         """The stored document that shares most with a text: name, tokens, and it, open."""
         best: tuple[str | None, int, Document | None] = (None, 0, None)
+        reader = Reader(loaded, self.settings)
         for entry in self.library.entries(self.settings.key):
             if entry.state != "ready" or bool(entry.encrypted) != (self.settings.key is not None):
                 continue
             try:  # another model's, a damaged one: none to begin with
-                opened = OpenDocument.open(loaded, self.library.find(entry.name), self.settings)
-                shared = shared_tokens(opened, tokens)
+                opened = OpenDocument.open(reader, self.library.find(entry.name))
             except PenstockError:
                 continue
+            try:
+                shared = shared_tokens(opened, tokens)
+            except PenstockError:
+                shared = 0
             if shared > best[1] and shared >= opened.about.group_tokens:
                 if best[2] is not None:
                     best[2].close()
@@ -182,4 +218,5 @@ def _need_bytes(loaded: LoadedModel, policy: SelectionPolicy, tokens: int) -> in
     group_tokens = unit_tokens(policy, shape)
     layout = document_shape(shape, group_tokens)
     data = layout.layers * -(-tokens // group_tokens) * layout.row_bytes
-    return data + data // _INDEX_SHARE + _SIDE_BYTES
+    basis = layout.layers * (shape.num_kv_heads * shape.head_dim) ** 2  # a byte each
+    return data + data // _INDEX_SHARE + basis + _SIDE_BYTES
