@@ -82,9 +82,8 @@ class RepairProgress:
     def update(self, done: int, total: int) -> None:
         """For `Document.ask(on_tokens=...)` and `recover`."""
         if self._progress is None:
-            self._console.print(
-                f"damage was found: {total:,} tokens are prefilled again", soft_wrap=True
-            )
+            tokens = "1 token is" if total == 1 else f"{total:,} tokens are"
+            self._console.print(f"damage was found: {tokens} prefilled again", soft_wrap=True)
             self._progress = TokenProgress(self._console, "prefill again")
             self._progress.__enter__()
         if done:

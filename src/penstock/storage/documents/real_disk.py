@@ -181,11 +181,13 @@ class RealDisk(Disk):
 
     def make_folder(self, path: Path) -> Folder:
         """Make a folder that only its owner may enter."""
+        _require_posix()
         os.mkdir(path, 0o700)
         return RealFolder(path)
 
     def open_folder(self, path: Path) -> Folder:
         """Open it by a descriptor."""
+        _require_posix()
         return RealFolder(path)
 
     def remove_folder(self, path: Path) -> None:
@@ -203,6 +205,14 @@ class RealDisk(Disk):
 
 REAL_DISK = RealDisk()
 """Keeps no state."""
+
+
+def _require_posix() -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        raise StorageError(
+            "stored documents need locks and descriptors of folders, which this system lacks; "
+            "Linux and macOS have them"
+        )
 
 
 def _sync(descriptor: int) -> None:
