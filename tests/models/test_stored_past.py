@@ -93,13 +93,13 @@ def made(name: str) -> SelectionPolicy:
 
 
 def stored_by(model: PreTrainedModel, policy: SelectionPolicy, **kwargs: Any) -> StoredPast:
-    with open_cache(model, policy, **kwargs) as cache:
+    with open_cache(model, policy, prompt_tokens=DOCUMENT, **kwargs) as cache:
         read(model, cache, TEXT)
         return store(cache, DOCUMENT)
 
 
 def fresh(model: PreTrainedModel, policy: SelectionPolicy, question: Tensor, **kwargs: Any) -> Any:
-    with open_cache(model, policy, **kwargs) as cache:
+    with open_cache(model, policy, prompt_tokens=DOCUMENT, **kwargs) as cache:
         read(model, cache, TEXT)
         return ask(model, cache, question)
 
@@ -132,8 +132,10 @@ def test_every_policy_goes_on_behind_what_another_stored(name: str) -> None:
     model = tiny_model("llama")
     question = ids(QUESTION, seed=2)
     expected = fresh(model, policy, question)
-    past = stored_by(model, SWAP)
-    with open_cache(model, policy, past=past) as cache:
+    past = replace(stored_by(model, SWAP), index_state=lambda layer: None)
+    with open_cache(model, policy, past=past, prompt_tokens=DOCUMENT) as cache:
+        for layer in range(past.shape.num_layers):
+            cache._runtime.index_state(layer)  # makes it, as early as the other one's
         got = ask(model, cache, question)
     assert (logits(expected)[0] - logits(got)[0]).abs().max() <= 1e-4, (
         "the question is read exactly"

@@ -79,7 +79,9 @@ class Rig:
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = [FaultyFile(MemoryFile()) for _ in range(SHAPE.num_layers)]
 
-        def create(_: str, *, num_layers: int, unit_bytes: int) -> KVStore:
+        def create(_: str, *, num_layers: int, unit_bytes: int, sealed: bool) -> KVStore:
+            assert not sealed
+
             def close() -> None:
                 for file in self.files:
                     file.close()

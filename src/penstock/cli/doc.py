@@ -172,6 +172,9 @@ def ask_command(
     called = shelf.model_of(name) if model is None else model
     with loading(console, called):
         loaded = load(called, dtype=None if dtype is None else dtype.value, device=device)
+    if keep:
+        for gone in shelf.require_room(name, len(questions) * max_new_tokens):
+            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
     with (
         shelf.open(name, loaded) as document,
         RepairProgress(console) as repair,

@@ -74,9 +74,12 @@ def verify(
     folder = shelf.library.find(name)
     try:
         stored = StoredDocument.open(folder, key=shelf.settings.key)
-    except (DocumentDamagedError, DocumentFormatError) as error:  # on to the next
+    except (DocumentDamagedError, DocumentFormatError) as error:
         console.print(f"{name}: {error}", soft_wrap=True)
-        return False
+        lacks_units = isinstance(error, DocumentDamagedError) and error.what.startswith("kv-")
+        if not (repair and lacks_units):
+            return False  # on to the next
+        return _repair(shelf, name, console, model=model, device=device, dtype=dtype)
     started_s = time.perf_counter()
     with stored:
         total = 0
@@ -114,7 +117,10 @@ def _repair(
     called = shelf.model_of(name) if model is None else model
     with loading(console, called):
         loaded = load(called, dtype=dtype, device=device)
-    with shelf.open(name, loaded) as document, RepairProgress(console) as progress:
+    with (
+        shelf.open(name, loaded, asks=False) as document,
+        RepairProgress(console) as progress,
+    ):
         recovery = document.recover(on_tokens=progress.update)
         console.print(f"{name}: {recovery}", soft_wrap=True)
         return not document.verify()

@@ -136,5 +136,6 @@ def overlay_store(past: StoredPast, own: KVStore) -> KVStore:
     files = [
         OverlayFile(base, size, own.region(layer).file) for layer, base in enumerate(past.files)
     ]
-    words = f"{own.describe()}, behind a stored document"
+    simulated = f" on a simulated {past.files[0].simulated}" if past.files[0].simulated else ""
+    words = f"{own.describe()}, behind a stored document{simulated}"
     return KVStore(files, past.unit_bytes, words, own.close)

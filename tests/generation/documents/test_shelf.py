@@ -279,3 +279,34 @@ def test_what_a_failed_call_wrote_is_noted(shelf: Shelf, model: PreTrainedModel)
         with pytest.raises(PromptError, match="empty"):
             document.ask([[]], GREEDY)
     assert entries(shelf)["new"].written_bytes > written
+
+
+def test_keeping_holds_to_the_limits_too(shelf: Shelf, model: PreTrainedModel) -> None:
+    add_alone(shelf, model, "old", "chat")
+    held = sum(entry.size_bytes for entry in shelf.library.entries())
+    assert shelf.require_room("chat", 100) == []
+    shelf.library.set_limits(LibrarySettings(max_disk_bytes=held))
+    assert shelf.require_room("chat", 100) == ["old"]
+    assert set(entries(shelf)) == {"chat"}
+    shelf.library.set_limits(LibrarySettings(writes_per_day_bytes=1))
+    with pytest.raises(ConfigError, match="day's budget"):
+        shelf.require_room("chat", 100)
+    with pytest.raises(ConfigError, match="no document"):
+        shelf.require_room("old", 100)
+
+
+def test_a_missing_file_of_units_is_mended(shelf: Shelf, model: PreTrainedModel) -> None:
+    add(shelf, model, "one")
+    expected = ask(shelf, model, "one")
+    (shelf.library.folder("one") / "kv-1.units").unlink()
+    with shelf.open("one", model) as document:
+        [answer] = document.ask([QUESTION], GREEDY)
+    assert answer.token_ids == expected
+    assert answer.run.recomputed_tokens == len(TEXT)
+
+
+def test_opening_for_something_else_is_no_asking(shelf: Shelf, model: PreTrainedModel) -> None:
+    add(shelf, model, "one")
+    with shelf.open("one", model, asks=False) as document:
+        assert not document.verify()
+    assert entries(shelf)["one"].asks == 0

@@ -305,11 +305,11 @@ def test_unknown_name_lists_the_nearest(library: Library) -> None:
     for name in ("report-1", "report-2", "report-3", "report-4", "report-5", "report-6", "novel"):
         make(library, name)
     with pytest.raises(
-        ConfigError, match=r"there are report-1, (report-\d, ){3}report-\d and 2 more"
+        ConfigError, match=r"it has report-1, (report-\d, ){3}report-\d and 2 more"
     ) as caught:
         library.remove("report-11")
     assert "novel" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"there are novel, report-1, .* and 2 more"):
+    with pytest.raises(ConfigError, match=r"it has novel, report-1, .* and 2 more"):
         library.remove("zzz")
     (library.root / "foreign").mkdir()
     with pytest.raises(ConfigError, match="no stored document"):

@@ -147,8 +147,13 @@ class Shelf:
         return folder
 
     @contextmanager
-    def open(self, name: str, model: str | Path | LoadedModel | CausalLM) -> Iterator[Document]:
+    def open(
+        self, name: str, model: str | Path | LoadedModel | CausalLM, *, asks: bool = True
+    ) -> Iterator[Document]:
         """A document to ask; that it was asked, and what was written to it, is noted at the end.
+
+        Args:
+            asks: false: it is opened for something else.
 
         Raises:
             ConfigError: there is none of that name; says which there are.
@@ -167,9 +172,28 @@ class Shelf:
             try:
                 yield document
             finally:
-                self.library.touch(name)
+                if asks:
+                    self.library.touch(name)
                 if document.written_bytes:
                     self.library.add_written(name, document.written_bytes)
+
+    def require_room(self, name: str, tokens: int) -> list[str]:
+        """Make room for keeping so many more tokens in a document, as `add` does.
+
+        Returns:
+            Documents that had to go.
+
+        Raises:
+            ConfigError: there is no such document, or today's writes would pass their limit.
+            StoreFullError: the library cannot hold that much within its limit.
+        """
+        summary = read_summary(self.library.find(name), self.settings.key)
+        group_tokens = (summary.about or {}).get("group_tokens", 1)
+        units = summary.shape.layers * (-(-tokens // group_tokens) + 1)
+        # A commit writes index and checksums anew; the former ones go when it is done.
+        need = summary.side_bytes + units * summary.shape.row_bytes
+        self.library.write_budget.require(need)
+        return make_room(self.library, need, self.library.settings.max_disk_bytes, keep={name})
 
     def model_of(self, name: str) -> str:
         """What the model of a document was called when the document was added.

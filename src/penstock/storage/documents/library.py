@@ -155,7 +155,7 @@ class Library:
         near = difflib.get_close_matches(name, names, _NEAR_NAMES, cutoff=0.4)
         near = near or names[:_NEAR_NAMES]
         more = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
-        there = f"there are {', '.join(near)}{more}" if names else "it has none yet"
+        there = f"it has {', '.join(near)}{more}" if names else "it has none yet"
         raise ConfigError(f"there is no document {name!r} in {self.root}; {there}")
 
     def entries(self, key: bytes | None = None) -> list[Entry]:
