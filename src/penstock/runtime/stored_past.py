@@ -69,7 +69,8 @@ class StoredPast:
         lie elsewhere (fast memory, a near-storage device): they take a copy.
         """
         fits = getattr(policy, "group_tokens", 1) == self.group_tokens
-        shares = policy.shares_units and not policy.per_head and not policy.stays_resident
+        in_place = policy.shares_units and not policy.whole_layers
+        shares = in_place and not policy.per_head and not policy.stays_resident
         return fits and (exact or shares)
 
     def require_shape(self, shape: KVShape) -> None:
