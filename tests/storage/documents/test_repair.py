@@ -1,4 +1,4 @@
-"""A writer that repairs goes on where files of units are short or missing."""
+"""Files of units that are short or missing are repaired; a removal that cannot end does not begin."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core.errors import DocumentDamagedError
+from penstock.core.errors import DocumentDamagedError, StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
+from penstock.storage.documents import DocumentWriter, Shape, StoredDocument, remove
 from penstock.storage.unit_region import UnitRegion
 
 KEY = bytes(range(32))
@@ -55,3 +55,20 @@ def test_a_repair_gives_lost_units_their_place_back(
             units, buffer, np.arange(len(lost))
         ).wait()
         assert np.array_equal(buffer.array, fresh[1])
+
+
+def test_nothing_goes_where_the_folder_could_not_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "d"
+    with DocumentWriter.create(folder, SHAPE) as writer:
+        append_all(writer, 1, 2)
+        writer.commit(identity={}, about={}, blobs={})
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(StorageError, match="nothing was removed"):
+        remove(folder)
+    with StoredDocument.open(folder) as stored:
+        assert not stored.verify()
+    monkeypatch.undo()
+    remove(folder)
+    assert not folder.exists()

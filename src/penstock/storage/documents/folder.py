@@ -1,13 +1,14 @@
 """What is done with a document without opening it: its summary, its size, its removal."""
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.core.errors import DocumentError
+from penstock.core.errors import DocumentError, StorageError
 from penstock.storage.documents.disk import Disk, Folder, typed_errors
 from penstock.storage.documents.document import (
     LOCK,
@@ -142,6 +143,10 @@ def remove(folder: Path, *, disk: Disk = REAL_DISK) -> None:
         if LOCK in opened.sizes():  # else nobody has it open, and a crash came first
             stack.callback(lock_document(opened, folder, exclusive=True))
         names = opened.sizes()
+        if disk is REAL_DISK and not os.access(folder.absolute().parent, os.W_OK | os.X_OK):
+            raise StorageError(
+                f"cannot remove {folder}: the folder above may not be written; nothing was removed"
+            )
         if foreign := [name for name in names if not is_own_name(name)]:
             raise DocumentError(f"{folder} is not only a document: it has {foreign[0]!r}")
         remove_all(disk, opened, folder, names)
