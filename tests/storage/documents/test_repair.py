@@ -1,4 +1,4 @@
-"""Files of units that are short or missing are repaired; a removal that cannot end does not begin."""
+"""Short or missing files of units are repaired; a removal that cannot end does not begin."""
 
 import os
 from pathlib import Path
