@@ -98,7 +98,7 @@ def add_command(
     with loading(console, model):
         loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     if limits:
-        shelf.library.set_limits(shelf.library.settings._replace(**limits))
+        shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
     with TokenProgress(console) as progress:
         added = shelf.add(
             loaded, text, name, policy=policy, memory=memory,

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from penstock.generation.documents.shelf import Shelf
-    from penstock.storage.documents.library import Library
+    from penstock.storage.documents.document_library import Library
 
 LibraryOption = Annotated[
     Path | None,
@@ -36,7 +36,7 @@ def library_folder(given: Path | None) -> Path:
 
 def open_library(given: Path | None) -> "Library":
     """The library, made if it is missing."""
-    from penstock.storage.documents.library import Library
+    from penstock.storage.documents.document_library import Library
 
     return Library(library_folder(given))
 

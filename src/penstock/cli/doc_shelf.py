@@ -24,7 +24,7 @@ from penstock.cli.generate import DeviceOption, DtypeOption
 from penstock.core.byte_size import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.storage.documents.library import Entry
+    from penstock.storage.documents.document_library import Entry
     from penstock.storage.documents.quota import LibrarySettings
     from penstock.storage.documents.write_budget import WriteBudget
 

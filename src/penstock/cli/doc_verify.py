@@ -71,7 +71,7 @@ def verify(
     from penstock.storage.documents import StoredDocument
 
     console = Console(stderr=True, highlight=False, markup=False)
-    folder = shelf.library.find(name)
+    folder = shelf.documents.find(name)
     try:
         stored = StoredDocument.open(folder, key=shelf.settings.key)
     except (DocumentDamagedError, DocumentFormatError) as error:

@@ -14,7 +14,7 @@ from penstock.core.errors import DocumentKeyError, DocumentMismatchError, StoreF
 from penstock.generation.documents import shelf as module
 from penstock.generation.documents.settings import DocumentSettings
 from penstock.generation.documents.shelf import Added, Shelf
-from penstock.storage.documents.library import Entry
+from penstock.storage.documents.document_library import Entry
 from penstock.storage.documents.quota import LibrarySettings
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -61,7 +61,7 @@ def ask(shelf: Shelf, model: Any, name: str, **options: Any) -> list[int]:
 
 
 def entries(shelf: Shelf) -> dict[str, Entry]:
-    return {entry.name: entry for entry in shelf.library.entries()}
+    return {entry.name: entry for entry in shelf.documents.entries()}
 
 
 def flip(path: Path, offset: int) -> None:
@@ -90,14 +90,14 @@ def test_the_longest_beginning_is_taken(three: Shelf, model: PreTrainedModel) ->
     assert seen[-4:] == [0, 64, 128, 163]
     assert ask(three, model, "new") == ask(three, model, "alone")
     for name in entries(three):
-        three.library.remove(name)  # nobody has kept one open
+        three.documents.remove(name)  # nobody has kept one open
 
 
 @pytest.mark.parametrize("damaged", ["manifest.json", "blob-*-tokens", "seals-*", "lock"])
 def test_a_damaged_neighbour_is_passed_over(
     damaged: str, three: Shelf, model: PreTrainedModel
 ) -> None:
-    [path] = (three.library.root / "most").glob(damaged)
+    [path] = (three.documents.root / "most").glob(damaged)
     if damaged == "lock":
         path.unlink()
     else:
@@ -105,11 +105,11 @@ def test_a_damaged_neighbour_is_passed_over(
     added = add(three, model, "new")
     if damaged != "lock":
         assert (added.shared_with, added.shared_tokens) == ("some", 80)
-    three.library.remove("most")
+    three.documents.remove("most")
 
 
 def test_a_neighbour_with_damaged_units_is_no_help(three: Shelf, model: PreTrainedModel) -> None:
-    flip(three.library.root / "most" / "kv-1.units", 2 * 4096 + 5)
+    flip(three.documents.root / "most" / "kv-1.units", 2 * 4096 + 5)
     added = add(three, model, "new")
     assert (added.shared_with, added.shared_tokens) == (None, 0)
     add(three, model, "alone", shares=False)
@@ -133,7 +133,7 @@ def test_another_models_documents_are_passed_over(shelf: Shelf, model: PreTraine
 
 def test_encrypted_ones_are_for_who_has_the_key(shelf: Shelf, model: PreTrainedModel) -> None:
     pytest.importorskip("cryptography")
-    secret = Shelf(shelf.library.root, replace(SETTINGS, key=bytes(range(32))))
+    secret = Shelf(shelf.documents.root, replace(SETTINGS, key=bytes(range(32))))
     add(secret, model, "secret")
     assert add(shelf, model, "plain").shared_with is None
     assert add(secret, model, "again").shared_with == "secret"
@@ -147,7 +147,7 @@ def test_encrypted_ones_are_for_who_has_the_key(shelf: Shelf, model: PreTrainedM
 
 def limit_disk(shelf: Shelf, spare_bytes: int) -> None:
     used = sum(entry.size_bytes for entry in entries(shelf).values())
-    shelf.library.set_limits(LibrarySettings(max_disk_bytes=used + spare_bytes))
+    shelf.documents.set_limits(LibrarySettings(max_disk_bytes=used + spare_bytes))
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_what_was_asked_least_recently_goes(asked: Shelf, model: PreTrainedModel
     assert add(asked, model, "g", shares=False).evicted == ["d"], "never asked, the oldest"
     assert sorted(entries(asked)) == ["e", "f", "g"]
     used = sum(entry.size_bytes for entry in entries(asked).values())
-    assert used <= (asked.library.settings.max_disk_bytes or 0)
+    assert used <= (asked.documents.settings.max_disk_bytes or 0)
 
 
 def test_one_that_is_open_stays(asked: Shelf, model: PreTrainedModel) -> None:
@@ -206,23 +206,23 @@ def test_what_turns_out_too_large_is_not_kept(
     shelf: Shelf, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_need_bytes", lambda *_: 1)
-    shelf.library.set_limits(LibrarySettings(max_disk_bytes=10_000))
+    shelf.documents.set_limits(LibrarySettings(max_disk_bytes=10_000))
     with pytest.raises(StoreFullError, match="no room"):
         add(shelf, model, "new")
     assert not entries(shelf)
-    assert shelf.library.write_budget.today_bytes > 10_000, "it was written all the same"
+    assert shelf.documents.write_budget.today_bytes > 10_000, "it was written all the same"
 
 
 def test_the_days_writes_are_refused_before_prefill(shelf: Shelf, model: PreTrainedModel) -> None:
     add(shelf, model, "first")
-    written = shelf.library.write_budget.today_bytes
-    shelf.library.set_limits(LibrarySettings(writes_per_day_bytes=int(1.5 * written)))
+    written = shelf.documents.write_budget.today_bytes
+    shelf.documents.set_limits(LibrarySettings(writes_per_day_bytes=int(1.5 * written)))
     seen: list[int] = []
     with pytest.raises(ConfigError, match="the day's budget"):
         add(shelf, model, "second", on_tokens=lambda done, _: seen.append(done))
     assert not seen
     assert sorted(entries(shelf)) == ["first"]
-    assert shelf.library.write_budget.today_bytes == written
+    assert shelf.documents.write_budget.today_bytes == written
 
 
 # Names, and what is noted -------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_the_days_writes_are_refused_before_prefill(shelf: Shelf, model: PreTrai
 def test_names_that_are_taken(
     make: Callable[[Path], None], words: str, shelf: Shelf, model: PreTrainedModel
 ) -> None:
-    make(shelf.library.root / "taken")
-    if not (shelf.library.root / "taken").exists():
+    make(shelf.documents.root / "taken")
+    if not (shelf.documents.root / "taken").exists():
         add(shelf, model, "taken")
     with pytest.raises(ConfigError, match=words):
         add(shelf, model, "taken")
@@ -266,7 +266,7 @@ def test_what_is_asked_and_written_is_noted(shelf: Shelf, model: PreTrainedModel
     assert kept.last_asked is not None
     assert kept.last_asked > plain.last_asked
     assert kept.written_bytes > plain.written_bytes
-    assert shelf.library.write_budget.total_bytes == kept.written_bytes
+    assert shelf.documents.write_budget.total_bytes == kept.written_bytes
     with pytest.raises(ConfigError, match="there is no document 'old'"), shelf.open("old", model):
         pass
 
@@ -283,12 +283,12 @@ def test_what_a_failed_call_wrote_is_noted(shelf: Shelf, model: PreTrainedModel)
 
 def test_keeping_holds_to_the_limits_too(shelf: Shelf, model: PreTrainedModel) -> None:
     add_alone(shelf, model, "old", "chat")
-    held = sum(entry.size_bytes for entry in shelf.library.entries())
+    held = sum(entry.size_bytes for entry in shelf.documents.entries())
     assert shelf.require_room("chat", 100) == []
-    shelf.library.set_limits(LibrarySettings(max_disk_bytes=held))
+    shelf.documents.set_limits(LibrarySettings(max_disk_bytes=held))
     assert shelf.require_room("chat", 100) == ["old"]
     assert set(entries(shelf)) == {"chat"}
-    shelf.library.set_limits(LibrarySettings(writes_per_day_bytes=1))
+    shelf.documents.set_limits(LibrarySettings(writes_per_day_bytes=1))
     with pytest.raises(ConfigError, match="day's budget"):
         shelf.require_room("chat", 100)
     with pytest.raises(ConfigError, match="no document"):
@@ -298,7 +298,7 @@ def test_keeping_holds_to_the_limits_too(shelf: Shelf, model: PreTrainedModel) -
 def test_a_missing_file_of_units_is_mended(shelf: Shelf, model: PreTrainedModel) -> None:
     add(shelf, model, "one")
     expected = ask(shelf, model, "one")
-    (shelf.library.folder("one") / "kv-1.units").unlink()
+    (shelf.documents.folder("one") / "kv-1.units").unlink()
     with shelf.open("one", model) as document:
         [answer] = document.ask([QUESTION], GREEDY)
     assert answer.token_ids == expected

@@ -14,7 +14,7 @@ import pytest
 from penstock.core.errors import ConfigError, DocumentBusyError, StorageError
 from penstock.storage import store
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
-from penstock.storage.documents.library import Library
+from penstock.storage.documents.document_library import Library
 from penstock.storage.documents.quota import LibrarySettings
 
 SHAPE = Shape(layers=1, unit_bytes=100)
@@ -28,7 +28,7 @@ ABOUT: dict[str, Any] = {
 COUNT = """
 import sys
 from pathlib import Path
-from penstock.storage.documents.library import Library
+from penstock.storage.documents.document_library import Library
 library = Library(Path(sys.argv[1]))
 for _ in range(50):
     library.add_written("a", 3)
@@ -366,7 +366,7 @@ def test_a_document_that_is_finished_just_then_is_no_garbage(
         return True
 
     writer = DocumentWriter.create(library.folder("a"), SHAPE)
-    monkeypatch.setattr("penstock.storage.documents.library.is_unfinished", is_unfinished)
+    monkeypatch.setattr("penstock.storage.documents.document_library.is_unfinished", is_unfinished)
     collected = library.collect_garbage()
     assert (collected.removed, collected.busy, collected.failed) == ([], ["a"], [])
     StoredDocument.open(library.folder("a")).close()

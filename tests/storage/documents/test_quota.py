@@ -13,7 +13,7 @@ import pytest
 from penstock.core.errors import ConfigError, DocumentBusyError, StorageError, StoreFullError
 from penstock.storage import store
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
-from penstock.storage.documents.library import Library
+from penstock.storage.documents.document_library import Library
 from penstock.storage.documents.quota import LibrarySettings, make_room
 from penstock.storage.documents.write_budget import WriteBudget
 

@@ -30,7 +30,7 @@ from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter, read_summary
-from penstock.storage.documents.library import Library
+from penstock.storage.documents.document_library import Library
 from penstock.storage.documents.quota import make_room
 
 _INDEX_SHARE = 8
@@ -60,7 +60,7 @@ class Shelf:
             ConfigError: it is no folder.
             StorageError: it cannot be made.
         """
-        self.library = Library(Path(root))
+        self.documents = Library(Path(root))
         self.settings = settings or DocumentSettings()
 
     def add(
@@ -87,9 +87,9 @@ class Shelf:
         loaded, chosen = as_loaded(model), named_policy(policy)
         [tokens] = make_batch(loaded, [text], new_tokens=0, pad_token_id=0).token_ids
         need = _need_bytes(loaded, chosen, len(tokens))
-        self.library.write_budget.require(need)
+        self.documents.write_budget.require(need)
         base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
-        limit = self.library.settings.max_disk_bytes
+        limit = self.documents.settings.max_disk_bytes
         evicted: list[str] = []
 
         def create(base: Document | None) -> Document:
@@ -105,15 +105,15 @@ class Shelf:
                     document = create(base)
         if document is None:
             base_name, shared = None, 0
-            evicted += make_room(self.library, need, limit, keep={name})
+            evicted += make_room(self.documents, need, limit, keep={name})
             document = create(None)
         try:
-            self.library.add_written(name, document.written_bytes)
+            self.documents.add_written(name, document.written_bytes)
             # The need was an estimate; what came may be more.
-            evicted += make_room(self.library, 0, limit, keep={name})
+            evicted += make_room(self.documents, 0, limit, keep={name})
         except StoreFullError:
             document.close()
-            self.library.remove(name)
+            self.documents.remove(name)
             raise
         except BaseException:
             document.close()
@@ -127,7 +127,7 @@ class Shelf:
     ) -> bool:
         """Whether there is room beside what is kept; who had to go for it is added to `evicted`."""
         try:
-            evicted += make_room(self.library, need_bytes, limit_bytes, keep)
+            evicted += make_room(self.documents, need_bytes, limit_bytes, keep)
         except StoreFullError:
             return False
         return True
@@ -138,7 +138,7 @@ class Shelf:
         Raises:
             ConfigError: the name cannot be, or is taken.
         """
-        folder = self.library.folder(name)
+        folder = self.documents.folder(name)
         if folder.exists():
             raise ConfigError(
                 f"there is a document {name!r} already; remove it with `penstock doc rm {name}`, "
@@ -159,7 +159,7 @@ class Shelf:
             ConfigError: there is none of that name; says which there are.
             As for `Document.open`.
         """
-        folder, loaded = self.library.find(name), as_loaded(model)
+        folder, loaded = self.documents.find(name), as_loaded(model)
         try:
             document = Document.open(loaded, folder, settings=self.settings)
         except DocumentDamagedError as error:
@@ -173,9 +173,9 @@ class Shelf:
                 yield document
             finally:
                 if asks:
-                    self.library.touch(name)
+                    self.documents.touch(name)
                 if document.written_bytes:
-                    self.library.add_written(name, document.written_bytes)
+                    self.documents.add_written(name, document.written_bytes)
 
     def require_room(self, name: str, tokens: int) -> list[str]:
         """Make room for keeping so many more tokens in a document, as `add` does.
@@ -187,13 +187,13 @@ class Shelf:
             ConfigError: there is no such document, or today's writes would pass their limit.
             StoreFullError: the library cannot hold that much within its limit.
         """
-        summary = read_summary(self.library.find(name), self.settings.key)
+        summary = read_summary(self.documents.find(name), self.settings.key)
         group_tokens = (summary.about or {}).get("group_tokens", 1)
         units = summary.shape.layers * (-(-tokens // group_tokens) + 1)
         # A commit writes index and checksums anew; the former ones go when it is done.
         need = summary.side_bytes + units * summary.shape.row_bytes
-        self.library.write_budget.require(need)
-        return make_room(self.library, need, self.library.settings.max_disk_bytes, keep={name})
+        self.documents.write_budget.require(need)
+        return make_room(self.documents, need, self.documents.settings.max_disk_bytes, keep={name})
 
     def model_of(self, name: str) -> str:
         """What the model of a document was called when the document was added.
@@ -202,7 +202,7 @@ class Shelf:
             ConfigError: there is no such document, or it says nothing of its model.
             DocumentKeyError, DocumentDamagedError, DocumentFormatError: as for opening.
         """
-        about = read_summary(self.library.find(name), self.settings.key).about
+        about = read_summary(self.documents.find(name), self.settings.key).about
         if about is None:
             raise DocumentKeyError(f"the document {name!r} is encrypted; give its key")
         model = about.get("model")
@@ -216,11 +216,11 @@ class Shelf:
         """The stored document that shares most with a text: name, tokens, and it, open."""
         best: tuple[str | None, int, Document | None] = (None, 0, None)
         reader = Reader(loaded, self.settings)
-        for entry in self.library.entries(self.settings.key):
+        for entry in self.documents.entries(self.settings.key):
             if entry.state != "ready" or bool(entry.encrypted) != (self.settings.key is not None):
                 continue
             try:  # another model's, a damaged one: none to begin with
-                opened = OpenDocument.open(reader, self.library.find(entry.name))
+                opened = OpenDocument.open(reader, self.documents.find(entry.name))
             except PenstockError:
                 continue
             try:

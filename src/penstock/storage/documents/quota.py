@@ -12,7 +12,7 @@ from penstock.storage.documents.names import SETTINGS_FILE
 from penstock.storage.documents.small_files import is_count, locked, read_object, replace_object
 
 if TYPE_CHECKING:  # a library reads its own limits here
-    from penstock.storage.documents.library import Entry, Library
+    from penstock.storage.documents.document_library import Entry, Library
 
 _SHOWN_HOLDERS = 5
 
