@@ -61,14 +61,13 @@ class Work:
 
 def work_of(
     plan: SlotPlan, *, rows_per_sequence: int, num_layers: int, context: int, hit_rate: float,
-    reads_per_unit: float = 1.0, row_bytes: int, true_query_layers: frozenset[int],
+    row_bytes: int, true_query_layers: frozenset[int],
 ) -> Work:  # fmt: skip
     """What a plan does in a step.
 
     Args:
         hit_rate: share of a selection that is in the slots.
         row_bytes: a unit on disk.
-        reads_per_unit: requests for each fetched unit, at most 1, where they are known.
     """
     rows = plan.batch
     selected = num_layers * rows * plan.selected_groups
@@ -81,7 +80,7 @@ def work_of(
         true_query_layers=true_query_layers, index_bytes=plan.index_bytes,
         units=num_layers * rows * context / plan.group_tokens, selected=selected,
         attended_tokens=num_layers * rows * attended, missing=missing,
-        reads=missing * reads_per_unit, read_bytes=missing * row_bytes,
+        reads=missing, read_bytes=missing * row_bytes,
         is_staged=plan.staging_rows > 0, copies_weights=plan.predictor_bytes > 0,
     )  # fmt: skip
 
