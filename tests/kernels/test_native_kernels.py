@@ -156,7 +156,7 @@ def test_int8_linear(with_bias: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer(x), layer.reference(x), **precision)
     true = torch.nn.functional.linear(x, weight, bias).float()
     assert (layer(x).float() - true).abs().max() < 0.02 * true.abs().max()
-    held = layer._weight.nbytes + layer._scale.nbytes + (0 if bias is None else 4 * 37)
+    held = layer.weight.nbytes + layer.scale.nbytes + (0 if bias is None else 4 * 37)
     assert held == Int8Linear.num_bytes(weight, bias)
 
 

@@ -90,8 +90,9 @@ def test_predicted_fetches_are_begun_before_their_layer(
         assert [kind for kind, _ in events] == ["attend"] * 3, "prefill predicts nothing"
         events.clear()
         model(torch.tensor([[5]]), past_key_values=cache)
+        # A layer's own reads are on their way before those of the layer behind it.
         assert events == [
-            ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
+            ("begin", 0), ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
         ]  # fmt: skip
         events.clear()
         # A plain cache beside ours, and a model call without one, are left alone.

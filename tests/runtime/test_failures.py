@@ -100,7 +100,7 @@ class Rig:
         for layer in range(SHAPE.num_layers):
             following = layer + 1
             predict = predict and following < SHAPE.num_layers
-            if predict and self.runtime.wants_prediction(following):
+            if predict and self.runtime.wants_query(following):
                 self.runtime.begin_fetch(following, torch.randn(2, 4, 16))
             query, keys = torch.randn(2, 4, count, 16), torch.randn(2, 2, count, 16)
             self.runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.25))
@@ -178,7 +178,7 @@ def test_close_with_a_failing_fetch_under_way(rig: Rig) -> None:
     rig.step(1)
     for layer in range(SHAPE.num_layers):
         rig.fail_reads(layer)
-        if rig.runtime.wants_prediction(layer):
+        if rig.runtime.wants_query(layer):
             rig.runtime.begin_fetch(layer, torch.randn(2, 4, 16))
             break
     rig.runtime.close()

@@ -95,7 +95,7 @@ class Twins:
         for layer in range(SHAPE.num_layers):
             following = layer + 1
             predict = predict and following < SHAPE.num_layers
-            if predict and self.runtime.wants_prediction(following):
+            if predict and self.runtime.wants_query(following):
                 self.runtime.begin_fetch(following, self.randn(batch, 4, SHAPE.head_dim))
             query = self.randn(batch, 4, count, SHAPE.head_dim)
             keys, values = (self.randn(batch, 2, count, SHAPE.head_dim) for _ in range(2))

@@ -56,6 +56,21 @@ class KeyIndex(ABC):
             float [batch, num_units]
         """
 
+    def best_units(
+        self, query: Tensor, first: int, num_units: int, wanted: int
+    ) -> NDArray[np.int64] | None:
+        """The units of [first, num_units) with the highest scores, where that is cheaper than all
+        scores.
+
+        Args:
+            query: as for `score`.
+            wanted: at least 1; all are taken where there are fewer.
+
+        Returns:
+            Ascending in each row, [batch, min(wanted, num_units - first)]; or None: `score` them.
+        """
+        return None
+
     def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
         """As `score`, where only the device knows how many units there are.
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
@@ -18,6 +20,7 @@ from penstock.kernels.group_scores import (
     is_compiled,
     sum_of_softmaxes,
 )
+from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 
 HeadReduction = Literal["sum", "softmax"]
@@ -78,6 +81,7 @@ class LowRankIndex(KeyIndex):
         self._device = device
         self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         self._ready = False
+        self._selection: GroupSelection | None = None
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_groups // BLOCK_GROUPS)
         self._codes = torch.zeros(
@@ -151,6 +155,7 @@ class LowRankIndex(KeyIndex):
         self._per_step = self._step.reciprocal()
         self._scaled_step = self._step * self._scaling
         self._ready = True
+        self._selection = None
 
     def state(self, num_units: int) -> dict[str, Tensor] | None:
         """See `KeyIndex.state`: codes of whole blocks, and the basis that they are made with."""
@@ -214,6 +219,7 @@ class LowRankIndex(KeyIndex):
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
+            self._selection = None
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -234,6 +240,22 @@ class LowRankIndex(KeyIndex):
         if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
             return group_scores(codes, per_head, self._bits, num_units)
         return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units)
+
+    def best_units(
+        self, query: Tensor, first: int, num_units: int, wanted: int
+    ) -> NDArray[np.int64] | None:
+        """See `KeyIndex.best_units`."""
+        if self._head_reduction == "sum":
+            return None
+        if self._selection is None:
+            shape = self._shape
+            self._selection = GroupSelection(
+                self._codes, self._basis, self._scaled_step, self._bits,
+                shape.num_query_heads, shape.num_kv_heads,
+            )  # fmt: skip
+        if not self._selection.is_compiled:
+            return None
+        return self._selection.best(query, first, num_units, wanted)
 
     def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
         """See `KeyIndex.score_before`: units that are not there have no share of a softmax."""

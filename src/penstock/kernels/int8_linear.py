@@ -19,11 +19,16 @@ class Int8Linear:
         Args:
             weight: [outputs, width]
             bias: [outputs]
+
+        Attributes:
+            weight: int8 [outputs, width]
+            scale: of each output, float32 [outputs]
+            bias: float32 [outputs], or None
         """
         wide = weight.detach().float()
-        self._scale = wide.abs().amax(dim=1).clamp_min(1e-30).div_(127.0)
-        self._weight = (wide / self._scale[:, None]).round_().to(torch.int8)
-        self._bias = None if bias is None else bias.detach().float()
+        self.scale = wide.abs().amax(dim=1).clamp_min(1e-30).div_(127.0)
+        self.weight = (wide / self.scale[:, None]).round_().to(torch.int8)
+        self.bias = None if bias is None else bias.detach().float()
 
     @staticmethod
     def num_bytes(weight: Tensor, bias: Tensor | None) -> int:
@@ -48,18 +53,18 @@ class Int8Linear:
         compiled = kernel("int8_linear")
         if compiled is None or x.device.type != "cpu" or x.shape[-1] % 64:
             return self.reference(x)
-        width, outputs = x.shape[-1], self._weight.shape[0]
+        width, outputs = x.shape[-1], self.weight.shape[0]
         wide = x.reshape(-1, width).float().contiguous()
         out = torch.empty(len(wide), outputs)
         compiled(
-            wide.data_ptr(), self._weight.data_ptr(), self._scale.data_ptr(), len(wide), width,
+            wide.data_ptr(), self.weight.data_ptr(), self.scale.data_ptr(), len(wide), width,
             outputs, out.data_ptr(),
         )  # fmt: skip
-        if self._bias is not None:
-            out += self._bias
+        if self.bias is not None:
+            out += self.bias
         return out.view(*x.shape[:-1], outputs).to(x.dtype)
 
     def reference(self, x: Tensor) -> Tensor:
         """The meaning of a call in plain torch."""
-        weight = self._weight.float() * self._scale[:, None]
-        return torch.nn.functional.linear(x.float(), weight, self._bias).to(x.dtype)
+        weight = self.weight.float() * self.scale[:, None]
+        return torch.nn.functional.linear(x.float(), weight, self.bias).to(x.dtype)

@@ -104,13 +104,18 @@ def store_codes(components: Tensor, codes: Tensor, bits: int, first_group: int) 
     return True
 
 
-def _compiled(x: Tensor, basis: Tensor) -> Kernel | None:
-    fits = (
-        x.device.type == "cpu"
-        and x.dtype == basis.dtype
-        and x.dtype in DTYPE_CODES
+def fits_compiled(basis: Tensor, width: int) -> bool:
+    """Whether a compiled kernel multiplies vectors of this width with a basis's rows."""
+    return (
+        basis.device.type == "cpu"
+        and basis.dtype in DTYPE_CODES
         and basis.is_contiguous()
         and basis.shape[1] % 16 == 0
-        and x.shape[-1] % 16 == 0
+        and width % 16 == 0
+        and kernel("low_rank") is not None
     )
-    return kernel("low_rank") if fits else None
+
+
+def _compiled(x: Tensor, basis: Tensor) -> Kernel | None:
+    fits = x.device == basis.device and x.dtype == basis.dtype
+    return kernel("low_rank") if fits and fits_compiled(basis, x.shape[-1]) else None

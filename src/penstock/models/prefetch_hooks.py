@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 def can_predict(shape: ModelShape, layer: int) -> bool:
     """Whether a layer's query can be predicted from the input of the layer before."""
-    return layer > 0 and shape.layer_types[layer - 1] == shape.layer_types[layer]
+    if not 0 < layer < len(shape.layer_types):
+        return False
+    return shape.layer_types[layer - 1] == shape.layer_types[layer]
 
 
 def predictor_bytes(
@@ -51,7 +53,9 @@ class PrefetchHooks:
 
     The hook of layer i-1 predicts layer i's query from layer i-1's input (KVSwap 3.3) and begins
     the fetch. A layer whose predecessor is of another kind (sliding window, with a rotary embedding
-    of its own) is not predicted; it waits for its true query, like layer 0.
+    of its own) is not predicted, like layer 0 and those whose prediction is not trusted: its own
+    hook projects its true query a little ahead of the layer, so that its reads are on their way
+    before those of the layer behind it are.
     """
 
     def __init__(
@@ -69,15 +73,20 @@ class PrefetchHooks:
         layers = decoder_layers(model)
         self._projection = QueryProjection(layers)
         for tier, layer in enumerate(shape.tiered_layers):
-            if can_predict(shape, layer):
-                hook = partial(self._before_layer, layer, tier)
-                handle = layers[layer - 1].register_forward_pre_hook(hook, with_kwargs=True)
-                self._handles.append(handle)
+            if can_predict(shape, layer) and tier not in runtime.config.true_query_layers:
+                self._hook(layers[layer - 1], layer, tier, is_own=False)
+            elif can_predict(shape, layer + 1):
+                self._hook(layers[layer], layer, tier, is_own=True)
+
+    def _hook(self, module: nn.Module, layer: int, tier: int, *, is_own: bool) -> None:
+        hook = partial(self._before_layer, layer, tier, is_own)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _before_layer(
         self,
-        next_layer: int,
+        layer: int,
         tier: int,
+        is_own: bool,
         _: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -87,13 +96,17 @@ class PrefetchHooks:
         if runtime is None or hidden is None or hidden.shape[1] != 1:
             return
         cache = kwargs.get(cache_argument(kwargs))
-        if cache is not self._cache() or not runtime.wants_prediction(tier):
+        if cache is not self._cache() or not runtime.wants_query(tier):
             return
         extra = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
         with torch.no_grad():
-            query = self._projection.project(next_layer, hidden, extra)
-            runtime.begin_fetch(tier, query)
+            if is_own:
+                query = self._projection.project_exactly(layer, hidden, extra)
+            else:
+                query = self._projection.project(layer, hidden, extra)
+            if query is not None:
+                runtime.begin_fetch(tier, query)
 
     def remove(self) -> None:
         """Take every hook off the model."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.kernels.int8_linear import Int8Linear
+from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 
@@ -67,7 +68,7 @@ class QueryProjection:
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
         self._direct: dict[int, bool] = {}
-        self._copies: dict[int, Int8Linear] = {}
+        self._copies: dict[int, PredictedQuery | None] = {}
         self.may_copy = False
         """Whether the budget has room for the copies, see `copied_bytes`."""
 
@@ -88,17 +89,27 @@ class QueryProjection:
             self._direct[layer] = direct is not None and _agree(direct, probed)
             return probed
         if self._direct[layer]:
-            query = _project_directly(module, hidden, kwargs, self._copy_of(layer))
+            predicted = self._predicted_query(layer)
+            if predicted is not None:
+                return predicted(hidden, *kwargs["position_embeddings"])
+            query = _project_directly(module, hidden, kwargs)
             assert query is not None
             return query
         return self.probe(layer, hidden, kwargs)[:, :, -1]
 
-    def _copy_of(self, layer: int) -> Int8Linear | None:
+    def project_exactly(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """As `project`, with the layer's own weights; None where only the probe could tell."""
+        module = self._layers[layer]
+        if layer not in self._direct:
+            return self.project(layer, hidden, kwargs)
+        return _project_directly(module, hidden, kwargs) if self._direct[layer] else None
+
+    def _predicted_query(self, layer: int) -> PredictedQuery | None:
         """The layer's copy, made when it is first used; copies go when their room goes."""
         if not self.may_copy:
             self._copies.clear()
-        elif layer not in self._copies and (linear := _copied(self._layers[layer])) is not None:
-            self._copies[layer] = Int8Linear(linear.weight, linear.bias)
+        elif layer not in self._copies:
+            self._copies[layer] = _copied_steps(self._layers[layer])
         return self._copies.get(layer)
 
     def probe(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -118,17 +129,36 @@ def copied_bytes(layers: list[nn.Module]) -> int:
 
 
 def _copied(layer: nn.Module) -> nn.Linear | None:
-    """The layer's q_proj, if a copy of it would be faster."""
-    linear = getattr(getattr(layer, "self_attn", None), "q_proj", None)
+    """The layer's q_proj, if a copy of it would be faster: norms as Llama's, a kernel for them."""
+    attention = getattr(layer, "self_attn", None)
+    norms = [getattr(layer, "input_layernorm", None), getattr(attention, "q_norm", None)]
+    if norms[0] is None or not hasattr(attention, "head_dim"):
+        return None
+    linear = getattr(attention, "q_proj", None)
     # A subclass may do more than its weights say.
-    if type(linear) is nn.Linear and Int8Linear.is_fast(linear.weight):
-        return linear
-    return None
+    if type(linear) is not nn.Linear or not Int8Linear.is_fast(linear.weight):
+        return None
+    if any(norm is not None and not hasattr(norm, "variance_epsilon") for norm in norms):
+        return None
+    return linear
 
 
-def _project_directly(
-    module: nn.Module, hidden: Tensor, kwargs: dict[str, Any], copy: Int8Linear | None = None
-) -> Tensor | None:
+def _copied_steps(layer: nn.Module) -> PredictedQuery | None:
+    """The steps of `_project_directly` with a copy of q_proj."""
+    linear = _copied(layer)
+    if linear is None:
+        return None
+    attention: Any = layer.self_attn
+    norm: Any = layer.input_layernorm
+    q_norm: Any = getattr(attention, "q_norm", None)
+    weight, epsilon = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
+    return PredictedQuery(
+        norm.weight, norm.variance_epsilon, Int8Linear(linear.weight, linear.bias),
+        attention.head_dim, weight, epsilon,
+    )  # fmt: skip
+
+
+def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """Norm, q_proj, q_norm and rotary embedding, for layers built like Llama's; else None."""
     attention: Any = getattr(module, "self_attn", None)
     norm: Any = getattr(module, "input_layernorm", None)
@@ -138,8 +168,7 @@ def _project_directly(
     if not hasattr(sys.modules[type(attention).__module__], "rotate_half"):
         return None
     cos, sin = rotary
-    project = attention.q_proj if copy is None else copy
-    query: Tensor = project(_normalised(norm, hidden))
+    query: Tensor = attention.q_proj(_normalised(norm, hidden))
     query = query.view(query.shape[0], -1, cos.shape[-1])
     weight, epsilon = None, 0.0
     if hasattr(attention, "q_norm"):

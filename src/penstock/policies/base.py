@@ -143,6 +143,10 @@ class SelectionPolicy(ABC):
             end_unit: units from here on are in the window.
             wanted: units to select per row, at most.
         """
+        if len(first_unit) == 1 or (first_unit == first_unit[0]).all():
+            chosen = index.best_units(query, int(first_unit[0]), end_unit, wanted)
+            if chosen is not None:
+                return Selection(chosen)
         scores = index.score(query, end_unit)
         return top_units(scores, first_unit, wanted)
 

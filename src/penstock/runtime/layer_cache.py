@@ -219,7 +219,7 @@ class LayerCache:
         rows = np.arange(plan.batch) * plan.tail_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))
-        self._window_transfer.write(self.setup.units.table[:, group].copy(), rows)
+        self._window_transfer.write(self.setup.units.table[:, group].copy(), rows, later=True)
         self._count_write(plan.batch)
         places = slice(slot * plan.group_tokens, (slot + 1) * plan.group_tokens)
         self.on_closed(self.window.tokens[:, places, 0], group)

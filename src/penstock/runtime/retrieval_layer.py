@@ -118,8 +118,11 @@ class RetrievalLayer(LayerCache):
 
     def read_missing(self, plan: FetchPlan) -> PendingRead:
         """Submit the reads of what a selection misses."""
-        units = self.setup.units.table[plan.rows, plan.units]
+        table = self.setup.units.table
         self.transfer.drain()
+        if len(table) == 1:
+            return self.transfer.read(table[0].take(plan.units), plan.slots)
+        units = table[plan.rows, plan.units]
         return self.transfer.read(units, plan.rows * self.pool.slots_per_row + plan.slots)
 
     def _all_resident(self, end_unit: int) -> bool:

@@ -251,15 +251,21 @@ class SlotTransfer:
             section.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             section.copied.record(torch.cuda.current_stream())
 
-    def write(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    def write(
+        self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], *, later: bool = False
+    ) -> None:
         """Queue pool rows `rows[i]` for writing as `unit_ids[i]`.
 
         In host memory, where a unit fills its sectors, the rows are written from where they are and
         must not change before `drain`; otherwise they are copied first, and written from the copy
         behind the caller, as many as fit a section. Errors come up in `drain` either way.
+
+        Args:
+            later: rows that are not copied may wait for `Writer.start_held` or a `drain`.
         """
         if self._memory.buffer is not None:
-            self._queue(unit_ids, self._memory.buffer, rows)
+            write = self._writer.hold if later else self._writer.submit
+            self._writes.append(write(self.region, unit_ids, self._memory.buffer, rows))
             return
         assert self._staging is not None
         most = max(1, self._staging.rows // 2)  # one half is copied while the other is written
@@ -292,6 +298,8 @@ class SlotTransfer:
             StorageError: a write failed; the first one, and nothing is queued any more.
         """
         failure: StorageError | None = None
+        if self._writes:
+            self._writer.start_held()
         while len(self._writes) > (keep if failure is None else 0):
             try:
                 self._writes[0].result()

@@ -163,6 +163,8 @@ class TieredRuntime:
             if is_last and self.device_steps is not None:
                 self.device_steps.end(self.length, step=count == 1 and self.length > 1)
         if is_last:
+            if self._writer is not None:
+                self._writer.start_held()
             self._meter.leave(count)
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
@@ -287,11 +289,9 @@ class TieredRuntime:
         """Close the step under way, when its last layer was done."""
         self._meter.end()
 
-    def wants_prediction(self, layer: int) -> bool:
-        """Whether a predicted query for this layer would start a fetch now."""
-        if not self.layers or not self.policy.predicts or layer in self.config.true_query_layers:
-            return False
-        target = self.layers[layer]
+    def wants_query(self, layer: int) -> bool:
+        """Whether this layer's query, ahead of its attention, would start a fetch now."""
+        target = self.layers[layer] if self.layers and self.policy.predicts else None
         return isinstance(target, RetrievalLayer) and not target.fetch_begun and target.length > 0
 
     def begin_fetch(self, layer: int, query: Tensor) -> None:

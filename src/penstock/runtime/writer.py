@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,23 @@ from penstock.storage.unit_region import UnitRegion
 Done = TypeVar("Done")
 
 
+class _Write(NamedTuple):
+    """One call of `Writer.hold`."""
+
+    future: "Future[int]"
+    region: UnitRegion
+    unit_ids: NDArray[np.int64]
+    buffer: AlignedBuffer
+    rows: NDArray[np.int64]
+
+
 class Writer:
     """Writes units in submission order; errors come up in `drain`, never only in a log."""
 
     def __init__(self, tracer: Tracer | None) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-writer")
         self._tracer = tracer
+        self._held: list[_Write] = []
 
     def submit(
         self,
@@ -30,11 +41,42 @@ class Writer:
         rows: NDArray[np.int64],
     ) -> "Future[int]":
         """Write `buffer[rows]` to `unit_ids`; the rows must not change until the future is done."""
+        self.start_held()
         return self._pool.submit(self._write, region, unit_ids, buffer, rows)
+
+    def hold(
+        self,
+        region: UnitRegion,
+        unit_ids: NDArray[np.int64],
+        buffer: AlignedBuffer,
+        rows: NDArray[np.int64],
+    ) -> "Future[int]":
+        """As `submit`, but not before `start_held`.
+
+        Layers that close a group in the same decode step wake the thread once, behind the last of
+        them, instead of each: it and the step want the interpreter in turns.
+        """
+        future: Future[int] = Future()
+        self._held.append(_Write(future, region, unit_ids, buffer, rows))
+        return future
+
+    def start_held(self) -> None:
+        """Begin what is held; nobody may wait for one of these futures before."""
+        if self._held:
+            held, self._held = self._held, []
+            self._pool.submit(self._write_all, held)
 
     def run(self, job: Callable[[], Done]) -> "Future[Done]":
         """Do something else on the same thread, in its turn."""
+        self.start_held()
         return self._pool.submit(job)
+
+    def _write_all(self, held: "list[_Write]") -> None:
+        for write in held:
+            try:
+                write.future.set_result(self._write(*write[1:]))
+            except BaseException as error:
+                write.future.set_exception(error)
 
     def _write(
         self,
@@ -52,4 +94,5 @@ class Writer:
 
     def close(self) -> None:
         """Finish what is queued and stop the thread."""
+        self._held = []  # nobody will read them
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.kernels.native.compiled import address, kernel
+from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import Int64Array
 
 
@@ -44,6 +45,34 @@ def coalesce(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
         address(num_runs),
     )  # fmt: skip
     return Runs(*runs[:, : int(num_runs[0])])
+
+
+def plan_reads(
+    unit_ids: Int64Array, rows: Int64Array, max_units: int, buffer: AlignedBuffer
+) -> tuple[Int64Array, Int64Array, Int64Array] | None:
+    """What `coalesce` merges, in bytes, for a read into a buffer whose rows are units; one call.
+
+    Args:
+        unit_ids, rows, max_units: as in `coalesce`.
+
+    Returns:
+        Offsets, lengths and addresses, int64 [num_reads]; None where it takes more: units that do
+        not ascend, rows outside the buffer, no compiled kernel.
+    """
+    compiled, count = kernel("plan_reads"), len(unit_ids)
+    contiguous = unit_ids.flags.c_contiguous and rows.flags.c_contiguous
+    if compiled is None or not contiguous or len(rows) != count:
+        return None
+    reads = np.empty(3 * count + 1, dtype=np.int64)
+    first = address(reads)
+    compiled(
+        address(unit_ids), address(rows), count, max_units, buffer.row_bytes, buffer.num_rows,
+        buffer.address, first, first + 24 * count,
+    )  # fmt: skip
+    made = int(reads[-1])
+    if made < 0:
+        return None
+    return reads[:made], reads[count : count + made], reads[2 * count : 2 * count + made]
 
 
 def coalesce_plainly(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:

@@ -2,8 +2,6 @@
 
 import os
 
-import numpy as np
-
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, write_error
 from penstock.storage.file_space import allocate, write_all
@@ -39,9 +37,9 @@ class DirectFile(KVFile):
         """Hand the reads to the kernel; about 2 us each on the caller."""
         if self._descriptor < 0:
             raise FetchError("the store is closed")
-        if np.bitwise_or.reduce(offsets | lengths | addresses) & (self.sector_bytes - 1):
-            raise AlignmentError(f"a read is not aligned to {self.sector_bytes} bytes")
-        return self._queue.submit(self._descriptor, offsets, lengths, addresses, keep_alive)
+        return self._queue.submit(
+            self._descriptor, offsets, lengths, addresses, keep_alive, self.sector_bytes
+        )
 
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write past the page cache; returns when the device has the bytes."""

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.errors import FetchError, StorageError
+from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.native.compiled import address, kernel
 from penstock.storage.file import Int64Array, Ticket, read_error
 
@@ -31,27 +32,60 @@ _PATIENCE_S = 1
 _SUBMIT_RETRIES = 1000
 
 
+class _Requests(NamedTuple):
+    """A batch of reads as the kernel wants it."""
+
+    iocbs: Int64Array
+    """[num_reads, 8]; pointers to them lie behind."""
+    address: int
+    read_bytes: int
+    bits: int
+    """Every offset, length and address or-ed together: tells whether all are aligned."""
+
+
+def _make_requests(
+    descriptor: int, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array,
+    first_key: int,
+) -> _Requests:  # fmt: skip
+    """Requests whose keys count from `first_key`; in one call where it is compiled."""
+    count = len(offsets)
+    memory = np.empty(9 * count, dtype=np.int64)
+    iocbs, first = memory[: 8 * count].reshape(count, 8), address(memory)
+    compiled = kernel("fill_iocbs")
+    parts = [np.ascontiguousarray(part, dtype=np.int64) for part in (offsets, lengths, addresses)]
+    if compiled is not None:
+        found = np.empty(2, dtype=np.int64)
+        compiled(*map(address, parts), count, descriptor, first_key, first, address(found))
+        return _Requests(iocbs, first, *found.tolist())
+    iocbs[:] = 0
+    iocbs[:, _KEY] = np.arange(first_key, first_key + count)
+    iocbs[:, _CONTROL] = descriptor << 32
+    iocbs[:, _ADDRESS], iocbs[:, _LENGTH], iocbs[:, _OFFSET] = addresses, lengths, offsets
+    memory[8 * count :] = np.arange(first, first + _IOCB_BYTES * count, _IOCB_BYTES)
+    bits = int(np.bitwise_or.reduce(offsets | lengths | addresses)) if count else 0
+    return _Requests(iocbs, first, int(lengths.sum()), bits)
+
+
 class AioTicket(Ticket):
     """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
 
     def __init__(
-        self, queue: "AioQueue", number: int, iocbs: Int64Array, keep_alive: object
+        self, queue: "AioQueue", number: int, requests: "_Requests", keep_alive: object
     ) -> None:
-        self.num_reads = len(iocbs)
-        self.read_bytes = int(iocbs[:, _LENGTH].sum())
+        self.num_reads = len(requests.iocbs)
+        self.read_bytes = requests.read_bytes
         self.submitted_ns = time.perf_counter_ns()
         self.finished_ns = 0
         self.number = number
-        self.iocbs = iocbs
+        self.iocbs = requests.iocbs
         self.num_submitted = 0
         self.num_outstanding = 0
         self.is_complete = False
         self.error: FetchError | None = None
         self._queue = queue
         self._keep_alive = keep_alive
-        first = self.iocbs_address = address(iocbs)
-        self._pointers = np.arange(first, first + _IOCB_BYTES * len(iocbs), _IOCB_BYTES)
-        self._pointers_address = address(self._pointers)
+        self.iocbs_address = requests.address
+        self._pointers_address = requests.address + _IOCB_BYTES * self.num_reads
 
     @property
     def next_pointer(self) -> int:
@@ -105,7 +139,7 @@ class AioQueue:
         self._changed = threading.Condition(self._lock)
         self._is_closed = False
         self._is_collecting = False
-        self._next_number = 1
+        self._numbers = itertools.count(1)
         self._in_flight = 0
         self._generation = 0  # of the context: grows when one is abandoned
         self._live: dict[int, AioTicket] = {}
@@ -126,24 +160,26 @@ class AioQueue:
         lengths: Int64Array,
         addresses: Int64Array,
         keep_alive: object,
+        sector_bytes: int = 1,
     ) -> AioTicket:
-        """Start a batch of reads, all int64 [num_reads], on an O_DIRECT file descriptor."""
-        iocbs = np.zeros((len(offsets), 8), dtype=np.int64)
-        iocbs[:, _CONTROL] = descriptor << 32
-        iocbs[:, _ADDRESS] = addresses
-        iocbs[:, _LENGTH] = lengths
-        iocbs[:, _OFFSET] = offsets
+        """Start a batch of reads, all int64 [num_reads], on an O_DIRECT file descriptor.
+
+        Raises:
+            AlignmentError: something is not a multiple of `sector_bytes`.
+            FetchError: the queue is closed.
+        """
+        number = next(self._numbers)
+        requests = _make_requests(descriptor, offsets, lengths, addresses, number << 32)
+        if requests.bits & (sector_bytes - 1):
+            raise AlignmentError(f"a read is not aligned to {sector_bytes} bytes")
+        count = len(requests.iocbs)
         with self._lock:
             if self._is_closed:
                 raise FetchError("the store is closed")
-            if self._in_flight + len(iocbs) > self._max_in_flight:
+            if self._in_flight + count > self._max_in_flight:
                 self.poll()
-            number = self._next_number
-            self._next_number += 1
-            base = number << 32
-            iocbs[:, _KEY] = np.arange(base, base + len(iocbs))
-            ticket = AioTicket(self, number, iocbs, keep_alive)
-            if not len(iocbs):
+            ticket = AioTicket(self, number, requests, keep_alive)
+            if not count:
                 ticket.finish()
                 return ticket
             try:

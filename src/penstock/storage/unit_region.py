@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.coalesce import Runs, coalesce
+from penstock.storage.coalesce import Runs, coalesce, plan_reads
 from penstock.storage.file import Int64Array, KVFile, Ticket
 
 _RUN_BYTES = 1 << 20
@@ -46,14 +46,14 @@ class UnitRegion:
         Raises:
             FetchError: the store is closed. Errors of the reads themselves come from `Ticket.wait`.
         """
-        runs = self._plan(unit_ids, buffer, rows)
-        row_bytes = self.row_bytes
-        return self.file.submit_reads(
-            runs.first_units * row_bytes,
-            runs.num_units * row_bytes,
-            runs.first_rows * row_bytes + buffer.address,
-            buffer.array,
-        )
+        reads = plan_reads(unit_ids, rows, self._run_units, buffer)
+        if reads is None:
+            runs, row_bytes = self._plan(unit_ids, buffer, rows), self.row_bytes
+            reads = (
+                runs.first_units * row_bytes, runs.num_units * row_bytes,
+                runs.first_rows * row_bytes + buffer.address,
+            )  # fmt: skip
+        return self.file.submit_reads(*reads, buffer.array)
 
     def write(self, unit_ids: Int64Array, buffer: AlignedBuffer, rows: Int64Array) -> int:
         """Write row `rows[i]` of `buffer` as unit `unit_ids[i]`; both int64 [num_units].
@@ -65,6 +65,11 @@ class UnitRegion:
             StoreFullError: there is no room.
             StorageError: the write failed.
         """
+        if len(unit_ids) == 1:  # what a decoded group is, layer after layer
+            unit, row = int(unit_ids[0]), int(rows[0])
+            assert 0 <= row < buffer.num_rows, "a row outside the buffer"
+            self.file.write_at(unit * self.row_bytes, buffer.array[row])
+            return self.row_bytes
         runs = self._plan(unit_ids, buffer, rows)
         for unit, row, count in zip(*(part.tolist() for part in runs), strict=True):
             self.file.write_at(unit * self.row_bytes, buffer.array[row : row + count].reshape(-1))

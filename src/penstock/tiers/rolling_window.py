@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.put_token import PutToken
 from penstock.kernels.reference import NEGATIVE_INFINITY
 
 
@@ -36,6 +37,7 @@ class RollingWindow:
         assert ring_slots >= 2, "the ring holds a closed group beside the unfinished one"
         self.tokens = tokens
         self.mask = mask
+        self._put = PutToken(tokens, mask)
         self.group_tokens = group_tokens
         self.sink_slots = sink_slots
         self.ring_slots = ring_slots
@@ -72,9 +74,7 @@ class RollingWindow:
             self.mask[:, place : place + self.group_tokens] = NEGATIVE_INFINITY
             if self.first_ring_group(position + 1) <= self._last_sink_group:
                 self.show_sinks(position + 1)
-        self.tokens[:, place, 0] = keys[:, :, 0]
-        self.tokens[:, place, 1] = values[:, :, 0]
-        self.mask[:, place] = 0.0
+        self._put(keys, values, place)
         if group < self._last_sink_group:
             self._write_sinks(keys, values, position, position + 1)
 

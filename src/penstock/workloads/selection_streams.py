@@ -187,11 +187,13 @@ class StreamedIndex(KeyIndex):
                 return scores.masked_fill(hidden[:, :num_units], float("-inf"))
             return scores.scatter(1, hidden, float("-inf"))
 
-        vars(self.inner)["score"] = masked
+        replaced = {"score": masked, "best_units": lambda *_: None}
+        vars(self.inner).update(replaced)
         try:
             yield self.inner
         finally:
-            del vars(self.inner)["score"]
+            for name in replaced:
+                del vars(self.inner)[name]
 
     @property
     def ready(self) -> bool:

@@ -12,6 +12,12 @@
 
 enum kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
+/* A call with `kind` as a constant, for compilers to make one loop of each. */
+#define EACH_KIND(call) \
+    if (kind == FLOAT32) { call(FLOAT32); } \
+    else if (kind == BFLOAT16) { call(BFLOAT16); } \
+    else { call(FLOAT16); }
+
 AVX512 INLINE __m512 load(const char *from, int64_t index, int kind) {
     if (kind == FLOAT32) return _mm512_loadu_ps((const float *)from + index);
     const __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + index));

@@ -24,11 +24,18 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "store_codes": (_ADDRESS, *7 * (_COUNT,), _ADDRESS),
     "coalesce": (*2 * (_ADDRESS,), *2 * (_COUNT,), *4 * (_ADDRESS,)),
     "copy_runs": (*3 * (_ADDRESS,), _COUNT),
+    "put_token": (
+        *2 * (_ADDRESS,), *2 * (_COUNT,), _ADDRESS, _COUNT, _ADDRESS, *2 * (_COUNT,),
+    ),
     "check_events": (_ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "rms_norm": (*2 * (_ADDRESS,), _FACTOR, *3 * (_COUNT,), _ADDRESS),
     "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
     "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
+    "predict_query": (*4 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
+    "select_groups": (*2 * (_ADDRESS,), *4 * (_COUNT,), *2 * (_ADDRESS,)),
+    "plan_reads": (*2 * (_ADDRESS,), *5 * (_COUNT,), *2 * (_ADDRESS,)),
+    "fill_iocbs": (*3 * (_ADDRESS,), *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "copy_centroids": (*2 * (_ADDRESS,), _COUNT),
     "nearest_centroids": (*2 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "nearest_points": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *4 * (_ADDRESS,)),
@@ -50,13 +57,13 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
 
 _VECTORS = frozenset({
     "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
-    "tree_attention",
+    "tree_attention", "predict_query",
 })  # fmt: skip
 """Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
 
 _BYTE_PRODUCTS = frozenset({
     "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
-    "split_cluster",
+    "split_cluster", "select_groups",
 })  # fmt: skip
 """Kernels that need AVX-512 VNNI."""
 

@@ -23,13 +23,61 @@ AVX512 INLINE int is_visible(const char *mask, int64_t place, int kind) {
     return ((const uint16_t *)mask)[place] == 0;
 }
 
+/* Logits of one key with `part` queries, its values loaded once.
+ * query: float [part][dim]; logits: [part][BLOCK], of which the token's column */
+AVX512 INLINE void dot(const float *query, int64_t dim, const char *key, float scaling,
+                       float *logits, int part, int kind) {
+    __m512 sum[4];
+    for (int j = 0; j < part; j++) sum[j] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += 16) {
+        const __m512 k = load(key, i, kind);
+        for (int j = 0; j < part; j++)
+            sum[j] = _mm512_fmadd_ps(_mm512_loadu_ps(query + j * dim + i), k, sum[j]);
+    }
+    for (int j = 0; j < part; j++) logits[j * BLOCK] = _mm512_reduce_add_ps(sum[j]) * scaling;
+}
+
+/* Weighted values of a block, added to 32 (or the last 16) numbers of `part` sums.
+ * weights: [part][BLOCK]; sums: [part][dim] */
+AVX512 INLINE void weigh(const char *const *values, int64_t size, const float *weights, float *sums,
+                         int64_t dim, int64_t i, int part, int kind) {
+    const int64_t next = i + 16 < dim ? i + 16 : i; /* two vectors: the values are loaded once */
+    __m512 low[4], high[4];
+    for (int j = 0; j < part; j++) {
+        low[j] = _mm512_loadu_ps(sums + j * dim + i);
+        high[j] = _mm512_loadu_ps(sums + j * dim + next);
+    }
+    for (int64_t t = 0; t < size; t++) {
+        const __m512 a = load(values[t], i, kind), b = load(values[t], next, kind);
+        for (int j = 0; j < part; j++) {
+            const __m512 w = _mm512_set1_ps(weights[j * BLOCK + t]);
+            low[j] = _mm512_fmadd_ps(w, a, low[j]);
+            high[j] = _mm512_fmadd_ps(w, b, high[j]);
+        }
+    }
+    for (int j = 0; j < part; j++) {
+        _mm512_storeu_ps(sums + j * dim + i, low[j]);
+        if (next != i) _mm512_storeu_ps(sums + j * dim + next, high[j]);
+    }
+}
+
+/* A call with the number of queries as a constant, so that their sums stay in registers. */
+#define EACH_PART(part, call) \
+    if ((part) == 4) { call(4); } \
+    else if ((part) == 3) { call(3); } \
+    else if ((part) == 2) { call(2); } \
+    else { call(1); }
+
 /* KV heads [first, end) of one row. */
 AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int kind) {
     const int64_t dim = call->head_dim, heads = call->kv_heads, queries = call->queries;
     const int64_t bytes = kind == FLOAT32 ? 4 : 2, token_bytes = 2 * heads * dim * bytes;
     const int64_t count = (end - first) * queries;
-    float sums[count * dim], largest[count], totals[count], logits[count][BLOCK];
+    float sums[count * dim], wide[count * dim], largest[count], totals[count];
+    float logits[count][BLOCK];
     memset(sums, 0, sizeof(sums));
+    for (int64_t i = 0; i < count * dim; i += 16)
+        _mm512_storeu_ps(wide + i, load(call->query + first * queries * dim * bytes, i, kind));
     for (int64_t i = 0; i < count; i++) largest[i] = -INFINITY, totals[i] = 0.0f;
     for (int64_t place = 0; place < call->places;) {
         const char *block[BLOCK];
@@ -39,16 +87,14 @@ AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int ki
         if (size == 0) break;
         for (int64_t head = first; head < end; head++) {
             const int64_t row = (head - first) * queries;
-            for (int64_t t = 0; t < size; t++) {
-                const char *key = block[t] + head * dim * bytes;
-                for (int64_t q = 0; q < queries; q++) {
-                    const char *query = call->query + (head * queries + q) * dim * bytes;
-                    __m512 sum = _mm512_setzero_ps();
-                    for (int64_t i = 0; i < dim; i += 16)
-                        sum = _mm512_fmadd_ps(load(query, i, kind), load(key, i, kind), sum);
-                    logits[row + q][t] = _mm512_reduce_add_ps(sum) * call->scaling;
+            for (int64_t q = 0; q < queries; q += 4)
+                for (int64_t t = 0; t < size; t++) {
+                    const int64_t part = queries - q < 4 ? queries - q : 4;
+                    const float *query = wide + (row + q) * dim;
+                    const char *key = block[t] + head * dim * bytes;
+#define DOT(n) dot(query, dim, key, call->scaling, logits[row + q] + t, n, kind)
+                    EACH_PART(part, DOT)
                 }
-            }
             for (int64_t q = 0; q < queries; q++) {
                 const __mmask16 used = (__mmask16)((1u << size) - 1);
                 const __m512 least = _mm512_set1_ps(-INFINITY);
@@ -66,30 +112,16 @@ AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int ki
                         _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink)));
                     }
             }
-            for (int64_t i = 0; i < dim; i += 32) { /* two vectors: the values are loaded once */
-                const int64_t next = i + 16 < dim ? i + 16 : i;
+            const char *values[BLOCK];
+            for (int64_t t = 0; t < size; t++)
+                values[t] = block[t] + (heads + head) * dim * bytes;
+            for (int64_t i = 0; i < dim; i += 32)
                 for (int64_t q = 0; q < queries; q += 4) {
                     const int64_t part = queries - q < 4 ? queries - q : 4;
-                    __m512 low[4], high[4];
-                    for (int64_t j = 0; j < part; j++) {
-                        low[j] = _mm512_loadu_ps(sums + (row + q + j) * dim + i);
-                        high[j] = _mm512_loadu_ps(sums + (row + q + j) * dim + next);
-                    }
-                    for (int64_t t = 0; t < size; t++) {
-                        const char *value = block[t] + (heads + head) * dim * bytes;
-                        const __m512 a = load(value, i, kind), b = load(value, next, kind);
-                        for (int64_t j = 0; j < part; j++) {
-                            const __m512 w = _mm512_set1_ps(logits[row + q + j][t]);
-                            low[j] = _mm512_fmadd_ps(w, a, low[j]);
-                            high[j] = _mm512_fmadd_ps(w, b, high[j]);
-                        }
-                    }
-                    for (int64_t j = 0; j < part; j++) {
-                        _mm512_storeu_ps(sums + (row + q + j) * dim + i, low[j]);
-                        if (next != i) _mm512_storeu_ps(sums + (row + q + j) * dim + next, high[j]);
-                    }
+                    float *to = sums + (row + q) * dim;
+#define WEIGH(n) weigh(values, size, logits[row + q], to, dim, i, n, kind)
+                    EACH_PART(part, WEIGH)
                 }
-            }
         }
     }
     for (int64_t i = 0; i < count; i++) {

@@ -77,6 +77,66 @@ PENSTOCK_EXPORT void penstock_coalesce(const int64_t *units, const int64_t *rows
     *num_runs = runs;
 }
 
+/* Reads of units into rows of a buffer, neighbours merged: offsets, lengths and addresses.
+ *
+ * units, rows: int64 [count]
+ * max_units: most in one read; num_rows: of the buffer, at `buffer`
+ * reads: int64 [3][count]
+ * num_reads: how many; -1 where units do not ascend, -2 where a row is outside the buffer */
+PENSTOCK_EXPORT void penstock_plan_reads(const int64_t *units, const int64_t *rows, int64_t count,
+                                         int64_t max_units, int64_t row_bytes, int64_t num_rows,
+                                         int64_t buffer, int64_t *reads, int64_t *num_reads) {
+    int64_t *offsets = reads, *lengths = reads + count, *addresses = reads + 2 * count;
+    int64_t made = 0, size = 0; /* of the newest read, in units */
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 0 || rows[i] >= num_rows) {
+            *num_reads = -2;
+            return;
+        }
+        if (i > 0 && units[i] < units[i - 1]) {
+            *num_reads = -1;
+            return;
+        }
+        if (i > 0 && size < max_units && units[i] == units[i - 1] + 1 &&
+            rows[i] == rows[i - 1] + 1) {
+            size++;
+            lengths[made - 1] += row_bytes;
+            continue;
+        }
+        offsets[made] = units[i] * row_bytes;
+        lengths[made] = row_bytes;
+        addresses[made++] = buffer + rows[i] * row_bytes;
+        size = 1;
+    }
+    *num_reads = made;
+}
+
+/* Requests of native AIO for a batch of reads, and pointers to them.
+ *
+ * offsets, lengths, addresses: int64 [count]; first_key: of the first, the others follow
+ * iocbs: int64 [count][8], then the pointers, int64 [count]
+ * found: int64 [2]: bytes in all; every offset, length and address or-ed together */
+PENSTOCK_EXPORT void penstock_fill_iocbs(const int64_t *offsets, const int64_t *lengths,
+                                         const int64_t *addresses, int64_t count,
+                                         int64_t descriptor, int64_t first_key, int64_t *iocbs,
+                                         int64_t *found) {
+    int64_t bytes = 0, bits = 0, *iocb = iocbs;
+    for (int64_t i = 0; i < count; i++, iocb += 8) {
+        iocb[0] = first_key + i;
+        iocb[1] = 0;
+        iocb[2] = descriptor << 32;
+        iocb[3] = addresses[i];
+        iocb[4] = lengths[i];
+        iocb[5] = offsets[i];
+        iocb[6] = iocb[7] = 0;
+        iocbs[8 * count + i] = (int64_t)(intptr_t)iocb;
+        bytes += lengths[i];
+        bits |= offsets[i] | lengths[i] | addresses[i];
+    }
+    found[0] = bytes;
+    found[1] = bits;
+}
+
 /* How one batch of reads fared among the events that came.
  *
  * events: int64 [num_events][4]: key, iocb, result, unused; key = batch number << 32 | read
@@ -90,6 +150,21 @@ PENSTOCK_EXPORT void penstock_check_events(const int64_t *events, int64_t num_ev
         if (events[0] >> 32 != number) continue;
         found[0]++;
         if (found[1] < 0 && events[2] != iocbs[(events[0] & 0xffffffff) * 8 + 4]) found[1] = i;
+    }
+}
+
+/* Write one token of every row into a window: keys and values side by side, then show it.
+ *
+ * keys, values: [batch][part_bytes]; tokens, mask: the token's place in the first row
+ * token_stride, mask_stride: bytes from one row to the next; mask_bytes: of one number */
+PENSTOCK_EXPORT void penstock_put_token(const char *keys, const char *values, int64_t batch,
+                                        int64_t part_bytes, char *tokens, int64_t token_stride,
+                                        char *mask, int64_t mask_stride, int64_t mask_bytes) {
+    for (int64_t row = 0; row < batch; row++) {
+        char *token = tokens + row * token_stride;
+        memcpy(token, keys + row * part_bytes, part_bytes);
+        memcpy(token + part_bytes, values + row * part_bytes, part_bytes);
+        memset(mask + row * mask_stride, 0, mask_bytes); /* zero in every dtype */
     }
 }
 

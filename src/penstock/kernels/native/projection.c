@@ -71,11 +71,6 @@ AVX512 INLINE void product(const char *x, const char *basis, int64_t width, int6
     }
 }
 
-#define EACH_KIND(call) \
-    if (kind == FLOAT32) { call(FLOAT32); } \
-    else if (kind == BFLOAT16) { call(BFLOAT16); } \
-    else { call(FLOAT16); }
-
 #else
 #define AVX512
 #define EACH_KIND(call)

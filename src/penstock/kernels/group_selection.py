@@ -1,0 +1,98 @@
+"""GroupSelection: the best groups for a query by low-rank codes, in one call."""
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.group_scores import compiled_scratch_bytes, group_scores, is_compiled
+from penstock.kernels.low_rank import fits_compiled, project_queries
+from penstock.kernels.native.compiled import address, kernel
+from penstock.kernels.native.dtype_codes import DTYPE_CODES
+from penstock.kernels.top_units import top_units
+
+
+class _Codes(ctypes.Structure):
+    """`penstock_codes` of native/steps.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("basis", "factor", "codes")),
+        *((name, ctypes.c_int64) for name in (
+            "row_bytes", "kv_heads", "share", "dim", "rank", "kind", "group_tokens",
+            "block_groups", "width", "bits",
+        )),
+    )  # fmt: skip
+
+
+class GroupSelection:
+    """`project_queries`, `group_scores` and `top_units` with a layer's codes and basis at hand.
+
+    One call for the three, for the reason that `PredictedQuery` gives.
+    """
+
+    def __init__(
+        self, codes: Tensor, basis: Tensor, factor: Tensor, bits: int, heads: int, kv_heads: int
+    ) -> None:
+        """Look at an index's memory, which is filled and changed elsewhere but stays where it is.
+
+        Args:
+            codes: as in `group_scores`. [batch, blocks, group_tokens, block_groups, width]
+            basis: as in `project_queries`. [kv_heads * head_dim, rank]
+            factor: float32, on low-rank queries. [rank]
+            heads: query heads.
+        """
+        self._codes, self._basis, self._factor, self._bits = codes, basis, factor, bits
+        self._heads, self._kv_heads = heads, kv_heads
+        self._dim, self._rank = basis.shape[0] // kv_heads, basis.shape[1]
+        self._kernel = None
+        if not is_compiled(codes, bits) or not fits_compiled(basis, self._dim):
+            return
+        self._kernel = kernel("select_groups")
+        blocks, group_tokens, block_groups, width = codes.shape[1:]
+        self._index = _Codes(
+            basis=basis.data_ptr(), factor=factor.data_ptr(), codes=codes.data_ptr(),
+            row_bytes=blocks * group_tokens * block_groups * width, kv_heads=kv_heads,
+            share=heads // kv_heads, dim=self._dim, rank=self._rank,
+            kind=DTYPE_CODES[basis.dtype], group_tokens=group_tokens, block_groups=block_groups,
+            width=width, bits=bits,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._index)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `best` is one call; otherwise it needs memory for all groups' logits."""
+        return self._kernel is not None
+
+    def best(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
+        """The highest-scoring groups among [first, num_groups); the twin of `reference`.
+
+        Args:
+            query: [batch, heads, head_dim]
+            wanted: at least 1; all are taken where there are fewer.
+
+        Returns:
+            Ascending in each row. [batch, min(wanted, num_groups - first)]
+        """
+        count = min(wanted, num_groups - first)
+        if self._kernel is None or count <= 0 or query.dtype != self._basis.dtype:
+            return self.reference(query, first, num_groups, wanted)
+        query = query.contiguous()
+        chosen = np.empty((len(query), count), dtype=np.int64)
+        scratch = np.empty(
+            4 * self._heads * self._rank + 8 * num_groups
+            + compiled_scratch_bytes(num_groups, int(self._index.width)), dtype=np.uint8,
+        )  # fmt: skip
+        self._kernel(
+            self._address, query.data_ptr(), len(query), first, num_groups, count,
+            address(scratch), address(chosen),
+        )  # fmt: skip
+        return chosen
+
+    def reference(
+        self, query: Tensor, first: int, num_groups: int, wanted: int
+    ) -> NDArray[np.int64]:
+        """The meaning of `best`: one step after the other."""
+        low_rank = project_queries(query, self._basis, self._kv_heads, self._factor)
+        codes = self._codes[: len(query)]
+        return top_units(group_scores(codes, low_rank, self._bits, num_groups), first, wanted)

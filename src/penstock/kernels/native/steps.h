@@ -1,0 +1,45 @@
+/* Kernels that others are made of, and what is passed to those as one block of numbers. */
+
+#ifndef PENSTOCK_STEPS_H
+#define PENSTOCK_STEPS_H
+
+#include "kernels.h"
+
+/* What predicts one layer's query; the fields of `_Projection` in kernels/predicted_query.py. */
+typedef struct {
+    const char *norm; /* [width], of `kind` */
+    const int8_t *weight; /* [heads * dim][width] */
+    const float *scale; /* [heads * dim] */
+    const float *bias; /* the same, or NULL */
+    const char *query_norm; /* [dim], of `kind`, or NULL */
+    double epsilon, query_epsilon;
+    int64_t width, heads, dim, kind;
+} penstock_projection;
+
+/* Codes of one layer's keys; the fields of `_Codes` in kernels/group_selection.py. */
+typedef struct {
+    const char *basis; /* [kv_heads * dim][rank], of `kind` */
+    const float *factor; /* [rank] */
+    const uint8_t *codes; /* per row [blocks][group_tokens][block_groups][width] */
+    int64_t row_bytes, kv_heads, share, dim, rank, kind;
+    int64_t group_tokens, block_groups, width, bits;
+} penstock_codes;
+
+PENSTOCK_EXPORT void penstock_rms_norm(const char *x, const char *weight, float epsilon,
+                                       int64_t rows, int64_t width, int64_t kind, char *out);
+PENSTOCK_EXPORT void penstock_turn_query(const char *query, const char *weight, float epsilon,
+                                         const char *cos, const char *sin, int64_t batch,
+                                         int64_t heads, int64_t dim, int64_t kind, char *out);
+PENSTOCK_EXPORT void penstock_low_rank(const char *x, int64_t stride, int64_t rows, int64_t parts,
+                                       int64_t share, int64_t width, const char *basis,
+                                       int64_t rank, int64_t kind, const float *factor, float *out);
+PENSTOCK_EXPORT void penstock_int8_linear(const float *x, const int8_t *weight, const float *scale,
+                                          int64_t rows, int64_t width, int64_t outputs, float *out);
+PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
+                                           int64_t block_groups, int64_t width, int64_t bits,
+                                           const float *queries, int64_t rank, int64_t heads,
+                                           int64_t num_groups, void *scratch, float *scores);
+PENSTOCK_EXPORT void penstock_top_units(const float *scores, int64_t first, int64_t num_units,
+                                        int64_t wanted, int32_t *scratch, int64_t *chosen);
+
+#endif

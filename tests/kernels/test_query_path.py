@@ -1,0 +1,124 @@
+"""The calls that do several steps at once: the same as one step after the other."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kernels import group_selection
+from penstock.kernels.group_selection import GroupSelection
+from penstock.kernels.int8_linear import Int8Linear
+from penstock.kernels.native import compiled
+from penstock.kernels.predicted_query import PredictedQuery
+from penstock.kernels.put_token import PutToken
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.coalesce import coalesce_plainly, plan_reads
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs = pytest.mark.skipif(compiled.kernel("top_units") is None, reason="kernels were not compiled")
+bytewise = pytest.mark.skipif(compiled.kernel("group_scores") is None, reason="no VNNI here")
+vectors = pytest.mark.skipif(compiled.kernel("rms_norm") is None, reason="no AVX-512 here")
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_predicted_query(batch: int, with_bias: bool, with_norm: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(batch)
+    width, heads, dim = 192, 5, 64
+    linear = Int8Linear(
+        torch.randn(heads * dim, width).to(dtype),
+        torch.randn(heads * dim).to(dtype) if with_bias else None,
+    )
+    norm, head_norm = torch.rand(width).to(dtype), torch.rand(dim).to(dtype)
+    step = PredictedQuery(norm, 1e-5, linear, dim, head_norm if with_norm else None, 1e-6)
+    hidden = torch.randn(batch, 1, width).to(dtype)
+    cos, sin = torch.randn(1, 1, dim).to(dtype), torch.randn(1, 1, dim).to(dtype)
+    assert step._kernel is not None
+    fast, slow = step(hidden, cos, sin), step.reference(hidden, cos, sin)
+    assert fast.shape == slow.shape == (batch, heads, dim)
+    assert fast.dtype == dtype
+    torch.testing.assert_close(fast, slow)
+    turned = torch.randn(batch, 1, dim).to(dtype)
+    torch.testing.assert_close(step(hidden, turned, turned), step.reference(hidden, turned, turned))
+
+
+@bytewise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "rank"), [(8, 16), (8, 48), (4, 32)])
+@pytest.mark.parametrize(("first", "end", "wanted"), [(0, 500, 20), (3, 130, 127), (7, 90, 400)])
+def test_group_selection(
+    first: int, end: int, wanted: int, bits: int, rank: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(end)
+    batch, heads, kv_heads, dim = 2, 6, 3, 32
+    width = rank if bits == 8 else rank // 2
+    codes = torch.randint(-127, 128, (batch, 8, 4, 64, width), dtype=torch.int8)
+    codes = codes if bits == 8 else codes.view(torch.uint8)
+    basis = torch.randn(kv_heads * dim, rank).to(dtype)
+    best = GroupSelection(codes, basis, torch.rand(rank) / 100, bits, heads, kv_heads)
+    assert best.is_compiled
+    query = torch.randn(batch, heads, dim).to(dtype)
+    fast, slow = best.best(query, first, end, wanted), best.reference(query, first, end, wanted)
+    assert fast.shape == (batch, min(wanted, end - first))
+    np.testing.assert_array_equal(fast, slow)
+    assert best.best(query, end, end, wanted).shape == (batch, 0)
+
+
+def test_without_a_kernel_the_steps_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_selection, "kernel", lambda name: None)
+    codes = torch.randint(-127, 128, (1, 1, 2, 64, 16), dtype=torch.int8)
+    basis = torch.randn(32, 16)
+    best = GroupSelection(codes, basis, torch.ones(16), 8, 2, 1)
+    assert not best.is_compiled
+    assert best.best(torch.randn(1, 2, 32), 0, 60, 5).shape == (1, 5)
+
+
+@needs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_put_token(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pool, shown = torch.randn(2, 2, 9, 2, 3, 8).to(dtype), torch.ones(2, 2, 9).to(dtype)
+    keys, values = torch.randn(2, 3, 1, 8).to(dtype), torch.randn(2, 3, 1, 8).to(dtype)
+    put = [PutToken(pool[i][:, 2:], shown[i][:, 2:]) for i in range(2)]
+    pool[1], shown[1] = pool[0], shown[0]
+    assert put[0]._kernel is not None
+    for place, new in ((0, keys), (6, keys.transpose(1, 3).contiguous().transpose(1, 3))):
+        put[0](new, values, place)
+        put[1].reference(new, values, place)
+    assert torch.equal(pool[0], pool[1])
+    assert torch.equal(shown[0], shown[1])
+    assert shown[0][:, 2].eq(0).all()
+    assert shown[0][:, [0, 1, 3]].eq(1).all()
+
+
+@needs
+@given(st.data())
+def test_plan_reads(data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 40))
+    units = np.array(sorted(data.draw(st.permutations(range(60)))[:count]), dtype=np.int64)
+    first = data.draw(st.integers(0, 3))
+    rows = np.arange(first, first + count, dtype=np.int64)
+    if data.draw(st.booleans()):
+        rows = np.array(data.draw(st.permutations(rows.tolist())), dtype=np.int64)
+    most = data.draw(st.integers(1, 5))
+    buffer = AlignedBuffer(50, 512)
+    reads = plan_reads(units, rows, most, buffer)
+    assert reads is not None
+    runs = coalesce_plainly(units, rows, most)
+    expected = (runs.first_units * 512, runs.num_units * 512, runs.first_rows * 512)
+    for found, wanted, base in zip(reads, expected, (0, 0, buffer.address), strict=True):
+        np.testing.assert_array_equal(found - base, wanted)
+
+
+@needs
+def test_plan_reads_leaves_the_rest_to_others() -> None:
+    buffer = AlignedBuffer(4, 512)
+    ids = np.array([1, 2], dtype=np.int64)
+    assert plan_reads(ids[::-1].copy(), ids, 4, buffer) is None, "units that do not ascend"
+    assert plan_reads(ids, ids + 2, 4, buffer) is None, "a row behind the buffer"
+    assert plan_reads(ids, ids - 2, 4, buffer) is None, "a row in front of it"
+    assert plan_reads(np.arange(4)[::2], ids, 4, buffer) is None, "not contiguous"
