@@ -18,6 +18,8 @@ from penstock.models.plain_model import plain_cache, share_weights, vocabulary_s
 from penstock.workloads.synthetic_kv import SyntheticKV
 
 WARM_STEPS = 3
+FLOOR_NEW_TOKENS = 64
+"""Most tokens of a floor's round."""
 WARM_S = 5.0
 """Warm-up ends after this long; rows that take seconds a step have nothing to warm."""
 
@@ -87,11 +89,10 @@ class LiveRow:
         self._model = share_weights(bench.model)
         settle()
         before = anonymous_bytes()
-        self.cache: Any = self._make_cache(context, store)
+        self._store, self._context = store, context
+        self.cache: Any = self._make_cache()
         try:
-            self._position = context
-            self._token = torch.ones((bench.batch, 1), dtype=torch.int64, device=bench.device)
-            bench.document.fill(self.cache, context, progress)
+            self._fill(progress)
             began = time.perf_counter()
             for _ in range(WARM_STEPS):
                 self._step()
@@ -109,15 +110,21 @@ class LiveRow:
         """Whether the cache is ours."""
         return self.row.policy is not None
 
-    def _make_cache(self, context: int, store: str) -> Any:
+    def _fill(self, progress: Callable[[float], None] = lambda share: None) -> None:
+        bench = self.bench
+        self._position = self._context
+        self._token = torch.ones((bench.batch, 1), dtype=torch.int64, device=bench.device)
+        bench.document.fill(self.cache, self._context, progress)
+
+    def _make_cache(self) -> Any:
         row, bench = self.row, self.bench
-        max_tokens = context + bench.new_tokens
+        max_tokens = self._context + (FLOOR_NEW_TOKENS if row.is_floor else bench.new_tokens)
         if row.plain is not None:
             return plain_cache(self._model, row.plain, max_tokens)
         assert row.policy is not None
         return TieredCache(
             self._model, row.policy, memory=bench.memory if row.budget == "given" else None,
-            store=store, max_tokens=max_tokens, batch_size=bench.batch,
+            store=self._store, max_tokens=max_tokens, batch_size=bench.batch,
             adapter=bench.adapter if row.policy.uses_adapter else None,
         )  # fmt: skip
 
@@ -138,8 +145,15 @@ class LiveRow:
         self.last_s = time.perf_counter() - start
 
     def run_round(self, steps: int, most_s: float) -> None:
-        """Decode one uncounted token, then `steps` counted ones, or fewer when `most_s` is up."""
+        """Decode one uncounted token, then `steps` counted ones, or fewer when `most_s` is up.
+
+        A floor begins at its own length again, however many rounds it has.
+        """
         began = time.perf_counter()
+        if self.row.is_floor:
+            assert steps < FLOOR_NEW_TOKENS, steps
+            self.cache = self._make_cache()
+            self._fill()
         if self.last_s < 1.0:
             self._step()
         slow = False

@@ -46,11 +46,16 @@ class Target:
 def step_ratio(top: RowResult, below: RowResult, rows: Sequence[RowResult]) -> float | None:
     """Step time of one row over that of another.
 
-    Rows of one session ran in turn: the median over rounds of the ratio of their medians. Rows of
-    different sessions are compared through the floor of their own session.
+    Rows of one session ran in turn: the median over rounds of the ratio of their medians; to a
+    floor, of the ratio to the floors before and behind the round, where those were run, since a
+    machine's speed drifts within a round of all rows. Rows of different sessions are compared
+    through the floor of their own session.
     """
     if not top.rounds_ms or not below.rounds_ms:
         return None
+    if below.is_floor and len(top.floors_ms) == len(top.rounds_ms):
+        beside = zip(top.rounds_ms, top.floors_ms, strict=True)
+        return float(np.median([np.median(steps) / np.mean(floors) for steps, floors in beside]))
     if top.session == below.session:
         pairs = zip(top.rounds_ms, below.rounds_ms, strict=False)
         return float(np.median([np.median(a) / np.median(b) for a, b in pairs]))

@@ -60,6 +60,8 @@ class RowResult:
     skipped: str | None = None
     session: int = 0
     rounds_ms: list[list[float]] = field(default_factory=list)
+    floors_ms: list[list[float]] = field(default_factory=list)
+    """Medians of the fastest floor before and behind each round."""
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -149,21 +151,33 @@ def _decode(
 ) -> dict[str, FetchRecorder]:
     """Rounds over all rows, every second one backwards; the last is recorded for the bursts."""
     recorders: dict[str, FetchRecorder] = {}
+    floors = [row for row, _ in live if row.row.is_floor]
     for number in range(pace.rounds):
         say(f"decoding, round {number + 1} of {pace.rounds}")
-        for row, _ in live if number % 2 == 0 else live[::-1]:
+        for row, result in live if number % 2 == 0 else live[::-1]:
             if number and row.last_s > pace.round_s:
                 continue  # one step of it took longer than a round may: that one must do
             recorded = row.row.name in BURST_ROWS and row.row.device == REAL
             last = number + 1 == pace.rounds
             if recorded and last:
                 recorders[row.row.name] = FetchRecorder(row.cache)
+            beside = row.row.on_disk and floors and all(floor.measured.rounds_s for floor in floors)
+            before = _floor_ms(floors, pace) if beside else 0.0
             row.run_round(pace.steps, pace.round_s)
             if recorded and last:
                 recorders[row.row.name].stop()
+            if beside:
+                result.floors_ms.append([before, _floor_ms(floors, pace)])
     for row, result in live:
         result.rounds_ms = [[s * 1e3 for s in steps] for steps in row.measured.rounds_s]
     return recorders
+
+
+def _floor_ms(floors: list[LiveRow], pace: Pace) -> float:
+    """One more round of the fastest floor; its median step, in milliseconds."""
+    fastest = min(floors, key=lambda floor: float(np.median(floor.measured.steps_s)))
+    fastest.run_round(pace.steps, pace.round_s)
+    return float(np.median(fastest.measured.rounds_s[-1])) * 1e3
 
 
 def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
