@@ -76,13 +76,14 @@ def test_a_run_measures_every_row_and_saves_it(
     methods = parse_settings(["quest,loki:key_ratio=0.25"])
     assert list(rows) == [row.name for row in all_rows(["real", "emmc"], methods)]
     assert "loki:key_ratio=0.25 (emmc, simulated)" in rows
+    on_disk = {row.name for row in all_rows(["real", "emmc"], methods) if row.on_disk}
     for row in rows.values():
         assert row["skipped"] is None
         if row["is_floor"]:  # and more, beside the rows on a device
             assert len(row["rounds_ms"]) >= 2
         else:
             assert [len(steps) for steps in row["rounds_ms"]] == [2, 2]
-        assert len(row["floors_ms"]) == (2 if "store" in row["figures"] else 0)
+        assert len(row["floors_ms"]) == (2 if row["name"] in on_disk else 0)
     full_context = 2200 * SHAPE.num_layers * SHAPE.token_bytes
     assert rows["flexgen"]["figures"]["read_bytes_per_token"] > 0.9 * full_context
     assert rows["kvswap, no reuse"]["figures"]["hit_rate"] == 0
@@ -309,6 +310,14 @@ def test_a_drift_of_the_machine_cancels() -> None:
     for row in rows:
         row.rounds_ms[1] = [3 * ms for ms in row.rounds_ms[1]]
     assert step_ratio(rows[1], rows[0], rows) == pytest.approx(5.0)
+
+
+def test_floors_beside_a_row_come_before_those_of_the_round() -> None:
+    floor, row = rows_of({"floor, StaticCache": 10.0, "kvswap": 24.0})
+    floor.is_floor = True
+    assert step_ratio(row, floor, [floor, row]) == pytest.approx(2.4)
+    row.floors_ms = [[19.0, 21.0] for _ in row.rounds_ms]  # the machine was slow just then
+    assert step_ratio(row, floor, [floor, row]) == pytest.approx(1.2)
 
 
 def test_rows_are_packed_into_what_the_machine_has() -> None:
