@@ -7,7 +7,7 @@ from penstock.kernels.attention import attention_block
 from penstock.kernels.native.compiled import kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
 
-_MOST_OUTPUTS = 1 << 16
+_MOST_OUTPUTS = 1 << 15
 """Floats of one row's output; the compiled kernel sums them on the stack."""
 
 
