@@ -12,6 +12,8 @@ from penstock.bench.figures.style import GRID, INK
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
+MOST_LINEAR_SPREAD = 20
+"""Bars stand on zero unless the slowest row takes more than this times the fastest's."""
 _COLOURS = {"ours": "#0b6e99", "memory": "#8a8f98", "flexgen": "#c96a2b", "floor": "#b9bec6"}
 
 
@@ -28,12 +30,13 @@ def draw_throughput(result: Result) -> Figure:
     most = max(sum(row["batch"] == batch for row in rows) for batch in batches)
     figure = Figure(figsize=(9.5, (0.36 * most + 1.1) * len(batches) + 0.9), layout="constrained")
     panels = figure.subplots(len(batches), 1, squeeze=False)[:, 0]
+    medians = [row["figures"]["median_ms"] for row in rows]
+    is_log = max(medians) > MOST_LINEAR_SPREAD * min(medians)
     for panel, batch in zip(panels, batches, strict=True):
-        _throughput_panel(panel, [row for row in rows if row["batch"] == batch])
+        _throughput_panel(panel, [row for row in rows if row["batch"] == batch], is_log=is_log)
         panel.set_title(f"batch {batch}", pad=18)
-    panels[-1].set_xlabel(
-        "time of one decode step, ms (log scale); whiskers: 10th, 90th percentile"
-    )
+    scale = " (log scale)" if is_log else ""
+    panels[-1].set_xlabel(f"time of one decode step, ms{scale}; whiskers: 10th, 90th percentile")
     settings = result.settings
     figure.suptitle(
         f"{settings['config']}, {settings['context']:,} tokens of context, KV budget "
@@ -43,16 +46,17 @@ def draw_throughput(result: Result) -> Figure:
     return figure
 
 
-def _throughput_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _throughput_panel(panel: Axes, rows: Sequence[dict[str, Any]], *, is_log: bool) -> None:
     rows = rows[::-1]
     places = np.arange(len(rows))
     medians = np.array([row["figures"]["median_ms"] for row in rows])
     low = medians - np.array([row["figures"]["p10_ms"] for row in rows])
     high = np.array([row["figures"]["p90_ms"] for row in rows]) - medians
-    panel.set_xscale("log")
+    if is_log:
+        panel.set_xscale("log")
     panel.grid(axis="x", which="both", color=GRID, linewidth=0.7)
     floors = [row["figures"]["median_ms"] for row in rows if row["is_floor"]]
-    start = min(medians) / 2
+    start = min(medians) / 2 if is_log else 0.0
     bars = panel.barh(
         places, medians - start, left=start, height=0.68,
         color=[_colour(row) for row in rows],
@@ -77,12 +81,15 @@ def _throughput_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=9,
         )  # fmt: skip
     most = max(row["figures"]["p90_ms"] for row in rows)
-    wide = most > 100 * start
-    panel.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_yticks(places, [_row_label(row) for row in rows])
     panel.set_ylim(-0.6, len(rows) - 0.4)
+    if not is_log:
+        panel.set_xlim(0.0, 1.35 * most)
+        return
+    wide = most > 100 * start
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_xlim(start, start * (most / start) ** 1.5)
 
 
