@@ -18,8 +18,8 @@ from penstock.models.plain_model import plain_cache, share_weights, vocabulary_s
 from penstock.workloads.synthetic_kv import SyntheticKV
 
 WARM_STEPS = 3
-FLOOR_NEW_TOKENS = 64
-"""Most tokens of a floor's round."""
+FLOOR_ROOM = 64
+"""A floor's cache has room for so many tokens more than it begins with, or for its round."""
 WARM_S = 5.0
 """Warm-up ends after this long; rows that take seconds a step have nothing to warm."""
 
@@ -89,7 +89,7 @@ class LiveRow:
         self._model = share_weights(bench.model)
         settle()
         before = anonymous_bytes()
-        self._store, self._context = store, context
+        self._store, self._context, self._floor_room = store, context, FLOOR_ROOM
         self.cache: Any = self._make_cache()
         try:
             self._fill(progress)
@@ -118,7 +118,7 @@ class LiveRow:
 
     def _make_cache(self) -> Any:
         row, bench = self.row, self.bench
-        max_tokens = self._context + (FLOOR_NEW_TOKENS if row.is_floor else bench.new_tokens)
+        max_tokens = self._context + (self._floor_room if row.is_floor else bench.new_tokens)
         if row.plain is not None:
             return plain_cache(self._model, row.plain, max_tokens)
         assert row.policy is not None
@@ -151,7 +151,7 @@ class LiveRow:
         """
         began = time.perf_counter()
         if self.row.is_floor:
-            assert steps < FLOOR_NEW_TOKENS, steps
+            self._floor_room = max(FLOOR_ROOM, steps + 2)
             self.cache = self._make_cache()
             self._fill()
         if self.last_s < 1.0:
