@@ -16,7 +16,7 @@ import pytest
 from penstock.core.errors import FetchError, StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file_space import direct_sector_bytes, open_nameless
-from penstock.storage.native_aio import AioQueue, AioTicket
+from penstock.storage.native_aio import AioQueue, AioTicket, Submission, _make_requests
 
 BLOCK, NUM_BLOCKS = 4096, 256
 
@@ -242,3 +242,44 @@ def test_kernel_that_is_full_for_a_while(queue: AioQueue, descriptor: int) -> No
     ticket = start(queue, descriptor, np.arange(8), buffer)
     ticket.wait()
     assert first_words(buffer) == list(range(8))
+
+
+@pytest.mark.parametrize("taken", [0, 3, 5])
+def test_somebody_else_submits(queue: AioQueue, descriptor: int, taken: int) -> None:
+    buffer, blocks = AlignedBuffer(5, BLOCK), np.array([9, 4, 200, 31, 7])
+    pause = start(queue, descriptor, np.arange(8), AlignedBuffer(8, BLOCK))
+
+    def submit(context: int, room: int, key: int) -> Submission:
+        assert room == 32 - queue._in_flight
+        addresses = buffer.address + BLOCK * np.arange(5)
+        lengths = np.full(5, BLOCK, dtype=np.int64)
+        made = _make_requests(descriptor, blocks * BLOCK, lengths, addresses, key)
+        if taken:
+            pointers = made.address + 64 * 5
+            assert queue._calls.submit(context, taken, pointers) == taken
+        return Submission(made, taken)
+
+    ticket = queue.submit_by(submit, 5, buffer.array)
+    assert (ticket.num_reads, ticket.read_bytes) == (5, 5 * BLOCK)
+    ticket.wait()
+    pause.wait()
+    assert first_words(buffer) == blocks.tolist()
+    assert (queue._in_flight, queue._live) == (0, {})
+
+
+def test_somebody_else_fails(queue: AioQueue, descriptor: int) -> None:
+    pause = start(queue, descriptor, np.arange(8), AlignedBuffer(8, BLOCK))
+
+    def fail(*_: int) -> Submission:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit_by(fail, 5, None)
+    with pytest.raises(FetchError, match="given up"):
+        pause.wait()
+    buffer = AlignedBuffer(2, BLOCK)
+    start(queue, descriptor, np.array([3, 1]), buffer).wait()
+    assert first_words(buffer) == [3, 1]
+    queue.close()
+    with pytest.raises(FetchError, match="closed"):
+        queue.submit_by(fail, 5, None)

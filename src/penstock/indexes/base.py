@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.selection import Selection
+from penstock.kernels.group_selection import GroupSelection
 
 
 class KeyIndex(ABC):
@@ -69,6 +70,11 @@ class KeyIndex(ABC):
         Returns:
             Ascending in each row, [batch, min(wanted, num_units - first)]; or None: `score` them.
         """
+        return None
+
+    def selection(self) -> GroupSelection | None:
+        """What `best_units` is one call of, for callers that do more than that in one; None where
+        it is something else."""
         return None
 
     def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:

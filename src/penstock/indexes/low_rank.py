@@ -245,6 +245,11 @@ class LowRankIndex(KeyIndex):
         self, query: Tensor, first: int, num_units: int, wanted: int
     ) -> NDArray[np.int64] | None:
         """See `KeyIndex.best_units`."""
+        selection = self.selection()
+        return None if selection is None else selection.best(query, first, num_units, wanted)
+
+    def selection(self) -> GroupSelection | None:
+        """See `KeyIndex.selection`."""
         if self._head_reduction == "sum":
             return None
         if self._selection is None:
@@ -253,9 +258,7 @@ class LowRankIndex(KeyIndex):
                 self._codes, self._basis, self._scaled_step, self._bits,
                 shape.num_query_heads, shape.num_kv_heads,
             )  # fmt: skip
-        if not self._selection.is_compiled:
-            return None
-        return self._selection.best(query, first, num_units, wanted)
+        return self._selection if self._selection.is_compiled else None
 
     def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
         """See `KeyIndex.score_before`: units that are not there have no share of a softmax."""

@@ -3,6 +3,7 @@
 import ctypes
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -64,6 +65,21 @@ class GroupSelection:
         """Whether `best` is one call; otherwise it needs memory for all groups' logits."""
         return self._kernel is not None
 
+    @property
+    def compiled_index(self) -> int | None:
+        """Address of what the compiled calls know of the index; None where they cannot be used."""
+        return None if self._kernel is None else self._address
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries that the compiled calls take."""
+        return self._basis.dtype
+
+    def scratch_bytes(self, num_groups: int) -> int:
+        """Memory that a compiled call wants."""
+        scores = compiled_scratch_bytes(num_groups, int(self._index.width))
+        return 4 * self._heads * self._rank + 8 * num_groups + scores
+
     def best(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
         """The highest-scoring groups among [first, num_groups); the twin of `reference`.
 
@@ -79,10 +95,7 @@ class GroupSelection:
             return self.reference(query, first, num_groups, wanted)
         query = query.contiguous()
         chosen = np.empty((len(query), count), dtype=np.int64)
-        scratch = np.empty(
-            4 * self._heads * self._rank + 8 * num_groups
-            + compiled_scratch_bytes(num_groups, int(self._index.width)), dtype=np.uint8,
-        )  # fmt: skip
+        scratch = np.empty(self.scratch_bytes(num_groups), dtype=np.uint8)
         self._kernel(
             self._address, query.data_ptr(), len(query), first, num_groups, count,
             address(scratch), address(chosen),

@@ -1,6 +1,7 @@
 """Our attention and mask functions, registered with transformers, and their use by one model."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -82,6 +83,14 @@ def mark_probe(keys: Tensor) -> None:
     setattr(keys, _PROBE, True)
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def without_gradients() -> AbstractContextManager[None]:
+    """`torch.no_grad()`, which is dear between two layers, where it is not on already."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
 def penstock_attention(
     module: nn.Module,
     query: Tensor,
@@ -119,7 +128,7 @@ def penstock_attention(
     visible = None
     if attention_mask is not None and not getattr(key, _UNMASKED):
         visible = attention_mask.padding
-    with torch.no_grad():
+    with without_gradients():
         call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
         return attend(call), None
 

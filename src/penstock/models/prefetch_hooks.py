@@ -4,11 +4,11 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from penstock.models.attention_adapter import without_gradients
 from penstock.models.model_shape import ModelShape
 from penstock.models.query_projection import (
     QueryProjection,
@@ -98,13 +98,12 @@ class PrefetchHooks:
         cache = kwargs.get(cache_argument(kwargs))
         if cache is not self._cache() or not runtime.wants_query(tier):
             return
-        extra = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
-        with torch.no_grad():
+        with without_gradients():
             if is_own:
-                query = self._projection.project_exactly(layer, hidden, extra)
+                query = self._projection.project_exactly(layer, hidden, kwargs)
             else:
-                query = self._projection.project(layer, hidden, extra)
+                query = self._projection.project(layer, hidden, kwargs)
             if query is not None:
                 runtime.begin_fetch(tier, query)
 

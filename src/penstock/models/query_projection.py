@@ -115,8 +115,10 @@ class QueryProjection:
     def probe(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
         module = self._layers[layer]
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        others[cache_argument(kwargs)] = _ProbeCache()
         try:
-            module.forward(hidden, **{**kwargs, cache_argument(kwargs): _ProbeCache()})
+            module.forward(hidden, **others)
         except ProbeDone as done:
             return done.query
         raise UnsupportedModelError(f"{type(module).__name__} never called its attention function")

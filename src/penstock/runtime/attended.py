@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.slot_plan import SlotPlan
+from penstock.runtime.attention_call import AttentionCall
 from penstock.tiers.pool import TokenPool
 from penstock.tiers.slot_table import SlotTable
 
@@ -59,3 +60,24 @@ def attended_tokens(
     times.scatter_add_(1, known, shown.long())
     assert int(times.max()) <= 1, "a token was attended to twice"
     return times > 0
+
+
+def slot_weights(pool: TokenPool, call: AttentionCall, slots: NDArray[np.int64]) -> Tensor:
+    """Share of the softmax that each selected slot gets, over all heads.
+
+    Args:
+        slots: [batch, wanted]
+
+    Returns:
+        float32 [batch, wanted]
+    """
+    batch, heads = call.query.shape[:2]
+    kv_heads = pool.keys.shape[1]
+    query = call.query.view(batch, kv_heads, heads // kv_heads, -1)
+    logits = torch.matmul(query, pool.keys.transpose(2, 3)).float() * call.scaling
+    if call.softcap is not None:
+        logits = torch.tanh(logits / call.softcap) * call.softcap
+    weights = torch.softmax(logits + pool.mask[:, None, None].float(), dim=-1)
+    by_slot = weights.sum(dim=(1, 2)).view(batch, -1, pool.group_tokens).sum(dim=2)
+    chosen = torch.from_numpy(slots).to(by_slot.device).clamp_min(0)
+    return by_slot.gather(1, chosen)

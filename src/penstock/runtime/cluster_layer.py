@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +61,8 @@ class ClusterLayer(RetrievalLayer):
     rows were reordered (beams) the layout is given up, and what is missing is read token by token,
     until another prompt is clustered; after tokens were forgotten (crop) all is clustered anew.
     """
+
+    may_fuse: ClassVar[bool] = False
 
     def __init__(
         self, layer_idx: int, setup: LayerSetup, pool_memory: PoolMemory, policy: SelectionPolicy,

@@ -20,6 +20,7 @@ from penstock.near_storage.near_index import NearIndex, Places
 from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
+from penstock.runtime.fused_fetch import Fetch
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.near_work import NearWork
 from penstock.runtime.retrieval_layer import RetrievalLayer
@@ -121,7 +122,7 @@ class NearLayer(RetrievalLayer):
         phase.units_hit += hot
         phase.predict_s += time.perf_counter() - start
         self._note_rates(asked, hot)
-        self._fetch = (selection, replace(plan, selected_slots=slots), pending)
+        self._fetch = Fetch(selection, replace(plan, selected_slots=slots), pending)
 
     def _note_rates(self, asked: int, hot: int) -> None:
         measured = self.near.measured

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from penstock.indexes.base import KeyIndex
 from penstock.kernels.decode_attention import decode_attention
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.policies.base import SelectionPolicy
-from penstock.runtime.attended import Observer, attended_tokens
+from penstock.runtime.attended import Observer, attended_tokens, slot_weights
 from penstock.runtime.attention_call import AttentionCall, AttentionSum
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
+from penstock.runtime.fused_fetch import Fetch, FusedFetch
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory
 from penstock.tiers.pool import copy_rows
@@ -33,6 +35,9 @@ class RetrievalLayer(LayerCache):
     (wait, one softmax over the pool). Between the two the slots belong to the fetch.
     """
 
+    may_fuse: ClassVar[bool] = True
+    """Whether a fetch is what `read_missing` and `tell_replacement` do here, and no more."""
+
     def __init__(
         self,
         layer_idx: int,
@@ -44,13 +49,13 @@ class RetrievalLayer(LayerCache):
     ) -> None:
         super().__init__(layer_idx, setup, pool_memory)
         plan = setup.plan
-        self.policy = policy
-        self.index = index
+        self.policy, self.index = policy, index
         self.table = SlotTable(plan.batch, plan.num_slots, plan.max_groups)
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
         self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
-        self._fetch: tuple[Selection, FetchPlan, PendingRead | None] | None = None
+        self._fetch: Fetch | None = None
+        self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
         self._slots_full = False
         self._visible: Tensor | None = None
         self._prompt_queries: Tensor | None = None
@@ -61,6 +66,7 @@ class RetrievalLayer(LayerCache):
         """Say which unit of each row is the first that may be selected."""
         self._first_unit = first_unit
         self._lowest_unit = int(first_unit.min())
+        self._is_even = self._lowest_unit == first_unit.max()
 
     # Fetching ---------------------------------------------------------------------------------
 
@@ -86,12 +92,8 @@ class RetrievalLayer(LayerCache):
         if setup.plan.shared_pools and not self.has_prefetched:
             # The slots hold another layer's groups.
             self._clear_table()
-        selection = self.policy.select(
-            self.index, query, self._first_unit, end_unit, setup.plan.selected_groups
-        )
-        self.tell_replacement()
-        plan = plan_fetch(selection, self.table, self.replacement)
-        pending = self.read_missing(plan) if len(plan.rows) else None
+        self._fetch = self._fetch_fused(query, end_unit) or self._fetch_in_steps(query, end_unit)
+        plan = self._fetch.plan
         wanted, hit = plan.num_wanted - plan.num_reused, plan.num_hit - plan.num_reused
         setup.phase.units_wanted += wanted
         setup.phase.units_hit += hit
@@ -103,7 +105,22 @@ class RetrievalLayer(LayerCache):
                 "select", "select", int(start * 1e9), int(end * 1e9), layer=self.layer_idx,
                 wanted=wanted, hit=hit,
             )  # fmt: skip
-        self._fetch = (selection, plan, pending)
+
+    def _fetch_fused(self, query: Tensor, end_unit: int) -> Fetch | None:
+        if not self.may_fuse or not self._is_even:
+            return None
+        return self._fused.begin(
+            self.index, self.table, self.replacement, self.setup.units.table, query,
+            (self._lowest_unit, end_unit), self.setup.plan.selected_groups,
+        )  # fmt: skip
+
+    def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
+        selection = self.policy.select(
+            self.index, query, self._first_unit, end_unit, self.setup.plan.selected_groups
+        )
+        self.tell_replacement()
+        plan = plan_fetch(selection, self.table, self.replacement)
+        return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
 
     @property
     def has_prefetched(self) -> bool:
@@ -183,7 +200,7 @@ class RetrievalLayer(LayerCache):
             self.observer(self.layer_idx, self._attended(fetched))
         if fetched is not None and self.index.observes:
             selection, plan = fetched
-            self.index.observe(selection, self._weights(call, plan.selected_slots))
+            self.index.observe(selection, slot_weights(self.pool, call, plan.selected_slots))
         shown = self.attended_mask(None if fetched is None else fetched[1])
         if self._compact is None and call.sink_logits is None and call.softcap is None:
             out = decode_attention(call.query, self.pool.tokens, shown, call.scaling)
@@ -216,19 +233,6 @@ class RetrievalLayer(LayerCache):
         plan = self.setup.plan
         first_groups = self._first_unit - plan.sink_slots
         return attended_tokens(self.pool, self.table, plan, first_groups, self.length, gathered)
-
-    def _weights(self, call: AttentionCall, slots: NDArray[np.int64]) -> Tensor:
-        """Share of the softmax that each selected slot gets, over all heads. [batch, wanted]"""
-        batch, heads = call.query.shape[:2]
-        kv_heads = self.pool.keys.shape[1]
-        query = call.query.view(batch, kv_heads, heads // kv_heads, -1)
-        logits = torch.matmul(query, self.pool.keys.transpose(2, 3)).float() * call.scaling
-        if call.softcap is not None:
-            logits = torch.tanh(logits / call.softcap) * call.softcap
-        weights = torch.softmax(logits + self.pool.mask[:, None, None].float(), dim=-1)
-        by_slot = weights.sum(dim=(1, 2)).view(batch, -1, self.setup.plan.group_tokens).sum(dim=2)
-        chosen = torch.from_numpy(slots).to(by_slot.device).clamp_min(0)
-        return by_slot.gather(1, chosen)
 
     # The index --------------------------------------------------------------------------------
 

@@ -220,6 +220,11 @@ class SlotTransfer:
         self._writes: list[Future[int]] = []
 
     @property
+    def buffer(self) -> AlignedBuffer | None:
+        """The pool's memory, where reads land in it directly."""
+        return self._memory.buffer
+
+    @property
     def max_rows(self) -> int | None:
         """Most units in one transfer; None for no limit."""
         return None if self._staging is None else self._staging.rows
@@ -227,8 +232,7 @@ class SlotTransfer:
     def read(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> PendingRead:
         """Submit reads of `unit_ids[i]` into pool row `rows[i]`."""
         if self._memory.buffer is not None:
-            ticket = self.region.submit_read(unit_ids, self._memory.buffer, rows)
-            return PendingRead([ticket], self._tracer)
+            return self.pending(self.region.submit_read(unit_ids, self._memory.buffer, rows))
         staging = self._staging
         assert staging is not None
         section = staging.acquire()
@@ -241,6 +245,10 @@ class SlotTransfer:
             [ticket], self._tracer,
             unstage=lambda: self._unstage(section, rows), release=lambda: staging.release(section),
         )  # fmt: skip
+
+    def pending(self, ticket: Ticket) -> PendingRead:
+        """Reads into the pool's own memory that are under way."""
+        return PendingRead([ticket], self._tracer)
 
     def _unstage(self, section: StagingSection, rows: NDArray[np.int64]) -> None:
         memory = self._memory.tensor

@@ -41,6 +41,11 @@ class DirectFile(KVFile):
             self._descriptor, offsets, lengths, addresses, keep_alive, self.sector_bytes
         )
 
+    @property
+    def request_queue(self) -> tuple[AioQueue, int] | None:
+        """See `KVFile.request_queue`."""
+        return None if self._descriptor < 0 else (self._queue, self._descriptor)
+
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write past the page cache; returns when the device has the bytes."""
         address = int(data.__array_interface__["data"][0])

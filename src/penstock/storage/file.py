@@ -3,11 +3,15 @@
 import errno
 import os
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import FetchError, StorageError, StoreFullError
+
+if TYPE_CHECKING:
+    from penstock.storage.native_aio import AioQueue
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -78,6 +82,12 @@ class KVFile(ABC):
             AlignmentError: direct I/O, and something is not a multiple of `sector_bytes`.
             FetchError: the file is closed. Errors of the reads themselves come from `wait`.
         """
+
+    @property
+    def request_queue(self) -> "tuple[AioQueue, int] | None":
+        """Where reads of this file may be submitted by those who make requests themselves, and its
+        descriptor; None where they must go through `submit_reads`."""
+        return None
 
     @abstractmethod
     def write_at(self, offset: int, data: ByteArray) -> None:

@@ -2,11 +2,8 @@
 
 import ctypes
 import errno
-import functools
 import itertools
 import os
-import platform
-import sys
 import threading
 import time
 from collections import deque
@@ -17,12 +14,9 @@ import numpy as np
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.native.compiled import address, kernel
+from penstock.storage.aio_calls import find_calls
 from penstock.storage.file import Int64Array, Ticket, read_error
 
-_CALL_NUMBERS = {  # io_setup, io_destroy, io_submit, io_getevents
-    "x86_64": (206, 207, 209, 208),
-    "aarch64": (0, 1, 2, 4),
-}
 _KEY, _CONTROL, _ADDRESS, _LENGTH, _OFFSET = 0, 2, 3, 4, 5
 """Columns of an iocb read as eight little-endian int64; opcode 0 in CONTROL is a plain read."""
 _IOCB_BYTES = 64
@@ -32,7 +26,7 @@ _PATIENCE_S = 1
 _SUBMIT_RETRIES = 1000
 
 
-class _Requests(NamedTuple):
+class Requests(NamedTuple):
     """A batch of reads as the kernel wants it."""
 
     iocbs: Int64Array
@@ -43,10 +37,17 @@ class _Requests(NamedTuple):
     """Every offset, length and address or-ed together: tells whether all are aligned."""
 
 
+class Submission(NamedTuple):
+    """Requests, and how many of them the kernel has taken already, from the first on."""
+
+    requests: Requests
+    taken: int
+
+
 def _make_requests(
     descriptor: int, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array,
     first_key: int,
-) -> _Requests:  # fmt: skip
+) -> Requests:  # fmt: skip
     """Requests whose keys count from `first_key`; in one call where it is compiled."""
     count = len(offsets)
     memory = np.empty(9 * count, dtype=np.int64)
@@ -56,21 +57,21 @@ def _make_requests(
     if compiled is not None:
         found = np.empty(2, dtype=np.int64)
         compiled(*map(address, parts), count, descriptor, first_key, first, address(found))
-        return _Requests(iocbs, first, *found.tolist())
+        return Requests(iocbs, first, *found.tolist())
     iocbs[:] = 0
     iocbs[:, _KEY] = np.arange(first_key, first_key + count)
     iocbs[:, _CONTROL] = descriptor << 32
     iocbs[:, _ADDRESS], iocbs[:, _LENGTH], iocbs[:, _OFFSET] = addresses, lengths, offsets
     memory[8 * count :] = np.arange(first, first + _IOCB_BYTES * count, _IOCB_BYTES)
     bits = int(np.bitwise_or.reduce(offsets | lengths | addresses)) if count else 0
-    return _Requests(iocbs, first, int(lengths.sum()), bits)
+    return Requests(iocbs, first, int(lengths.sum()), bits)
 
 
 class AioTicket(Ticket):
     """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
 
     def __init__(
-        self, queue: "AioQueue", number: int, requests: "_Requests", keep_alive: object
+        self, queue: "AioQueue", number: int, requests: Requests, keep_alive: object
     ) -> None:
         self.num_reads = len(requests.iocbs)
         self.read_bytes = requests.read_bytes
@@ -133,7 +134,7 @@ class AioQueue:
         Raises:
             StorageError: the system has no native AIO, or none left.
         """
-        self._calls = _find_calls()
+        self._calls = find_calls()
         self._max_in_flight = max_in_flight
         self._lock = threading.RLock()  # guards all below
         self._changed = threading.Condition(self._lock)
@@ -172,20 +173,47 @@ class AioQueue:
         requests = _make_requests(descriptor, offsets, lengths, addresses, number << 32)
         if requests.bits & (sector_bytes - 1):
             raise AlignmentError(f"a read is not aligned to {sector_bytes} bytes")
-        count = len(requests.iocbs)
+        return self._start(
+            number, len(requests.iocbs), lambda *_: Submission(requests, 0), keep_alive
+        )
+
+    def submit_by(
+        self, start: Callable[[int, int, int], Submission], most: int, keep_alive: object
+    ) -> AioTicket:
+        """Let somebody else make a batch of aligned reads and hand them to the kernel.
+
+        Args:
+            start: given the context, how many reads it takes now, and the key of the first one
+                (the others' follow), returns the reads and how many the kernel has taken.
+            most: reads that there can be.
+
+        Raises:
+            FetchError: the queue is closed.
+        """
+        return self._start(next(self._numbers), most, start, keep_alive)
+
+    def _start(
+        self, number: int, most: int, start: Callable[[int, int, int], Submission],
+        keep_alive: object,
+    ) -> AioTicket:  # fmt: skip
         with self._lock:
             if self._is_closed:
                 raise FetchError("the store is closed")
-            if self._in_flight + count > self._max_in_flight:
+            if self._in_flight + most > self._max_in_flight:
                 self.poll()
-            ticket = AioTicket(self, number, requests, keep_alive)
-            if not count:
-                ticket.finish()
-                return ticket
             try:
+                room = 0 if self._backlog else self._max_in_flight - self._in_flight
+                requests, taken = start(self._context or self._setup(), room, number << 32)
+                ticket = AioTicket(self, number, requests, keep_alive)
+                if not ticket.num_reads:
+                    ticket.finish()
+                    return ticket
                 self._live[number] = ticket
-                self._backlog.append(ticket)
-                self._submit_backlog()
+                self._in_flight += taken
+                ticket.num_submitted = ticket.num_outstanding = taken
+                if taken < ticket.num_reads:
+                    self._backlog.append(ticket)
+                    self._submit_backlog()
             except BaseException:
                 self._abandon("interrupted")
                 raise
@@ -206,6 +234,7 @@ class AioQueue:
     def wait_for(self, ticket: AioTicket) -> None:
         """Block until `ticket` is complete. Its error, if any, is left in it."""
         try:
+            self.poll()  # most reads have ended when somebody asks for them
             while not ticket.is_complete:
                 self._wait_once(ticket)
         except BaseException:
@@ -348,32 +377,3 @@ class AioQueue:
         self._backlog.clear()
         self._in_flight = 0
         self._changed.notify_all()
-
-
-class _Calls(NamedTuple):
-    """The four system calls; each returns -1 and sets errno when it fails."""
-
-    setup: Callable[[int, int], int]
-    """(max_in_flight, address of the context)"""
-    destroy: Callable[[int], int]
-    """(context); returns when every read of the context has ended"""
-    submit: Callable[[int, int, int], int]
-    """(context, count, address of pointers to iocbs); returns how many were taken"""
-    get_events: Callable[[int, int, int, int, int], int]
-    """(context, at least, at most, address of events, address of timeout); returns how many"""
-
-
-def _find_calls() -> _Calls:
-    numbers = _CALL_NUMBERS.get(platform.machine())
-    if not sys.platform.startswith("linux") or sys.byteorder != "little" or numbers is None:
-        raise StorageError("native asynchronous I/O needs Linux on x86-64 or ARM64")
-    if ctypes.sizeof(ctypes.c_void_p) != 8:
-        raise StorageError("native asynchronous I/O needs a 64-bit Python")
-    libc = ctypes.CDLL(None, use_errno=True)
-    calls = []
-    for number, num_arguments in zip(numbers, (2, 1, 3, 5), strict=True):
-        call = libc["syscall"]  # a new function object at every look-up
-        call.restype = ctypes.c_long
-        call.argtypes = [ctypes.c_long] * (1 + num_arguments)
-        calls.append(functools.partial(call, number))
-    return _Calls(*calls)

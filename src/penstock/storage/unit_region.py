@@ -16,6 +16,7 @@ class UnitRegion:
     Attributes:
         unit_bytes: payload of a unit
         row_bytes: a unit's place on disk and in a buffer: the payload padded to whole sectors
+        run_units: most units in one transfer
     """
 
     def __init__(self, file: KVFile, unit_bytes: int, sector_bytes: int | None = None) -> None:
@@ -30,7 +31,7 @@ class UnitRegion:
         sector = sector_bytes or file.sector_bytes
         assert sector % file.sector_bytes == 0, (sector, file.sector_bytes)
         self.row_bytes = -(-unit_bytes // sector) * sector
-        self._run_units = max(1, _RUN_BYTES // self.row_bytes)
+        self.run_units = max(1, _RUN_BYTES // self.row_bytes)
 
     def reserve(self, num_units: int) -> None:
         """Make room on the disk for units [0, num_units).
@@ -46,7 +47,7 @@ class UnitRegion:
         Raises:
             FetchError: the store is closed. Errors of the reads themselves come from `Ticket.wait`.
         """
-        reads = plan_reads(unit_ids, rows, self._run_units, buffer)
+        reads = plan_reads(unit_ids, rows, self.run_units, buffer)
         if reads is None:
             runs, row_bytes = self._plan(unit_ids, buffer, rows), self.row_bytes
             reads = (
@@ -82,4 +83,4 @@ class UnitRegion:
         if len(rows):
             largest = rows.view(np.uint64).max()  # negative rows are large ones
             assert largest < buffer.num_rows, "a row outside the buffer"
-        return coalesce(unit_ids, rows, self._run_units)
+        return coalesce(unit_ids, rows, self.run_units)

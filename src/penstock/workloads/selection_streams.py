@@ -187,7 +187,7 @@ class StreamedIndex(KeyIndex):
                 return scores.masked_fill(hidden[:, :num_units], float("-inf"))
             return scores.scatter(1, hidden, float("-inf"))
 
-        replaced = {"score": masked, "best_units": lambda *_: None}
+        replaced = {"score": masked, "best_units": lambda *_: None, "selection": lambda: None}
         vars(self.inner).update(replaced)
         try:
             yield self.inner

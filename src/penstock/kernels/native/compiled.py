@@ -34,6 +34,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
     "predict_query": (*4 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
     "select_groups": (*2 * (_ADDRESS,), *4 * (_COUNT,), *2 * (_ADDRESS,)),
+    "fetch_groups": (*3 * (_ADDRESS,), *7 * (_COUNT,), *2 * (_ADDRESS,)),
     "plan_reads": (*2 * (_ADDRESS,), *5 * (_COUNT,), *2 * (_ADDRESS,)),
     "fill_iocbs": (*3 * (_ADDRESS,), *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "copy_centroids": (*2 * (_ADDRESS,), _COUNT),
@@ -63,7 +64,7 @@ _VECTORS = frozenset({
 
 _BYTE_PRODUCTS = frozenset({
     "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
-    "split_cluster", "select_groups",
+    "split_cluster", "select_groups", "fetch_groups",
 })  # fmt: skip
 """Kernels that need AVX-512 VNNI."""
 

@@ -1,7 +1,7 @@
 /* Bookkeeping of a fetch: which slots missing units take, which reads merge, how they ended. The
  * twins are the numpy versions in runtime/fetch_plan.py, storage/coalesce.py and native_aio.py. */
 
-#include "kernels.h"
+#include "steps.h"
 
 /* Look one selection up, take slots for what is missing by a clock, and admit it.
  *

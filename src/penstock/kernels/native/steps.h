@@ -25,6 +25,18 @@ typedef struct {
     int64_t group_tokens, block_groups, width, bits;
 } penstock_codes;
 
+/* Slots of one layer, and the file that fills them; the fields of `_Slots` in
+ * kernels/group_fetch.py. */
+typedef struct {
+    int32_t *slot_of, *unit_in; /* as plan_fifo_fetch has them, like `heads` and the next two */
+    int64_t *heads;
+    const int64_t *stored; /* [batch][max_stored], unit of the file that a group is */
+    int64_t max_units, num_slots, max_stored;
+    int64_t row_slots; /* rows of the buffer from one batch row's first slot to the next one's */
+    int64_t buffer, row_bytes, num_rows, run_units; /* as plan_reads has them */
+    int64_t descriptor;
+} penstock_slots;
+
 PENSTOCK_EXPORT void penstock_rms_norm(const char *x, const char *weight, float epsilon,
                                        int64_t rows, int64_t width, int64_t kind, char *out);
 PENSTOCK_EXPORT void penstock_turn_query(const char *query, const char *weight, float epsilon,
@@ -41,5 +53,21 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
                                            int64_t num_groups, void *scratch, float *scores);
 PENSTOCK_EXPORT void penstock_top_units(const float *scores, int64_t first, int64_t num_units,
                                         int64_t wanted, int32_t *scratch, int64_t *chosen);
+PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,
+                                            int64_t batch, int64_t first, int64_t num_groups,
+                                            int64_t wanted, char *scratch, int64_t *chosen);
+PENSTOCK_EXPORT void penstock_plan_fifo_fetch(const int64_t *wanted, const uint8_t *valid,
+                                              int64_t batch, int64_t width, int64_t max_units,
+                                              int64_t num_slots, int32_t *slot_of,
+                                              int32_t *unit_in, int64_t *heads, uint8_t *pinned,
+                                              int64_t *slots, int64_t *rows, int64_t *units,
+                                              int64_t *victims, int64_t *num_missing);
+PENSTOCK_EXPORT void penstock_plan_reads(const int64_t *units, const int64_t *rows, int64_t count,
+                                         int64_t max_units, int64_t row_bytes, int64_t num_rows,
+                                         int64_t buffer, int64_t *reads, int64_t *num_reads);
+PENSTOCK_EXPORT void penstock_fill_iocbs(const int64_t *offsets, const int64_t *lengths,
+                                         const int64_t *addresses, int64_t count,
+                                         int64_t descriptor, int64_t first_key, int64_t *iocbs,
+                                         int64_t *found);
 
 #endif

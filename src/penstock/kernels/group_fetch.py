@@ -1,0 +1,148 @@
+"""GroupFetch: from a query to reads under way, in one call."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.group_selection import GroupSelection
+from penstock.kernels.native.compiled import address, kernel
+
+_RESULTS = 8
+_IOCB_NUMBERS = 8
+_LISTS = 10
+"""Lists in front of the requests: chosen, slots, rows, units, victims, units and rows of the reads,
+and what they read."""
+_ASCENDS_NOT = -1
+_OUTSIDE = -2
+
+
+class _Slots(ctypes.Structure):
+    """`penstock_slots` of native/steps.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("slot_of", "unit_in", "heads", "stored")),
+        *((name, ctypes.c_int64) for name in (
+            "max_units", "num_slots", "max_stored", "row_slots", "buffer", "row_bytes", "num_rows",
+            "run_units", "descriptor",
+        )),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SlotArrays:
+    """One layer's slots and where they are filled from; the arrays stay where they are."""
+
+    slot_of: NDArray[np.int32]
+    """See `SlotTable`. [batch, max_units]"""
+    unit_in: NDArray[np.int32]
+    """[batch, slots]"""
+    heads: NDArray[np.int64]
+    """Clock hands, see `FIFO`. [batch]"""
+    stored: NDArray[np.int64]
+    """Unit of the file that a group is, see `UnitMap`. [batch, max_groups]"""
+    row_slots: int
+    """Buffer rows from one batch row's first slot to the next one's."""
+    buffer: int
+    """Address of the slots' memory."""
+    row_bytes: int
+    num_rows: int
+    run_units: int
+    """Most units in one read."""
+    descriptor: int
+    """Of the file."""
+
+
+class Fetched(NamedTuple):
+    """What one call did."""
+
+    chosen: NDArray[np.int64]
+    """Selected groups, ascending. [batch, wanted]"""
+    slots: NDArray[np.int64]
+    """Where each of them is, or will be. [batch, wanted]"""
+    rows: NDArray[np.int64]
+    """Batch rows of those that were missing. [missing]"""
+    units: NDArray[np.int64]
+    """[missing]"""
+    victims: NDArray[np.int64]
+    """Slots that they take. [missing]"""
+    iocbs: NDArray[np.int64] | None
+    """Requests, with pointers to them behind; None where the reads are still to be submitted: they
+    are not in the file's order. [reads, 8]"""
+    address: int
+    """Of the first request."""
+    taken: int
+    """How many of the requests the kernel has taken."""
+    read_bytes: int
+
+
+class GroupFetch:
+    """`GroupSelection.best`, a fetch plan by a clock, and its reads through native AIO.
+
+    The twin is a `RetrievalLayer` that takes the three steps after each other.
+    """
+
+    def __init__(self, selection: GroupSelection, to: SlotArrays) -> None:
+        """Look at memory that is changed elsewhere but stays where it is.
+
+        Args:
+            selection: one that is compiled.
+        """
+        compiled, query_part = kernel("fetch_groups"), selection.compiled_index
+        assert compiled is not None, "a compiled selection comes with this"
+        assert query_part is not None, "a compiled selection is wanted"
+        for array in (to.slot_of, to.unit_in, to.heads, to.stored):
+            assert array.flags.c_contiguous, "arrays of one piece are wanted"
+        assert to.slot_of.dtype == to.unit_in.dtype == np.int32
+        assert to.heads.dtype == to.stored.dtype == np.int64
+        self._kernel, self._selection, self._to = compiled, selection, to
+        self._num_slots = to.unit_in.shape[1]
+        self._index = query_part
+        self._slots = _Slots(
+            address(to.slot_of), address(to.unit_in), address(to.heads), address(to.stored),
+            to.slot_of.shape[1], to.unit_in.shape[1], to.stored.shape[1], to.row_slots, to.buffer,
+            to.row_bytes, to.num_rows, to.run_units, to.descriptor,
+        )  # fmt: skip
+        self._slots_address = ctypes.addressof(self._slots)
+
+    def submit(
+        self, query: Tensor, groups: tuple[int, int], wanted: int, context: int, room: int, key: int
+    ) -> Fetched:
+        """Select, take slots for what is missing and hand its reads to the kernel.
+
+        Args:
+            query: contiguous, in the dtype of the selection's basis. [batch, heads, head_dim]
+            groups: the first and the end of those that may be chosen.
+            wanted: 1 .. end - first.
+            context: of native AIO; `room`: most requests that it takes now.
+            key: of the first request.
+        """
+        batch, (first, end) = len(query), groups
+        size = batch * wanted
+        # Torch's memory tells its address several times faster than numpy's.
+        memory = torch.empty(_RESULTS + (_LISTS + _IOCB_NUMBERS + 1) * size, dtype=torch.int64)
+        scratch = torch.empty(
+            max(self._selection.scratch_bytes(end), self._num_slots), dtype=torch.uint8
+        )
+        start = memory.data_ptr()
+        self._kernel(
+            self._index, self._slots_address, query.data_ptr(), batch, first, end, wanted, context,
+            room, key, scratch.data_ptr(), start,
+        )  # fmt: skip
+        out: NDArray[np.int64] = memory.numpy()
+        missing, reads, taken, read_bytes = out[:4].tolist()
+        assert missing >= 0, "fewer unpinned slots than units to admit"
+        assert reads != _OUTSIDE, "a row outside the buffer"
+        lists = out[_RESULTS : _RESULTS + 5 * size].reshape(5, size)
+        iocbs, behind = None, _RESULTS + _LISTS * size
+        if reads != _ASCENDS_NOT:
+            iocbs = out[behind : behind + _IOCB_NUMBERS * reads].reshape(reads, _IOCB_NUMBERS)
+        chosen, slots = lists[:2].reshape(2, batch, wanted)
+        return Fetched(
+            chosen, slots, lists[2, :missing], lists[3, :missing], lists[4, :missing], iocbs,
+            start + 8 * behind, taken, read_bytes,
+        )  # fmt: skip
