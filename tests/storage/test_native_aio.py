@@ -257,7 +257,7 @@ def test_somebody_else_submits(queue: AioQueue, descriptor: int, taken: int) -> 
         if taken:
             pointers = made.address + 64 * 5
             assert queue._calls.submit(context, taken, pointers) == taken
-        return Submission(made, taken)
+        return Submission(made, taken, 0)
 
     ticket = queue.submit_by(submit, 5, buffer.array)
     assert (ticket.num_reads, ticket.read_bytes) == (5, 5 * BLOCK)

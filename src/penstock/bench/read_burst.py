@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.devices.measure import measure_reads
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.file import Int64Array, KVFile, Ticket
+from penstock.storage.file import Int64Array, KVFile
 
 MAX_BATCHES = 400
 ROUNDS = 2
@@ -50,31 +50,20 @@ class FetchRecorder:
         """Start recording; `stop` ends it."""
         self._cache = cache
         self.batches: list[_Batch] = []
-        self._regions: list[Any] = []
         store = cache._runtime._store
         assert store is not None
-        for layer in range(cache._config.shape.num_layers):
-            region = store.region(layer)
-            self._record(layer, region)
-            self._regions.append(region)
+        self._regions = [store.region(i) for i in range(cache._config.shape.num_layers)]
+        for layer, region in enumerate(self._regions):
+            region.observer = partial(self._note, layer)
 
-    def _record(self, layer: int, region: Any) -> None:
-        submit = region.submit_read
-
-        def submit_read(
-            units: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]
-        ) -> Ticket:
-            if len(self.batches) < MAX_BATCHES:
-                self.batches.append(_Batch(layer, units.copy()))
-            ticket: Ticket = submit(units, buffer, rows)
-            return ticket
-
-        region.submit_read = submit_read
+    def _note(self, layer: int, units: Int64Array) -> None:
+        if len(self.batches) < MAX_BATCHES:
+            self.batches.append(_Batch(layer, units.copy()))
 
     def stop(self) -> None:
         """End the recording."""
         for region in self._regions:
-            del region.submit_read  # the instance's own, over the class's
+            region.observer = None
         self._regions = []
 
 

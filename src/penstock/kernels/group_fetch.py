@@ -78,6 +78,8 @@ class Fetched(NamedTuple):
     taken: int
     """How many of the requests the kernel has taken."""
     read_bytes: int
+    submitted_ns: int
+    """`time.perf_counter_ns` when the reads began to be submitted; 0 where none were."""
 
 
 class GroupFetch:
@@ -134,7 +136,7 @@ class GroupFetch:
             room, key, scratch.data_ptr(), start,
         )  # fmt: skip
         out: NDArray[np.int64] = memory.numpy()
-        missing, reads, taken, read_bytes = out[:4].tolist()
+        missing, reads, taken, read_bytes, _, submitted_ns = out[:6].tolist()
         assert missing >= 0, "fewer unpinned slots than units to admit"
         assert reads != _OUTSIDE, "a row outside the buffer"
         lists = out[_RESULTS : _RESULTS + 5 * size].reshape(5, size)
@@ -144,5 +146,5 @@ class GroupFetch:
         chosen, slots = lists[:2].reshape(2, batch, wanted)
         return Fetched(
             chosen, slots, lists[2, :missing], lists[3, :missing], lists[4, :missing], iocbs,
-            start + 8 * behind, taken, read_bytes,
+            start + 8 * behind, taken, read_bytes, submitted_ns,
         )  # fmt: skip

@@ -132,7 +132,8 @@ class FusedFetch:
             nonlocal found
             found = made.call.submit(query, groups, wanted, context, room, key)
             iocbs = _NOTHING if found.iocbs is None else found.iocbs
-            return Submission(Requests(iocbs, found.address, found.read_bytes, 0), found.taken)
+            requests = Requests(iocbs, found.address, found.read_bytes, 0)
+            return Submission(requests, found.taken, found.submitted_ns)
 
         transfer = self._transfer
         transfer.drain()
@@ -144,10 +145,12 @@ class FusedFetch:
             found.rows, found.units, found.victims, found.slots, num_wanted,
             num_wanted - len(found.rows),
         )  # fmt: skip
-        pending = None
+        pending, observer = None, transfer.region.observer
         if found.iocbs is None:
             units = made.stored[found.rows, found.units]
             pending = transfer.read(units, found.rows * self._row_slots + found.victims)
         elif len(found.rows):
             pending = transfer.pending(ticket)
+            if observer is not None:
+                observer(made.stored[found.rows, found.units])
         return Fetch(Selection(found.chosen), plan, pending)

@@ -42,6 +42,8 @@ class Submission(NamedTuple):
 
     requests: Requests
     taken: int
+    submitted_ns: int
+    """`time.perf_counter_ns` when they began to be."""
 
 
 def _make_requests(
@@ -71,16 +73,16 @@ class AioTicket(Ticket):
     """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
 
     def __init__(
-        self, queue: "AioQueue", number: int, requests: Requests, keep_alive: object
+        self, queue: "AioQueue", number: int, made: Submission, keep_alive: object
     ) -> None:
+        requests = made.requests
         self.num_reads = len(requests.iocbs)
         self.read_bytes = requests.read_bytes
-        self.submitted_ns = time.perf_counter_ns()
+        self.submitted_ns = made.submitted_ns
         self.finished_ns = 0
         self.number = number
         self.iocbs = requests.iocbs
-        self.num_submitted = 0
-        self.num_outstanding = 0
+        self.num_submitted = self.num_outstanding = made.taken
         self.is_complete = False
         self.error: FetchError | None = None
         self._queue = queue
@@ -174,7 +176,10 @@ class AioQueue:
         if requests.bits & (sector_bytes - 1):
             raise AlignmentError(f"a read is not aligned to {sector_bytes} bytes")
         return self._start(
-            number, len(requests.iocbs), lambda *_: Submission(requests, 0), keep_alive
+            number,
+            len(requests.iocbs),
+            lambda *_: Submission(requests, 0, time.perf_counter_ns()),
+            keep_alive,
         )
 
     def submit_by(
@@ -203,14 +208,13 @@ class AioQueue:
                 self.poll()
             try:
                 room = 0 if self._backlog else self._max_in_flight - self._in_flight
-                requests, taken = start(self._context or self._setup(), room, number << 32)
-                ticket = AioTicket(self, number, requests, keep_alive)
+                made = start(self._context or self._setup(), room, number << 32)
+                ticket, taken = AioTicket(self, number, made, keep_alive), made.taken
                 if not ticket.num_reads:
                     ticket.finish()
                     return ticket
                 self._live[number] = ticket
                 self._in_flight += taken
-                ticket.num_submitted = ticket.num_outstanding = taken
                 if taken < ticket.num_reads:
                     self._backlog.append(ticket)
                     self._submit_backlog()

@@ -1,5 +1,7 @@
 """UnitRegion: the fixed-size, sector-aligned units of one layer in one file."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -31,6 +33,8 @@ class UnitRegion:
         sector = sector_bytes or file.sector_bytes
         assert sector % file.sector_bytes == 0, (sector, file.sector_bytes)
         self.row_bytes = -(-unit_bytes // sector) * sector
+        self.observer: Callable[[Int64Array], None] | None = None
+        """Told which units every batch of reads has (measurements)."""
         self.run_units = max(1, _RUN_BYTES // self.row_bytes)
 
     def reserve(self, num_units: int) -> None:
@@ -47,6 +51,8 @@ class UnitRegion:
         Raises:
             FetchError: the store is closed. Errors of the reads themselves come from `Ticket.wait`.
         """
+        if self.observer is not None:
+            self.observer(unit_ids)
         reads = plan_reads(unit_ids, rows, self.run_units, buffer)
         if reads is None:
             runs, row_bytes = self._plan(unit_ids, buffer, rows), self.row_bytes

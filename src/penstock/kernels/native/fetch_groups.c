@@ -8,9 +8,16 @@
 
 #ifdef __linux__
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MOST_SUBMITTERS = 4, LEAST_REQUESTS = 8 };
+
+static int64_t now(void) { /* as Python's perf_counter_ns */
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
 
 static int64_t submit_some(int64_t context, int64_t count, int64_t *requests) {
     const int64_t taken = (int64_t)syscall(SYS_io_submit, context, count, requests);
@@ -38,6 +45,10 @@ static int64_t submit(int64_t context, int64_t count, int64_t *requests) {
     return done;
 }
 #else
+static int64_t now(void) {
+    return 0;
+}
+
 static int64_t submit(int64_t context, int64_t count, int64_t *requests) {
     (void)context, (void)count, (void)requests;
     return 0;
@@ -55,9 +66,10 @@ enum { CHOSEN, SLOTS, ROWS, UNITS, VICTIMS, STORED, PLACES, READS, IOCBS = READS
  * scratch: as select_groups has it, and at least to->num_slots bytes
  * out: int64 [8 + 19 * batch * wanted]. First missing groups (-1: more than there are slots, and
  *     nothing after that), requests (-1, -2: as plan_reads has it, and nothing after that),
- *     requests taken, and what fill_iocbs found; then, from 8 on, lists of batch * wanted in the
- *     order above: chosen groups, their slots; of missing ones rows, groups, slots, units in the
- *     file, rows of the buffer; then reads and requests */
+ *     requests taken, what fill_iocbs found, and the clock before they were submitted, in ns;
+ *     then, from 8 on, lists of batch * wanted in the order above: chosen groups, their slots; of
+ *     missing ones rows, groups, slots, units in the file, rows of the buffer; then reads and
+ *     requests */
 PENSTOCK_EXPORT void penstock_fetch_groups(const penstock_codes *index, const penstock_slots *to,
                                            const char *query, int64_t batch, int64_t first,
                                            int64_t num_groups, int64_t wanted, int64_t context,
@@ -85,5 +97,6 @@ PENSTOCK_EXPORT void penstock_fetch_groups(const penstock_codes *index, const pe
     if (out[1] <= 0) return;
     penstock_fill_iocbs(reads, reads + missing, reads + 2 * missing, out[1], to->descriptor,
                         first_key, iocbs, out + 3);
+    out[5] = now();
     if (room > 0) out[2] = submit(context, out[1] < room ? out[1] : room, iocbs + 8 * out[1]);
 }
