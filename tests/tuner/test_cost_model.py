@@ -12,8 +12,10 @@ from penstock.tuner.advice import advise, everything_in_memory, largest_smaller_
 from penstock.tuner.cost_model import (
     COMPUTE_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    READ_SUBMIT_S,
     Prediction,
     Workload,
+    head_s,
     predict,
 )
 from penstock.tuner.hardware import hardware
@@ -78,12 +80,24 @@ def test_reads_hide_behind_the_layer_before() -> None:
     made = run("kvswap", load)
     layers = load.model.shape.num_layers
     assert made.io_s < made.block_s
-    assert made.stall_share == pytest.approx(made.io_s / made.step_s)  # the first layer's alone
+    assert made.submit_s == pytest.approx(8 * 0.23 * 100 * READ_SUBMIT_S)
+    first = made.io_s - made.submit_s  # the first layer's alone is waited for
+    assert made.stall_share == pytest.approx(first / made.step_s)
     slow = run("kvswap", replace(load, disk=EMMC))
     assert slow.io_s > slow.block_s
     assert slow.step_s > layers * slow.io_s
     waiting = run("shadowkv", load)  # selects with the true query
     assert waiting.step_s > layers * (waiting.io_s + waiting.block_s)
+
+
+def test_the_host_submits_every_read() -> None:
+    load = workload()
+    swift = replace(load, disk=replace(load.disk, iops=1e9, bandwidth=1e13, latency_s=0.0))
+    made, layers = run("infinigen-star-reuse", swift), load.model.shape.num_layers
+    assert made.submit_s > made.io_s
+    assert made.stall_share == pytest.approx(0)
+    step = layers * (made.rank_s + made.block_s + made.submit_s) + head_s(swift)
+    assert made.step_s == pytest.approx(step)
 
 
 def test_long_prompts_are_bound_by_arithmetic() -> None:

@@ -27,6 +27,9 @@ SELECTING_LAUNCHES = 40
 (assumed). The host waits for the selection, so that they add to the device's time."""
 PLAIN_LAUNCHES = 15
 """Operations of a plain layer; the host runs ahead of the device."""
+READ_SUBMIT_S = 4e-6
+"""Host time of handing one read to the kernel: 3.6 to 4.4 us by native AIO on a server's core
+(docs/log.md, 2026-11-22); no source has an edge board's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,8 @@ class Prediction:
     """One layer: prediction and ranking, before its reads can start."""
     io_s: float
     """One layer: its reads (T_io)."""
+    submit_s: float
+    """One layer: the host's part of its reads. The disk is at work meanwhile, the layer is not."""
     stall_share: float
     """Of a step, waiting for the disk."""
     first_token_s: float
@@ -121,14 +126,15 @@ def predict_work(name: str, plan: SlotPlan, work: StepWork, load: Workload) -> P
     """Predict from the work itself, for methods as others describe them."""
     layers, shape = load.model.shape.num_layers, load.model.shape
     block, rank, io = block_s(work, load), rank_s(work, load), io_s(work, load)
+    submit = load.batch * work.reads * READ_SUBMIT_S
     if not work.reads:
         layer, first = block + rank, block + rank
     elif work.is_prefetched:  # the first layer has no layer before it
-        layer, first = rank + max(block, io), rank + block + io
+        layer, first = rank + max(block + submit, io), rank + block + max(submit, io)
     else:
-        layer = first = rank + block + io
+        layer = first = rank + block + max(submit, io)
     step = first + (layers - 1) * layer + head_s(load)
-    busy = layers * (block + rank) + head_s(load)
+    busy = layers * (block + rank + submit) + head_s(load)
     writes = 0 if plan.is_resident else load.full_bytes
     prefill = prefill_s(load)
     return Prediction(
@@ -140,6 +146,7 @@ def predict_work(name: str, plan: SlotPlan, work: StepWork, load: Workload) -> P
         block_s=block,
         rank_s=rank,
         io_s=io,
+        submit_s=submit,
         stall_share=1 - busy / step,
         first_token_s=max(prefill, writes / load.disk.write_bandwidth),
         resident_bytes=plan.total_bytes,
@@ -242,7 +249,7 @@ def _predict_resident(policy: SelectionPolicy, load: Workload) -> Prediction:
     return Prediction(
         policy=policy.name, group_tokens=1, selected_tokens=load.context,
         tokens_per_s=load.batch / sum(steps), step_s=steps[0], block_s=block_s(work, parts[0]),
-        rank_s=0.0, io_s=0.0, stall_share=0.0, first_token_s=prefill_s(parts[0]),
+        rank_s=0.0, io_s=0.0, submit_s=0.0, stall_share=0.0, first_token_s=prefill_s(parts[0]),
         resident_bytes=fitting * one, read_bytes_per_token=0.0, written_bytes=0,
         written_bytes_per_token=0, waves=len(waves),
     )  # fmt: skip

@@ -4,7 +4,8 @@ Run: python -m penstock.tuner.table4 [--out FILE]. No cell has a constant of its
 as the paper has them: G is 4 on NVMe and 8 on eMMC (section 5.1), sigma is the smallest that fits
 (appendix A.4), only KVSwap and InfiniGen*+ru reuse, ShadowKV reads values alone. Two global
 constants were settled with the table in view, as no source gives them: what one operation costs the
-Orin's host, and that looking up a reuse buffer costs by the unit.
+Orin's host, and that looking up a reuse buffer costs by the unit. A third, what a read costs the
+host, was measured elsewhere and added when the table had been seen without it.
 """
 
 import argparse
