@@ -269,6 +269,23 @@ class LowRankIndex(KeyIndex):
         logits = self._group_logits(per_head, num_units)[:, :num_units]
         return group_shares(logits, end)
 
+    def regrouped_scores(self, query: Tensor, num_groups: int, units_per_group: int) -> Tensor:
+        """Scores as an index of larger groups, with the same codes, would give.
+
+        Args:
+            query: as for `score`. [batch, num_heads, head_dim]
+            num_groups: groups of `units_per_group` units each, the first ones.
+
+        Returns:
+            float32 [batch, num_groups]
+        """
+        assert self._head_reduction == "softmax", "shares of a softmax over groups"
+        kv_heads, units = self._shape.num_kv_heads, num_groups * units_per_group
+        per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
+        logits = self._group_logits(per_head, units)[:, :units]
+        best = logits.reshape(-1, num_groups, units_per_group, logits.shape[2]).amax(2)
+        return sum_of_softmaxes(best, num_groups)
+
     def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
         """Each group's largest logit per head.
 

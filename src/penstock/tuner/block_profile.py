@@ -10,7 +10,7 @@ neighbouring layers count.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,16 @@ class Work:
     """Reads do not land in the slots themselves."""
     copies_weights: bool
     """Queries are predicted with 8-bit copies of the weights."""
+    is_surveyed: bool = False
+    """Missing units and reads were counted for this very text (`fetch_survey`)."""
+
+    def fetching(self, missing: float, reads: float) -> "Work":
+        """The same work with other units and requests, counted."""
+        share = missing / self.missing if self.missing else 1.0
+        return replace(
+            self, missing=missing, reads=reads, read_bytes=share * self.read_bytes,
+            is_surveyed=True,
+        )  # fmt: skip
 
 
 def work_of(
@@ -116,24 +126,13 @@ class BlockProfile:
     is fetched; by the unit's tokens."""
     device: DeviceProfile
 
-    misses: Mapping[int, float] = field(default_factory=dict)
-    """Fetched units over those that the lookup tables made one expect, by context."""
-
     def merged(self, work: Work) -> Work:
-        """The same work with as many misses as runs had, and neighbours read together."""
-        share = 1.0
-        if self.misses and work.missing < work.selected:  # something is reused
-            contexts = sorted(self.misses)
-            share = float(np.interp(
-                np.log(work.context), np.log(contexts), [self.misses[c] for c in contexts]
-            ))  # fmt: skip
-        missing = min(work.selected, share * work.missing)
-        reads = missing
-        if self.neighbours:
-            nearest = min(self.neighbours, key=lambda g: abs(np.log2(g / work.group_tokens)))
-            reads = missing * (1 - self.neighbours[nearest] * _joined(missing, work.selected))
-        share = missing / work.missing if work.missing else 1.0
-        return replace(work, missing=missing, reads=reads, read_bytes=share * work.read_bytes)
+        """The same work with neighbours read together, where nobody has counted."""
+        if work.is_surveyed or not self.neighbours:
+            return work
+        nearest = min(self.neighbours, key=lambda g: abs(np.log2(g / work.group_tokens)))
+        joined = self.neighbours[nearest] * _joined(work.missing, work.selected)
+        return replace(work, reads=work.missing * (1 - joined))
 
     def predict(self, work: Work) -> tuple[float, float]:
         """Seconds of a step, and of these the wait for reads."""
@@ -156,21 +155,16 @@ class BlockProfile:
             "rank_s": dict(zip(RANK_TERMS, self.rank, strict=True)),
             "block_s": dict(zip(BLOCK_TERMS, self.block, strict=True)),
             "io_factor": self.io_factor,
-            "misses": {str(k): v for k, v in sorted(self.misses.items())},
             "neighbours": {str(k): v for k, v in sorted(self.neighbours.items())},
         }
 
 
-def fit_profile(
-    runs: Sequence[tuple[Work, StepFigures]], device: DeviceProfile,
-    expected: Sequence[Work | None] = (),
-) -> BlockProfile:  # fmt: skip
+def fit_profile(runs: Sequence[tuple[Work, StepFigures]], device: DeviceProfile) -> BlockProfile:
     """The profile that comes nearest to measured runs, by relative error.
 
     Args:
         runs: what was done and what it took; at least one.
         device: where the reads went.
-        expected: of each run, what the lookup tables said; None where its past was no real text.
     """
     works = [work for work, _ in runs]
     rank = fit_terms([_rank_row(w) for w in works], [max(f.select_s, 1e-6) for _, f in runs])
@@ -182,18 +176,8 @@ def fit_profile(
         errors.append(float(np.square(np.log(np.array(steps) / measured)).sum()))
     return BlockProfile(
         rank=tuple(rank), block=tuple(block), device=device, neighbours=_neighbours(works),
-        misses=_misses(works, expected),
         io_factor=float(_IO_FACTORS[int(np.argmin(errors))]),
     )  # fmt: skip
-
-
-def _misses(works: Sequence[Work], expected: Sequence[Work | None]) -> dict[int, float]:
-    """Fetched units over expected ones, where slots are reused, by context: the median."""
-    found: dict[int, list[float]] = {}
-    for work, said in zip(works, expected, strict=False):
-        if said is not None and 0 < said.missing < said.selected:
-            found.setdefault(work.context, []).append(work.missing / said.missing)
-    return {context: float(np.median(ratios)) for context, ratios in found.items()}
 
 
 def _joined(missing: float, selected: float) -> float:

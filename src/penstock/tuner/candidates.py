@@ -12,6 +12,7 @@ from penstock.policies.kvswap import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.policies.search_space import settings_of
 from penstock.runtime.head_rows import HeadRows
 from penstock.tuner.block_profile import Work, work_of
+from penstock.tuner.fetch_survey import Choice
 from penstock.tuner.lookup_tables import LookupTables
 
 
@@ -88,6 +89,13 @@ class Candidate:
     def capacity_tokens(self) -> int:
         """The paper's C in tokens; 0 without reuse."""
         return 0 if self.plan.shared_pools else self.plan.num_slots * self.plan.group_tokens
+
+    @property
+    def choice(self) -> Choice:
+        """What decides which units it fetches."""
+        plan = self.plan
+        slots = 0 if plan.shared_pools else plan.num_slots
+        return Choice(plan.group_tokens, plan.selected_groups, slots)
 
 
 def candidates(

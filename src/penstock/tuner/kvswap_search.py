@@ -18,7 +18,7 @@ from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, as_dict, r
 from penstock.tuner.solver import Expected, best_solutions, keeps_quality, paper_solution
 from penstock.tuner.tuning_task import TuningTask, choice_of_points
 
-POINTS, CHECKS = 7, 4
+POINTS, CHECKS = 6, 4
 """Settings that are measured where only one (b, S) is wanted: to fit, and to check."""
 CORNER_POINTS, CORNER_CHECKS = 5, 2
 """And at each corner of a grid."""
@@ -26,6 +26,8 @@ FINALISTS = 3
 """The fastest of all that were run at a place run again, together: what differs by less than the
 machine's own noise is told apart by luck otherwise."""
 _FINAL_ROUNDS = 6
+_SURVEY_RANK = 48
+"""Of the index that a survey ranks with; which tokens win hardly depends on it."""
 _SPREAD_SHARE = 0.7
 """Of the work: what `spread` takes; the rest is `solve`."""
 OPEN_RUNS = 8
@@ -77,8 +79,9 @@ class KVSwapSearch:
         """What they rest on."""
         self._finals: dict[tuple[int, int, KVSwap], StepFigures] = {}
         """Of finalists, by batch, context and setting."""
-        self._expected: list[Work | None] = []
         self._ruled_out: set[KVSwap] = set()
+        self.surveys = 0
+        """Lengths at which a sequence was decoded to see what is selected."""
 
     def _listed(self, batch: int, context: int) -> tuple[Spot, int | None]:
         """One (b, S), and the least budget of what did not fit."""
@@ -128,8 +131,26 @@ class KVSwapSearch:
 
     # Measuring --------------------------------------------------------------------------------
 
+    def _surveyed(self, spot: Spot) -> Spot:
+        """The same place with what each candidate fetches behind the task's text."""
+        self._task.say(0.0, f"looking at what is selected behind {spot.context} tokens")
+        choices = {each.policy: each.choice for each in spot.found}
+        rank = min(_SURVEY_RANK, self._seat.most_rank)
+        counted = self._task.fetches(spot.context, sorted(set(choices.values())), rank=rank)
+        if counted is None:
+            return spot
+        self.surveys = len({each.context for each in self.spots})
+        found = [
+            replace(each, work=each.work.fetching(*(
+                spot.batch * count for count in counted[choices[each.policy]]
+            )))
+            for each in spot.found
+        ]  # fmt: skip
+        return replace(spot, found=found)
+
     def spread(self) -> None:
-        """Run settings that lie far apart, at every corner."""
+        """Count what settings fetch, and run some that lie far apart, at every corner."""
+        self.spots = [self._surveyed(spot) for spot in self.spots]
         corners = self.corners
         points = POINTS if len(corners) == 1 else CORNER_POINTS
         for number, spot in enumerate(corners):
@@ -157,8 +178,6 @@ class KVSwapSearch:
             for candidate, figures in zip(part, self._figures(spot, part), strict=True):
                 work = self._work(spot, candidate, figures)
                 self.runs.append((spot, candidate.policy, work, figures))
-                has_text = self._task.has_text(spot.context)
-                self._expected.append(candidate.work if has_text else None)
 
     def measured(self, spot: Spot, policy: KVSwap) -> StepFigures | None:
         """What a setting took, if it was run."""
@@ -215,7 +234,7 @@ class KVSwapSearch:
     def fit(self) -> BlockProfile:
         """The profile of everything measured so far."""
         runs = [(work, figures) for _, _, work, figures in self.runs]
-        return fit_profile(runs, self._task.device, self._expected)
+        return fit_profile(runs, self._task.device)
 
     def solve(self) -> tuple[BlockProfile, list[Found]]:
         """Check the best predicted settings at the corners, fit again, solve everywhere."""

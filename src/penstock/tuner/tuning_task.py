@@ -23,6 +23,7 @@ from penstock.storage.measured_directory import measure_directory
 from penstock.storage.store import KVStore
 from penstock.tuner.candidates import Seat, Tables
 from penstock.tuner.engine_run import Document, Workpiece
+from penstock.tuner.fetch_survey import Choice, Fetches, survey
 from penstock.tuner.journal import Journal
 from penstock.tuner.prefill_profile import PrefillProfile
 from penstock.tuner.text_document import TextDocument
@@ -127,6 +128,29 @@ class TuningTask:
             model=self.model, adapter=self.adapter, document=document, batch=batch, context=past,
             new_tokens=context - past, stream=self._stream(document),
         )  # fmt: skip
+
+    def fetches(
+        self, context: int, choices: Sequence[Choice], *, rank: int
+    ) -> dict[Choice, Fetches] | None:
+        """What choices fetch behind the text, once for each length; None without a text of it.
+
+        Args:
+            context: tokens of a sequence, its answer included.
+            rank: of the index that looks.
+        """
+        work = self.workpiece(1, context)
+        if work.stream is not None:
+            return None
+        # A simulated device would only make it slow.
+        name, _, folder = self.store.partition(":")
+        store = (folder or "memory") if name in PRESETS else self.store
+        counts = self.journal.measured(
+            {"run": "fetches", "context": context, "rank": rank, "choices": choices},
+            lambda: list(survey(work, choices, rank=rank, store=store).values()),
+        )
+        return {
+            choice: Fetches(*count) for choice, count in zip(choices, counts, strict=True)
+        }  # fmt: skip
 
     def most_open(self, batch: int, context: int) -> int:
         """Caches of this size that half of the free memory and disk hold together; at least 1."""

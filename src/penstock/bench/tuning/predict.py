@@ -3,7 +3,9 @@
 Source: KVSwap (arXiv 2511.11907), appendix A.3.
 
 On each device the tuner profiles the grid of batches and contexts, as `penstock tune` does. Then a
-few settings drawn by lot run at each (batch, context), none of which the tuner has run.
+few settings drawn by lot run at each (batch, context), none of which the tuner has run. All of them
+run in three passes, a minute or more apart, and the middle run of each counts: machines that others
+use too have slow minutes.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import OPEN_RUNS, KVSwapSearch, Spot
 
 KIND = "tuning.predict"
+PASSES = 3
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -46,7 +49,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--contexts", default="4096,8192,16384", help="tokens of a sequence with its answer")
     add("--batches", default="1,2,4", help="sequences; --memory is for the most and longest")
     add("--settings", type=int, default=2, help="drawn at each batch and context of a device")
-    add("--steps", type=int, default=STEPS, help="of a round, of which each setting has two")
+    add("--steps", type=int, default=STEPS, help="of a round, of which a pass has four")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK, contexts="512,1024", batches="1,2", settings=1, steps=2)
     args = parser.parse_args(arguments)
@@ -95,26 +98,39 @@ class Predictions:
         assert search.profile is not None
         draw = random.Random(f"{args.seed}/{name}")
         drawn = [(spot, self._drawn(search, spot, draw)) for spot in search.spots]
-        draw.shuffle(drawn)
-        progress = Progress(sum(len(chosen) for _, chosen in drawn))
+        progress = Progress(PASSES * sum(len(chosen) for _, chosen in drawn))
+        for number in range(PASSES):
+            draw.shuffle(drawn)
+            for spot, chosen in drawn:
+                progress.say(f"{name}, {spot.batch} x {spot.context}, pass {number + 1}")
+                self._pass(task, spot, chosen, number, progress)
         for spot, chosen in drawn:
-            progress.say(f"{name}, {spot.batch} x {spot.context}")
-            for start in range(0, len(chosen), OPEN_RUNS):
-                part = chosen[start : start + OPEN_RUNS]
-                figures = run_settings(
-                    task, spot, part, name="predict", steps=args.steps, rounds=ROUNDS,
-                    progress=progress,
-                )  # fmt: skip
-                for each, one in zip(part, figures, strict=True):
-                    row = setting_row(search.profile, each, one, floor=task.floor, of_tuner=False)
-                    where = {"device": name, "batch": spot.batch, "context": spot.context}
-                    rows.append(where | row)
+            passes = [self._pass(task, spot, chosen, number) for number in range(PASSES)]
+            for each, *runs in zip(chosen, *passes, strict=True):
+                row = setting_row(
+                    search.profile, each, _middle(runs), floor=task.floor, of_tuner=False
+                )
+                where = {"device": name, "batch": spot.batch, "context": spot.context}
+                rows.append(where | row)
         about = {
             "title": task.device.title, "runs": len(search.runs),
             "profile": search.profile.as_dict(),
         }  # fmt: skip
         rows.sort(key=lambda row: (row["batch"], row["context"]))
         return rows, about
+
+    def _pass(
+        self, task: GridTask, spot: Spot, chosen: list[Candidate], number: int,
+        progress: Progress | None = None,
+    ) -> list[Row]:  # fmt: skip
+        """Figures of one pass, a few settings open at a time; those of the journal if it has it."""
+        return [
+            row for start in range(0, len(chosen), OPEN_RUNS)
+            for row in run_settings(
+                task, spot, chosen[start : start + OPEN_RUNS], name=f"predict {number}",
+                steps=self._args.steps, rounds=ROUNDS, progress=progress,
+            )
+        ]  # fmt: skip
 
     def _drawn(self, search: KVSwapSearch, spot: Spot, draw: random.Random) -> list[Candidate]:
         """Settings that the tuner has not run at this place."""
@@ -124,6 +140,14 @@ class Predictions:
     def forget(self) -> None:
         """Remove the journals: all is in the result."""
         self._bench.forget()
+
+
+def _middle(runs: Sequence[Row]) -> Row:
+    """The run whose step is the middle one, with the most memory that any held."""
+    most = {name: max(run[name] for run in runs) for name in ("used_bytes", "peak_bytes")}
+    ordered = sorted(runs, key=lambda run: float(run["step_s"]))
+    steps = [run["step_s"] for run in runs]
+    return {**ordered[len(ordered) // 2], **most, "passes_step_s": steps}
 
 
 def run(arguments: Sequence[str]) -> Result:

@@ -78,7 +78,8 @@ def sweep_summary(device: Row, floor: float) -> Row:
     share_again = {name: share_of(role(final, name), again) for name in ("pick", "paper")}
     errors = errors_of(row for row in rows if not row["of_tuner"])
     memory = memory_of(rows)
-    saving = sweep["runs"] / (tuner["runs"] + tuner["fidelity_checks"])
+    beside = tuner["fidelity_checks"] + tuner.get("surveys", 0)  # older results have none
+    saving = sweep["runs"] / (tuner["runs"] + beside)
     return {
         "share": share, "share_again": share_again, "saving": saving,
         "saving_of_steps": sweep["decode_steps"] / max(1, tuner["decode_steps"]),

@@ -28,7 +28,7 @@ class DeviceSweep:
         """
         Args:
             search: over, of one (b, S) only.
-            measurements: that it made: runs, and checks of its picks.
+            measurements: that it made: surveys, runs, and checks of its picks.
             task: that it was made for.
             quality: None: nothing is measured of it.
             most: settings to run; None: all.
@@ -61,7 +61,8 @@ class DeviceSweep:
             "profile": self._profile.as_dict(),
             "tuner": {
                 "runs": search.measurements,
-                "fidelity_checks": self._measurements - search.measurements,
+                "surveys": search.surveys,
+                "fidelity_checks": self._measurements - search.measurements - search.surveys,
                 "decode_steps": sum(each.steps for each in tuned),
                 "pick": name_of(found.best.candidate),
                 "settings": [fields_of(policy) for _, policy, _, _ in search.runs],

@@ -37,10 +37,11 @@ def sweep_table(figures: Row) -> str:
               "paper/best", "again", "median error", "worst", "memory held")  # fmt: skip
     lines = []
     for name, device in figures["devices"].items():
-        found = device["summary"]
+        found, tuner = device["summary"], device["tuner"]
+        beside = tuner["fidelity_checks"] + tuner.get("surveys", 0)
         lines.append([
             name, str(device["fit"]), str(device["sweep"]["runs"]),
-            f"{device['tuner']['runs']}+{device['tuner']['fidelity_checks']}",
+            f"{tuner['runs']}+{beside}",
             f"{found['saving']:.1f}x", f"{found['saving_of_steps']:.1f}x",
             _share(found["share"]["pick"]), _share(found["share_again"]["pick"]),
             _share(found["share"]["paper"]), _share(found["share_again"]["paper"]),

@@ -1,0 +1,164 @@
+"""The survey's counts against the engine's own, and its rankings against an index of each size."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.shape import KVShape
+from penstock.indexes.low_rank import LowRankIndex
+from penstock.models.bundled_adapter import find_adapter
+from penstock.models.fingerprint import fingerprint
+from penstock.models.loader import LoadedModel, load
+from penstock.policies import KVSwap
+from penstock.tuner.calibration_texts import calibration_tokens
+from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, Workpiece
+from penstock.tuner.fetch_survey import Choice, Fetches, Rankings, survey
+from penstock.tuner.text_document import TextDocument
+from penstock.workloads.prefilled import PrefilledText
+
+CONTEXT = 1600
+LOOKING = KVSwap(group_tokens=1, selected_tokens=400, reuse_tokens=400, rank=48, index_bits=8)
+"""What the survey decodes with."""
+
+
+@pytest.fixture(scope="module")
+def work() -> Workpiece:
+    loaded: LoadedModel = load("recall")
+    ids = max(calibration_tokens(loaded, [], tokens=2048, forced=1), key=len)[None]
+    text = PrefilledText(loaded.model, ids[:, :CONTEXT], chunk=512)
+    return Workpiece(
+        model=loaded.model, adapter=find_adapter(fingerprint(loaded.model)),
+        document=TextDocument(text, 1), batch=1, context=CONTEXT,
+    )  # fmt: skip
+
+
+def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, Choice]:
+    """What the engine counts, all steps in one round, and the same setting as a choice."""
+    with EngineRun(work, policy, store="memory", limit_bytes=None) as run:
+        run.decode(ROUNDS * STEPS)
+        plan = run.plan
+        slots = 0 if plan.shared_pools else plan.num_slots
+        return run.figures(), Choice(plan.group_tokens, plan.selected_groups, slots)
+
+
+def test_its_own_setting_is_counted_exactly(work: Workpiece) -> None:
+    figures, choice = counted(work, LOOKING)
+    found = survey(work, [choice], rank=48, store="memory")[choice]
+    assert choice == (1, 400, 400)
+    assert found == Fetches(figures.units_wanted - figures.units_hit, figures.reads)
+    assert 0 < found.reads < found.missing
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("reuse", [0, 208, 416])
+def test_other_settings_are_foretold(work: Workpiece, group: int, reuse: int) -> None:
+    """They attend to other tokens and so say others, which changes what is selected a little."""
+    policy = KVSwap(
+        group_tokens=group, selected_tokens=208, reuse_tokens=reuse, rank=32, index_bits=8
+    )
+    figures, choice = counted(work, policy)
+    found = survey(work, [choice], rank=48, store="memory")[choice]
+    missing = figures.units_wanted - figures.units_hit
+    assert found.missing == pytest.approx(missing, rel=0.0 if reuse == 0 else 0.15)
+    assert found.reads == pytest.approx(figures.reads, rel=0.15)
+
+
+def test_many_choices_cost_one_run(work: Workpiece, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = [Choice(4, 50, 0), Choice(4, 50, 50), Choice(4, 50, 200), Choice(16, 12, 24)]
+    opened: list[KVSwap] = []
+    init = EngineRun.__init__
+
+    def watched(self: EngineRun, work: Workpiece, policy: KVSwap, **options: object) -> None:
+        opened.append(policy)
+        init(self, work, policy, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EngineRun, "__init__", watched)
+    found = survey(work, choices, rank=48, store="memory")
+    assert len(opened) == 1
+    assert list(found) == choices
+    assert found[choices[0]].missing == 8 * 50, "nothing is found again in pools that layers share"
+    missing = [found[choice].missing for choice in choices[:3]]
+    assert missing == sorted(missing, reverse=True), "more slots, fewer misses"
+    assert all(0 < each.reads <= each.missing for each in found.values())
+
+
+# Rankings -----------------------------------------------------------------------------------------
+
+SHAPE = KVShape(
+    num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=16, dtype=torch.float32
+)  # fmt: skip
+
+
+def index_of(group_tokens: int, keys: torch.Tensor, bits: int = 8) -> LowRankIndex:
+    index = LowRankIndex(
+        SHAPE, batch=1, max_groups=keys.shape[1] // group_tokens, group_tokens=group_tokens,
+        rank=24, bits=bits, head_reduction="softmax", scaling=0.25, adapter=None,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    index.fit(keys[:, :200], torch.arange(200))
+    index.append(keys, 0)
+    return index
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("bits", [8, 4, 16])
+def test_regrouped_scores_are_those_of_larger_groups(group: int, bits: int) -> None:
+    draw = torch.Generator().manual_seed(group)
+    keys = torch.randn(1, 640, 2, 16, generator=draw)
+    query = torch.randn(1, 6, 16, generator=draw)
+    regrouped = index_of(1, keys, bits).regrouped_scores(query, 640 // group, group)
+    torch.testing.assert_close(
+        regrouped, index_of(group, keys, bits).score(query, 640 // group), rtol=1e-4, atol=1e-6
+    )
+
+
+class Told(LowRankIndex):
+    """Scores that a test gives."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = torch.tensor([scores])
+
+    def regrouped_scores(
+        self, query: torch.Tensor, num_groups: int, units_per_group: int
+    ) -> torch.Tensor:
+        tokens = num_groups * units_per_group
+        return self.scores[:, :tokens].reshape(1, num_groups, units_per_group).amax(2)
+
+
+def told(rankings: Rankings, *steps: set[int], tokens: int = 12) -> Rankings:
+    """Steps of one layer, in each of which these tokens are the best, the lowest first."""
+    index, query = Told([0.0] * tokens), torch.zeros(1)
+    for best in steps:
+        scores = np.zeros(tokens)
+        for place, token in enumerate(sorted(best)):
+            scores[token] = 2.0 - place / 10
+        index.scores = torch.tensor(scores, dtype=torch.float32)[None]
+        rankings.take(index, query, 0, tokens)
+    return rankings
+
+
+def test_hits_and_requests_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.tuner.fetch_survey.WARM_STEPS", 1)
+    # The first step fetches 2, 3, 7; the second finds 3 and fetches 4, 8; 4 takes the slot of 2.
+    rankings = told(Rankings({1: 3, 4: 3}), {2, 3, 7}, {3, 4, 8})
+    assert rankings.replay(Choice(1, 3, 3)) == Fetches(2.0, 2.0)
+    # Without slots of its own the second step reads 3 and 4 at once, and 8.
+    assert rankings.replay(Choice(1, 3, 0)) == Fetches(3.0, 2.0)
+    # Groups of four tokens: 0, 1 and then 0, 1, 2; two are wanted.
+    assert rankings.replay(Choice(4, 2, 2)) == Fetches(0.0, 0.0)
+    assert rankings.replay(Choice(4, 2, 0)) == Fetches(2.0, 1.0)
+
+
+def test_tokens_that_may_not_be_chosen_are_not() -> None:
+    rankings = Rankings({1: 4, 4: 4})
+    index, query = Told([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0, 0.5, 9.0, 9.0]), torch.zeros(1)
+    rankings.take(index, query, 3, 9)
+    [steps] = rankings._layers.values()
+    best: NDArray[np.int64] = steps[1][0]
+    assert best.tolist() == [3, 7, 6, 5]
+    assert steps[4][0].tolist() == [1], "whole groups between the sinks and the window"
+
+
+def test_nothing_was_ranked() -> None:
+    assert Rankings({1: 4}).replay(Choice(1, 4, 4)) == Fetches(0.0, 0.0)
