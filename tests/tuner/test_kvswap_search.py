@@ -25,6 +25,7 @@ from penstock.tuner.kvswap_search import (
     CORNER_POINTS,
     FINALISTS,
     POINTS,
+    TURNS,
     Found,
     KVSwapSearch,
     Spot,
@@ -263,6 +264,37 @@ def test_an_interrupted_search_makes_only_what_is_missing(
     found = searched(resumed)
     assert summary(found.found) == summary(expected.found)
     assert resumed.journal.made == len(machine.opened) == expected.measurements - kept
+
+
+def test_in_a_grid_rounds_are_taken_in_turns_and_the_faster_one_counts(
+    gridded: MakeTask, plug_in: PlugIn
+) -> None:
+    """The machine is twice as slow until every corner had its first turn."""
+    task, machine = gridded(), Machine(CPU)
+    plug_in(task, machine)
+    first = 4 * CORNER_POINTS
+    calm = type(machine).__call__
+    opened: list[int] = []
+
+    class Slow(Decode):
+        def figures(self) -> StepFigures:
+            fast = super().figures()
+            return replace(fast, step_s=2 * fast.step_s, select_s=2 * fast.select_s)
+
+    def called(self: Machine, *args: Any, **options: Any) -> Decode:
+        opened.append(1)
+        made = calm(self, *args, **options)
+        return Slow(self, made.work) if len(opened) <= first else made
+
+    machine.__class__ = type("Slow", (Machine,), {"__call__": called})
+    search = KVSwapSearch(task)
+    search.spread()
+    assert machine.opened[:first] == machine.opened[first:], "every corner, then every corner again"
+    assert len(search.runs) == first
+    assert search.measurements == TURNS * first == len(machine.opened)
+    for spot, policy, _, figures in search.runs:
+        [candidate] = [each for each in spot.found if each.policy == policy]
+        assert figures.step_s == pytest.approx(machine.step_s(spot, candidate))
 
 
 def test_nothing_is_run_twice(make_task: MakeTask, plug_in: PlugIn) -> None:

@@ -89,7 +89,7 @@ class NearIndex(KeyIndex):
         end = first_token + keys.shape[1]
         self._closed = end
         if places.scorer.wants_keys:
-            raw = keys.contiguous().view(torch.uint8).flatten(2).numpy()
+            raw = keys.contiguous().view(torch.uint8).flatten(2).cpu().numpy()
             units = places.units()[:, first_token:end]
             places.scorer.put(places.layer, units.reshape(-1), raw.reshape(units.size, -1))
 
@@ -152,7 +152,7 @@ class NearIndex(KeyIndex):
         """
         places, out = self._shown, self.scores
         moved = self._take_moved()
-        scoring = places.scorer.begin(places.layer, query.float().numpy(), num_units, moved)
+        scoring = places.scorer.begin(places.layer, query.float().cpu().numpy(), num_units, moved)
         out[:, :num_units] = np.nan
         begun = time.perf_counter()
         logits, log_sums = pool_logits(
@@ -161,7 +161,7 @@ class NearIndex(KeyIndex):
         host_s = time.perf_counter() - begun
         normalisers = None
         if self.settings.rule == "attention":
-            normalisers = np.logaddexp(log_sums.numpy(), scoring.log_sums())
+            normalisers = np.logaddexp(log_sums.cpu().numpy(), scoring.log_sums())
         device_s = scoring.merge(normalisers, out[:, :num_units])
         begun = time.perf_counter()
         rows, slots = (places.table.unit_in != ABSENT).nonzero()
@@ -180,15 +180,15 @@ class NearIndex(KeyIndex):
         if normalisers is None:
             summed = logit_sums(logits, None).div_(self.settings.scaling)
         else:
-            summed = logit_sums(logits, torch.from_numpy(normalisers))
-        found: NDArray[np.float32] = summed.numpy()
+            summed = logit_sums(logits, torch.from_numpy(normalisers).to(logits.device))
+        found: NDArray[np.float32] = summed.cpu().numpy()
         return found
 
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`; everything is mapped anew by the next request."""
         assert isinstance(other, NearIndex)
         self._closed, self._mapped = other._closed, 0
-        self.scores[:] = other.scores[rows.numpy()]
+        self.scores[:] = other.scores[rows.cpu().numpy()]
         self.slots_forgotten()
 
 

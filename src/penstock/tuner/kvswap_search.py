@@ -22,6 +22,9 @@ POINTS, CHECKS = 6, 4
 """Settings that are measured where only one (b, S) is wanted: to fit, and to check."""
 CORNER_POINTS, CORNER_CHECKS = 5, 2
 """And at each corner of a grid."""
+TURNS = 2
+"""In a grid the rounds of what is run to fit are taken in so many turns, minutes apart: machines
+that others use too have slow minutes, and a slow corner bends everything."""
 FINALISTS = 3
 """The fastest of all that were run at a place run again, together: what differs by less than the
 machine's own noise is told apart by luck otherwise."""
@@ -80,6 +83,7 @@ class KVSwapSearch:
         self._finals: dict[tuple[int, int, KVSwap], StepFigures] = {}
         """Of finalists, by batch, context and setting."""
         self._ruled_out: set[KVSwap] = set()
+        self._more_turns = 0
         self.surveys = 0
         """Lengths at which a sequence was decoded to see what is selected."""
 
@@ -153,21 +157,31 @@ class KVSwapSearch:
         self.spots = [self._surveyed(spot) for spot in self.spots]
         corners = self.corners
         points = POINTS if len(corners) == 1 else CORNER_POINTS
-        for number, spot in enumerate(corners):
+        chosen = []
+        for spot in corners:
             good = [each for each in spot.found if keeps_quality(each, self._task.floor)]
             pool = good if len(good) >= 2 * points else spot.found
             taken = choice_of_points([_features(each) for each in pool], points)
-            share = _SPREAD_SHARE * number / len(corners)
-            width = _SPREAD_SHARE / len(corners)
-            self.measure(spot, [pool[i] for i in taken], share, width)
+            chosen.append((spot, [pool[i] for i in taken]))
+        turns = 1 if len(corners) == 1 else TURNS
+        width = _SPREAD_SHARE / (turns * len(corners))
+        for turn in range(turns):
+            for number, (spot, settings) in enumerate(chosen):
+                self.measure(
+                    spot, settings, width * (turn * len(corners) + number), width, turn=turn,
+                    turns=turns,
+                )  # fmt: skip
 
     def measure(
-        self, spot: Spot, chosen: Sequence[Candidate], share: float = 0.0, width: float = 1.0
-    ) -> None:
+        self, spot: Spot, chosen: Sequence[Candidate], share: float = 0.0, width: float = 1.0, *,
+        turn: int = 0, turns: int = 1,
+    ) -> None:  # fmt: skip
         """Run candidates that were not run yet.
 
         Args:
             share, width: for progress: where this begins and how much of the work it is.
+            turn, turns: a candidate's rounds may be taken in turns, apart from each other; with
+                the last one it was run, and its faster turn counts.
         """
         todo = [each for each in chosen if self.measured(spot, each.policy) is None]
         together = min(OPEN_RUNS, self._task.most_open(spot.batch, spot.context))
@@ -175,9 +189,15 @@ class KVSwapSearch:
             part = todo[start : start + together]
             what = f"running kvswap at {spot.batch} x {spot.context}"
             self._task.say(share + width * start / len(todo), what)
-            for candidate, figures in zip(part, self._figures(spot, part), strict=True):
-                work = self._work(spot, candidate, figures)
-                self.runs.append((spot, candidate.policy, work, figures))
+            self._figures(spot, part, ROUNDS // turns, turn)
+            if turn + 1 < turns:
+                continue
+            taken = [self._figures(spot, part, ROUNDS // turns, each) for each in range(turns)]
+            for candidate, *figures in zip(part, *taken, strict=True):
+                fastest = min(figures, key=_step_s)
+                work = self._work(spot, candidate, fastest)
+                self.runs.append((spot, candidate.policy, work, fastest))
+                self._more_turns += turns - 1
 
     def measured(self, spot: Spot, policy: KVSwap) -> StepFigures | None:
         """What a setting took, if it was run."""
@@ -190,7 +210,7 @@ class KVSwapSearch:
         return None
 
     def _figures(
-        self, spot: Spot, part: Sequence[Candidate], rounds: int = ROUNDS
+        self, spot: Spot, part: Sequence[Candidate], rounds: int = ROUNDS, turn: int = 0
     ) -> list[StepFigures]:
         """From the journal, or by running what is not there."""
         task, journal = self._task, self._task.journal
@@ -198,6 +218,7 @@ class KVSwapSearch:
             {
                 "run": "kvswap", "disk": task.store, "batch": spot.batch, "context": spot.context,
                 "limit": spot.limit_bytes, "fields": fields_of(each.policy), "rounds": rounds,
+                "turn": turn,
             }
             for each in part
         ]  # fmt: skip
@@ -269,8 +290,8 @@ class KVSwapSearch:
 
     @property
     def measurements(self) -> int:
-        """Runs that were made, those of finalists counted again."""
-        return len(self.runs) + len(self._finals)
+        """Caches that were opened and run: every turn counts, and finalists' last run."""
+        return len(self.runs) + self._more_turns + len(self._finals)
 
     def _checked(self, spot: Spot) -> int:
         """Settings run at a corner that nobody has ruled out, beside the spread-out ones."""

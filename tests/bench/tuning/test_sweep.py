@@ -12,7 +12,8 @@ from penstock.bench.figures.report import draw_all, figures_of
 from penstock.bench.figures.tuning_prediction import draw_predictions
 from penstock.bench.result import Result
 from penstock.bench.tuning import program, setting_runs, sweep
-from penstock.bench.tuning.sweep_device import FINAL_ROUNDS
+from penstock.bench.tuning.setting_runs import fastest_run, middle_run
+from penstock.bench.tuning.sweep_device import FINAL_ROUNDS, SITTINGS
 from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.policies.kvswap import KVSwap
@@ -138,8 +139,18 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     swept(out)
     device = nvme_of(out)
     assert len(device["settings"]) == SETTINGS
-    assert groups == [4, SETTINGS - 4, len(device["final"])]
+    assert groups == [4, SETTINGS - 4] + [len(device["final"])] * SITTINGS
     assert not journal.exists()
+
+
+def test_of_several_runs_one_counts_with_the_memory_of_all() -> None:
+    runs = [
+        {"step_s": step, "reads": reads, "used_bytes": used, "peak_bytes": used + 1}
+        for step, reads, used in ((3.0, 30, 5), (1.0, 10, 9), (2.0, 20, 7))
+    ]
+    noted = {"used_bytes": 9, "peak_bytes": 10, "runs_step_s": [3.0, 1.0, 2.0]}
+    assert middle_run(runs) == {"step_s": 2.0, "reads": 20, **noted}
+    assert fastest_run(runs) == {"step_s": 1.0, "reads": 10, **noted}
 
 
 # Predictions --------------------------------------------------------------------------------------

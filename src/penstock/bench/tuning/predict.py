@@ -4,8 +4,8 @@ Source: KVSwap (arXiv 2511.11907), appendix A.3.
 
 On each device the tuner profiles the grid of batches and contexts, as `penstock tune` does. Then a
 few settings drawn by lot run at each (batch, context), none of which the tuner has run. All of them
-run in three passes, a minute or more apart, and the middle run of each counts: machines that others
-use too have slow minutes.
+run in two passes, a minute or more apart, and the faster run of each counts, as the tuner does with
+its own: machines that others use too have slow minutes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from penstock.bench.tuning.options import (
     check_options,
     require_positive,
 )
-from penstock.bench.tuning.setting_runs import Row, run_settings, setting_row
+from penstock.bench.tuning.setting_runs import Row, fastest_run, run_settings, setting_row
 from penstock.bench.tuning.summary import predict_summary
 from penstock.bench.tuning.table import predict_table
 from penstock.bench.tuning.workbench import GridTask, Workbench
@@ -34,7 +34,7 @@ from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import OPEN_RUNS, KVSwapSearch, Spot
 
 KIND = "tuning.predict"
-PASSES = 3
+PASSES = 2
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -108,7 +108,7 @@ class Predictions:
             passes = [self._pass(task, spot, chosen, number) for number in range(PASSES)]
             for each, *runs in zip(chosen, *passes, strict=True):
                 row = setting_row(
-                    search.profile, each, _middle(runs), floor=task.floor, of_tuner=False
+                    search.profile, each, fastest_run(runs), floor=task.floor, of_tuner=False
                 )
                 where = {"device": name, "batch": spot.batch, "context": spot.context}
                 rows.append(where | row)
@@ -140,14 +140,6 @@ class Predictions:
     def forget(self) -> None:
         """Remove the journals: all is in the result."""
         self._bench.forget()
-
-
-def _middle(runs: Sequence[Row]) -> Row:
-    """The run whose step is the middle one, with the most memory that any held."""
-    most = {name: max(run[name] for run in runs) for name in ("used_bytes", "peak_bytes")}
-    ordered = sorted(runs, key=lambda run: float(run["step_s"]))
-    steps = [run["step_s"] for run in runs]
-    return {**ordered[len(ordered) // 2], **most, "passes_step_s": steps}
 
 
 def run(arguments: Sequence[str]) -> Result:

@@ -63,6 +63,26 @@ def run_settings(
     return [journal.recall(key) for key in keys]
 
 
+def middle_run(runs: Sequence[Row]) -> Row:
+    """Of several runs of a setting the one whose step is the middle one, as `_noted`."""
+    return _noted(sorted(runs, key=_step_s)[len(runs) // 2], runs)
+
+
+def fastest_run(runs: Sequence[Row]) -> Row:
+    """Of several runs of a setting the fastest, as `_noted`."""
+    return _noted(min(runs, key=_step_s), runs)
+
+
+def _noted(chosen: Row, runs: Sequence[Row]) -> Row:
+    """With the steps of all, in seconds, and the most memory that any held."""
+    most = {name: max(run[name] for run in runs) for name in ("used_bytes", "peak_bytes")}
+    return {**chosen, **most, "runs_step_s": [_step_s(run) for run in runs]}
+
+
+def _step_s(run: Row) -> float:
+    return float(run["step_s"])
+
+
 def _memory(run: EngineRun) -> Row:
     report = run.memory
     return {

@@ -51,7 +51,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=int, default=1)
     add("--settings", type=int, help="run only so many, drawn by lot (default: all that fit)")
     add("--steps", type=int, default=6, help="of a round, of which each setting has two")
-    add("--final-steps", type=int, default=16, help="of a round of the last run, which has three")
+    add(
+        "--final-steps",
+        type=int,
+        default=16,
+        help="of a round of the last run, which has six in each of three sittings",
+    )
     add("--texts", type=int, default=2, help="held-out documents for quality")
     add("--forced", type=int, default=32, help="tokens that are decoded at the end of each")
     if "--quick" in arguments:

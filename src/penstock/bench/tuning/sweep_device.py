@@ -6,14 +6,19 @@ from typing import Any
 from penstock.bench.progress import Progress
 from penstock.bench.sitting import say
 from penstock.bench.tuning.held_out import HeldOutQuality, quality_key
-from penstock.bench.tuning.setting_runs import name_of, run_settings, setting_row
+from penstock.bench.tuning.setting_runs import (
+    middle_run,
+    name_of,
+    run_settings,
+    setting_row,
+)
 from penstock.bench.tuning.summary import TOP, fastest
 from penstock.policies.search_space import fields_of
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.kvswap_search import Found, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 
-ROUNDS, FINAL_ROUNDS = 2, 6
+ROUNDS, FINAL_ROUNDS, SITTINGS = 2, 6, 3
 OPEN_RUNS = 4
 Row = dict[str, Any]
 
@@ -33,7 +38,7 @@ class DeviceSweep:
             quality: None: nothing is measured of it.
             most: settings to run; None: all.
             steps: of each of the `ROUNDS`.
-            final_steps: of each of the `FINAL_ROUNDS`.
+            final_steps: of each of the `FINAL_ROUNDS` of a sitting.
         """
         self._name, self._task, self._quality = name, task, quality
         self._measurements, self._most, self._seed = measurements, most, seed
@@ -115,20 +120,24 @@ class DeviceSweep:
         return row
 
     def _final(self, chosen: list[Candidate], rows: list[Row], best: list[Row]) -> list[Row]:
-        """Picks and fastest once more, all together and for longer."""
+        """Picks and fastest once more, all together and for longer; the middle one of sittings."""
         again = [
             (candidate, row) for candidate, row in zip(chosen, rows, strict=True)
             if row in best or row["roles"]
         ]  # fmt: skip
         say(f"{self._name}: the fastest {len(again)} together")
         candidates = [candidate for candidate, _ in again]
-        figures = run_settings(
-            self._task, self._spot, candidates, name="final", steps=self._final_steps,
-            rounds=FINAL_ROUNDS,
-        )  # fmt: skip
+        # Where its memory lies makes a cache faster or slower for as long as it is open.
+        sittings = [
+            run_settings(
+                self._task, self._spot, candidates, name=f"final {number}",
+                steps=self._final_steps, rounds=FINAL_ROUNDS,
+            )
+            for number in range(SITTINGS)
+        ]  # fmt: skip
         return [
-            self._row(candidate, one) | {"roles": row["roles"]}
-            for (candidate, row), one in zip(again, figures, strict=True)
+            self._row(candidate, middle_run(runs)) | {"roles": row["roles"]}
+            for (candidate, row), *runs in zip(again, *sittings, strict=True)
         ]
 
 
