@@ -1,5 +1,6 @@
 """Every policy with the model on a GPU and the KV in memory or on a disk; stored documents too."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 pytestmark = pytest.mark.gpu
 
 ALL, TOLERANCE = 10**6, 1e-4
-ROUNDED = {"kvswap": 0.05, "infinigen-star": 0.05, "infinigen-star-reuse": 0.05}
-"""Logits may differ by so much where a basis is fitted on the device and codes are rounded: another
-group may win."""
+ROUNDED = {"kvswap": 0.2, "infinigen-star": 0.2, "infinigen-star-reuse": 0.2, "hillinfer": 0.2}
+"""Logits may differ by so much where codes are rounded, with a basis that is fitted on the device
+or for tokens that happen to be cold: another unit may win. The tokens may not."""
 PROMPT_TOKENS, NEW_TOKENS, PADDING = 210, 24, (0, 29)
 
 
@@ -105,7 +106,8 @@ def test_documents_answer_as_on_a_cpu(
     )
     greedy = SamplingParams(temperature=0, max_tokens=12)
     settings = DocumentSettings(store="memory", prefill_chunk_size=64)
-    policy = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
+    # All of it: on a GPU the keys are ranked by a basis that is fitted there.
+    policy = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=ALL)
 
     def answers(document: Document) -> list[list[int]]:
         return [output.token_ids for output in document.ask(questions, greedy)]
@@ -114,9 +116,11 @@ def test_documents_answer_as_on_a_cpu(
         on_cpu, path=tmp_path / "d", policy=policy, memory=None, settings=settings, text=text
     ) as made:
         expected = answers(made)
-    with Document.open(on_gpu, tmp_path / "d", settings=settings) as opened:
-        assert answers(opened) == expected
+    on_disk = replace(settings, store=tmp_path)
+    for each in (settings, on_disk):  # in memory a GPU reads by itself
+        with Document.open(on_gpu, tmp_path / "d", settings=each) as opened:
+            assert answers(opened) == expected
     with Document.create(
-        on_gpu, path=tmp_path / "e", policy=policy, memory=None, settings=settings, text=text
+        on_gpu, path=tmp_path / "e", policy=policy, memory=None, settings=on_disk, text=text
     ) as made:
         assert answers(made) == expected

@@ -1,13 +1,17 @@
 """Adapters: fitted as an SVD fits, saved whole, and refused by models that they do not fit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock import KVSwap, TieredCache
 from penstock.core.errors import AdapterError
 from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis, fit_layer
+from penstock.models.calibrate import calibrate
+from penstock.testing.tiny_models import tiny_model
 
 JOINT, RANK = 12, 5
 
@@ -114,3 +118,17 @@ def test_another_model_is_refused(adapter: LowRankAdapter) -> None:
     for layers, width in ((4, JOINT), (3, JOINT + 1)):
         with pytest.raises(AdapterError, match="3 layers of key width"):
             adapter.check("f" * 32, num_layers=layers, joint_dim=width)
+
+
+def test_fewer_components_than_the_policy_wants_are_refused() -> None:
+    model = tiny_model("llama")
+    made = calibrate(model, [torch.arange(3, 103)], rank=8, window_tokens=64)
+    few = KVSwap(window_tokens=8, selected_tokens=16, rank=8)
+    with TieredCache(model, few, store="memory", max_tokens=100, adapter=made) as cache:
+        assert isinstance(cache.policy, KVSwap)
+        assert cache.policy.rank == 8
+    with pytest.raises(AdapterError, match=r"8 components a token, .* wants 9; give rank=8 or"):
+        TieredCache(model, replace(few, rank=9), store="memory", max_tokens=100, adapter=made)
+    everything = KVSwap(rank=9)
+    with TieredCache(model, everything, store="memory", max_tokens=100, adapter=made) as cache:
+        assert cache.plan.is_resident, "no index, no components"

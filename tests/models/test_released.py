@@ -214,6 +214,17 @@ def test_a_folder_brings_its_adapter(
     assert find_adapter(mark, tmp_path) is None
 
 
+def test_a_folder_that_may_not_be_looked_at_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses names of such length as it refuses folders of other users."""
+    refused = Path("/", "n" * 300)
+    with pytest.raises(OSError, match="too long"):
+        refused.stat()
+    monkeypatch.setattr(table, "models_folder", lambda: refused)
+    released = Released(name="r", file="r", bytes=1, sha256="", url="", train=TRAIN)
+    assert not released.is_fetched
+    assert find_adapter("no model", refused) is None
+
+
 def test_unknown_name(home: Path) -> None:
     done = run("fetch", "prose-8")
     assert done.exit_code == EXIT_BAD_INPUT

@@ -84,6 +84,54 @@ def test_pinning_without_cuda_is_ignored() -> None:
     assert buffer.is_pinned == torch.cuda.is_available()
 
 
+class FakeDriver:
+    """Stands in for CUDA's runtime: takes down whether memory is still there when it lets go."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.was_mapped: list[bool] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.held[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        end = address + self.held.pop(address)
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [[int(part, 16) for part in line.split(" ", 1)[0].split("-")] for line in lines]
+        self.was_mapped.append(any(low <= address and end <= high for low, high in ranges))
+        return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+@pytest.mark.parametrize("is_viewed", [False, True])
+@pytest.mark.parametrize("num_bytes", [5000, 3 << 20])
+def test_cuda_lets_go_of_memory_that_is_still_there(
+    in_a_cycle: bool, is_viewed: bool, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is registered when it goes back to the system would still be when the system
+    gives out its addresses again."""
+    driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    for _ in range(20):
+        buffer = AlignedBuffer(2, num_bytes, pinned=True)
+        assert buffer.is_pinned
+        held: list[object] = [buffer, buffer.tensor, buffer.array[1:], buffer.tensor[1:]]
+        if in_a_cycle:
+            held.append(held)
+        row = buffer.array[0] if is_viewed else None
+        del buffer, held
+        gc.collect()
+        assert bool(driver.held) == is_viewed, "a view needs it"
+        del row
+        gc.collect()
+        assert not driver.held
+    assert driver.was_mapped == [True] * 20
+
+
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned() -> None:
     buffer = AlignedBuffer(4, 1 << 20, pinned=True)

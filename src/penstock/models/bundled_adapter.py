@@ -1,5 +1,6 @@
 """The low-rank adapters that come with models: the bundled one, fetched ones, a folder's own."""
 
+import os
 from pathlib import Path
 
 from penstock.core.errors import AdapterError
@@ -21,7 +22,7 @@ def find_adapter(fingerprint: str, folder: str | Path = "") -> LowRankAdapter | 
     own = [Path(folder)] if folder else []
     for place in (*own, _BUNDLED, *fetched):
         path = place / _NAME
-        if path.exists():
+        if os.path.exists(path):
             try:
                 adapter = LowRankAdapter.load(path)
             except AdapterError:  # somebody else's file of that name

@@ -1,5 +1,6 @@
 """Released models: too large for the package, known by name once they have been fetched."""
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -33,8 +34,8 @@ class Released:
 
     @property
     def is_fetched(self) -> bool:
-        """Whether it is there."""
-        return (self.folder / "config.json").is_file()
+        """Whether it is there, and may be looked at (`Path.is_file` would raise)."""
+        return os.path.isfile(self.folder / "config.json")
 
 
 def released_models() -> Mapping[str, Released]:

@@ -1,5 +1,6 @@
 """plan_cache(): divide a cache's budget, as its configuration and what it holds already want it."""
 
+from penstock.core.errors import AdapterError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
@@ -24,6 +25,7 @@ def plan_cache(
 
     Raises:
         BudgetError: the budget is too small.
+        AdapterError: the policy wants more components a token than the adapter has.
     """
     is_held = held is not None and not held.is_resident
     request = SizingRequest(
@@ -41,6 +43,21 @@ def plan_cache(
         unit_tokens = int(getattr(config.policy, "group_tokens", 1))
         return config.policy, streaming_plan(request, unit_tokens, "exact mode")
     policy, plan = config.policy.plan(request)
+    if not plan.is_resident:
+        _require_rank(policy, config)
     if not config.device_tier:
         plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
     return policy, plan
+
+
+def _require_rank(policy: SelectionPolicy, config: RuntimeConfig) -> None:
+    """Refuse an adapter with fewer components than the index is made for."""
+    wanted = getattr(policy, "rank", None)
+    if not config.adapter or not policy.uses_adapter or wanted is None:
+        return
+    there = min(layer.rank for layer in config.adapter)
+    if wanted > there:
+        raise AdapterError(
+            f"the adapter has {there} components a token, and {policy.name} wants {wanted}; give "
+            f"rank={there} or less, or make an adapter of rank {wanted} (penstock calibrate)"
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.head_rows import HeadRows
@@ -45,9 +46,13 @@ def share_past(past: StoredPast, layers: Sequence[object], units: UnitMap, lengt
 
 
 def copy_past(
-    past: StoredPast, layers: Sequence[TakesTokens], rows: HeadRows, batch: int, length: int
-) -> None:
+    past: StoredPast, layers: Sequence[TakesTokens], rows: HeadRows, batch: int, length: int,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Read the past and take it in as if it had just been computed, in every row.
+
+    Args:
+        device: the cache's, where layers expect their tokens.
 
     Raises:
         FetchError: a read failed, or what is stored is damaged.
@@ -60,7 +65,7 @@ def copy_past(
             if last <= begun:
                 continue
             start = max(first, begun)
-            tokens = past.read(i, start, last)[: length - start * past.group_tokens]
+            tokens = past.read(i, start, last)[: length - start * past.group_tokens].to(device)
             both = tokens.permute(1, 2, 0, 3)[:, None].expand(-1, batch, -1, -1, -1)
             keys, values, _ = rows.fold_tokens(both[0], both[1], None)
             layer.append(keys, values, None)

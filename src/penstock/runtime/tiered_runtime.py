@@ -213,7 +213,7 @@ class TieredRuntime:
             if self._setup is not None and self.config.shares_past:
                 share_past(past, self.layers, self._setup.units, end)
             else:
-                copy_past(past, self.layers, self._rows, self.batch, end)
+                copy_past(past, self.layers, self._rows, self.batch, end, self.config.device)
             if self.device_steps is not None:
                 self.device_steps.end(self.length)
 

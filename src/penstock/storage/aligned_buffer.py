@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import mmap
-import weakref
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +47,7 @@ class AlignedBuffer:
         )
         self.address = _address(root) + start
         self._pages, self._start = pages, start
-        self.is_pinned = pinned and self.num_bytes > 0 and _pin(root, self.address, self.num_bytes)
+        self.is_pinned = pinned and self.num_bytes > 0 and pages.pin(self.address, self.num_bytes)
 
     def give_back(self, rows: list[int]) -> None:
         """Give the pages that lie in these rows alone back to the system; they read as zeros then.
@@ -71,31 +71,48 @@ class AlignedBuffer:
         return torch.from_numpy(self.array)
 
 
-def _map_zeroed(num_bytes: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+class _Pages(mmap.mmap):
+    """A mapping that CUDA lets go of before the system does.
+
+    An array's weak reference would not do: its callback was seen to come behind the unmapping
+    where the garbage collector took both, and the next mapping at these addresses could not be
+    registered.
+    """
+
+    _registered: int | None = None
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Register this part of it with CUDA, if there is one; returns whether that was done."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return False
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+        self._registered = address
+        return True
+
+    def __del__(self) -> None:
+        if self._registered is None or sys.is_finalizing():
+            return
+        import torch
+
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(self._registered)
+
+
+def _map_zeroed(num_bytes: int) -> tuple[_Pages, npt.NDArray[np.uint8]]:
     """A fresh mapping of at least `num_bytes`, with room to align it to a huge page."""
     if num_bytes >= _HUGE_PAGE_BYTES:
         num_bytes += _HUGE_PAGE_BYTES
     if hasattr(mmap, "MAP_PRIVATE"):  # the default is shared memory, which gets no huge pages
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        pages = mmap.mmap(-1, num_bytes)
+        pages = _Pages(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages, np.frombuffer(pages, dtype=np.uint8)
-
-
-def _pin(root: npt.NDArray[np.uint8], address: int, num_bytes: int) -> bool:
-    """Register the memory with CUDA, if there is one, until `root`, the owner of every view, is
-    collected; returns whether that was done."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-    weakref.finalize(root, runtime.cudaHostUnregister, address).atexit = False
-    return True
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:

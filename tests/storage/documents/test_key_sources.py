@@ -111,7 +111,7 @@ def test_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RuntimeError" in message
     assert KEY.hex() not in message
     monkeypatch.setitem(sys.modules, "keyring", None)
-    assert "pip install keyring" in refused("keyring:penstock/me")
+    assert "pip install 'penstock[keyring]'" in refused("keyring:penstock/me")
 
 
 def test_new_key_file(tmp_path: Path) -> None:

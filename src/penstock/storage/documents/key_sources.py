@@ -140,8 +140,8 @@ def _keyring_key(service: str, user: str) -> bytes:
         keyring: Any = importlib.import_module("keyring")
     except ImportError:
         raise ConfigError(
-            "a key from the keyring needs the library keyring; run pip install keyring, or give "
-            "file:PATH or env:NAME"
+            "a key from the keyring needs the library keyring; run pip install "
+            "'penstock[keyring]', or give file:PATH or env:NAME"
         ) from None
     try:
         value = keyring.get_password(service, user)
