@@ -10,6 +10,7 @@ from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
+from penstock.tuner import tuning_task
 from penstock.tuner.candidates import PaperTables
 from penstock.tuner.journal import Journal
 from penstock.tuner.prefill_profile import PrefillProfile
@@ -46,3 +47,10 @@ def make_task(tiny: LoadedModel, tiny_adapter: LowRankAdapter) -> MakeTask:
         return TuningTask(**{**settings, "journal": Journal(None, {}), **fields})
 
     return make
+
+
+@pytest.fixture
+def gridded(monkeypatch: pytest.MonkeyPatch, make_task: MakeTask) -> MakeTask:
+    """Tasks over two lengths and two batches."""
+    monkeypatch.setattr(tuning_task, "SHORTEST_CONTEXT", 2048)
+    return lambda **fields: make_task(**{"max_context": 4096, "max_batch": 2, **fields})

@@ -13,7 +13,7 @@ from penstock.models.loader import LoadedModel, load
 from penstock.policies import KVSwap
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, Workpiece
-from penstock.tuner.fetch_survey import Choice, Fetches, Rankings, survey
+from penstock.tuner.fetch_survey import Fetches, FetchSetting, Rankings, survey
 from penstock.tuner.text_document import TextDocument
 from penstock.workloads.prefilled import PrefilledText
 
@@ -33,13 +33,13 @@ def work() -> Workpiece:
     )  # fmt: skip
 
 
-def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, Choice]:
+def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]:
     """What the engine counts, all steps in one round, and the same setting as a choice."""
     with EngineRun(work, policy, store="memory", limit_bytes=None) as run:
         run.decode(ROUNDS * STEPS)
         plan = run.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return run.figures(), Choice(plan.group_tokens, plan.selected_groups, slots)
+        return run.figures(), FetchSetting(plan.group_tokens, plan.selected_groups, slots)
 
 
 def test_its_own_setting_is_counted_exactly(work: Workpiece) -> None:
@@ -65,7 +65,12 @@ def test_other_settings_are_foretold(work: Workpiece, group: int, reuse: int) ->
 
 
 def test_many_choices_cost_one_run(work: Workpiece, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = [Choice(4, 50, 0), Choice(4, 50, 50), Choice(4, 50, 200), Choice(16, 12, 24)]
+    choices = [
+        FetchSetting(4, 50, 0),
+        FetchSetting(4, 50, 50),
+        FetchSetting(4, 50, 200),
+        FetchSetting(16, 12, 24),
+    ]
     opened: list[KVSwap] = []
     init = EngineRun.__init__
 
@@ -142,12 +147,12 @@ def test_hits_and_requests_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.tuner.fetch_survey.WARM_STEPS", 1)
     # The first step fetches 2, 3, 7; the second finds 3 and fetches 4, 8; 4 takes the slot of 2.
     rankings = told(Rankings({1: 3, 4: 3}), {2, 3, 7}, {3, 4, 8})
-    assert rankings.replay(Choice(1, 3, 3)) == Fetches(2.0, 2.0)
+    assert rankings.replay(FetchSetting(1, 3, 3)) == Fetches(2.0, 2.0)
     # Without slots of its own the second step reads 3 and 4 at once, and 8.
-    assert rankings.replay(Choice(1, 3, 0)) == Fetches(3.0, 2.0)
+    assert rankings.replay(FetchSetting(1, 3, 0)) == Fetches(3.0, 2.0)
     # Groups of four tokens: 0, 1 and then 0, 1, 2; two are wanted.
-    assert rankings.replay(Choice(4, 2, 2)) == Fetches(0.0, 0.0)
-    assert rankings.replay(Choice(4, 2, 0)) == Fetches(2.0, 1.0)
+    assert rankings.replay(FetchSetting(4, 2, 2)) == Fetches(0.0, 0.0)
+    assert rankings.replay(FetchSetting(4, 2, 0)) == Fetches(2.0, 1.0)
 
 
 def test_tokens_that_may_not_be_chosen_are_not() -> None:
@@ -161,4 +166,4 @@ def test_tokens_that_may_not_be_chosen_are_not() -> None:
 
 
 def test_nothing_was_ranked() -> None:
-    assert Rankings({1: 4}).replay(Choice(1, 4, 4)) == Fetches(0.0, 0.0)
+    assert Rankings({1: 4}).replay(FetchSetting(1, 4, 4)) == Fetches(0.0, 0.0)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from penstock.core.errors import BudgetError, PenstockError
+from penstock.core.errors import BudgetError
 from penstock.devices.presets import EMMC, NVME
 from penstock.devices.profile import DeviceProfile
-from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.model_shape import inspect_model
 from penstock.policies.kvswap import KVSwap
-from penstock.tuner import kvswap_search, tuning_task
+from penstock.tuner import kvswap_search
 from penstock.tuner.block_profile import BlockProfile, Work, work_of
 from penstock.tuner.candidates import Candidate, Seat
 from penstock.tuner.engine_run import StepFigures, Workpiece
@@ -171,13 +170,6 @@ def test_nearly_the_best_of_all_from_a_dozen_runs(
     assert found.measured.step_s == min(each.step_s for each in finals if each is not None)
     assert machine.most_open <= kvswap_search.OPEN_RUNS
     assert machine.now_open == 0
-
-
-@pytest.fixture
-def gridded(monkeypatch: pytest.MonkeyPatch, make_task: MakeTask) -> MakeTask:
-    """Tasks over two lengths and two batches."""
-    monkeypatch.setattr(tuning_task, "SHORTEST_CONTEXT", 2048)
-    return lambda **fields: make_task(**{"max_context": 4096, "max_batch": 2, **fields})
 
 
 def test_a_grid_is_solved_from_its_corners(gridded: MakeTask, plug_in: PlugIn) -> None:
@@ -356,45 +348,6 @@ def test_a_pick_that_is_ruled_out_makes_room_for_the_next(
         search.rule_out(each.policy)
     with pytest.raises(BudgetError, match="more memory, or a higher --floor"):
         search.solve()
-
-
-def test_the_budget_that_is_named_would_do(gridded: MakeTask) -> None:
-    """And a little less would not."""
-    with pytest.raises(BudgetError, match="nothing fits") as caught:
-        KVSwapSearch(gridded(limit_bytes=300_000))
-    needed = caught.value.needed_bytes
-    assert needed is not None
-    assert f"({needed} bytes)" in str(caught.value)
-    with pytest.raises(BudgetError):
-        KVSwapSearch(gridded(limit_bytes=int(needed * 0.99)))
-    try:
-        KVSwapSearch(gridded(limit_bytes=needed, floor=float("inf")))
-    except BudgetError as error:
-        pytest.fail(f"{needed:,} bytes were to be enough: {error}")
-
-
-def test_nothing_of_quality_fits(make_task: MakeTask) -> None:
-    class Strict:
-        def reuse_rate(self, group: int, selected: int, capacity: int) -> float:
-            return 0.5
-
-        def kl(self, policy: KVSwap) -> float:
-            return policy.group_tokens / 10
-
-    KVSwapSearch(make_task(tables=Strict(), floor=0.1))
-    with pytest.raises(BudgetError, match=r"within 0\.05 nats.*closest: 0\.100"):
-        KVSwapSearch(make_task(tables=Strict(), floor=0.05))
-
-
-def test_an_adapter_that_no_setting_can_use(make_task: MakeTask) -> None:
-    """Nothing fits, and no budget would change that: it is said, not found out in a fit."""
-    adapter = make_task().adapter
-    assert adapter is not None
-    layers = [layer.truncated(8) for layer in adapter.layers]
-    poor = LowRankAdapter(layers, adapter.fingerprint, 0)
-    full = inspect_model(make_task().model).kv.full_cache_bytes(1, 2048)
-    with pytest.raises(PenstockError):
-        KVSwapSearch(make_task(adapter=poor, limit_bytes=full)).solve()
 
 
 # The real engine --------------------------------------------------------------------------------

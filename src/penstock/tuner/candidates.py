@@ -12,7 +12,7 @@ from penstock.policies.kvswap import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.policies.search_space import settings_of
 from penstock.runtime.head_rows import HeadRows
 from penstock.tuner.block_profile import Work, work_of
-from penstock.tuner.fetch_survey import Choice
+from penstock.tuner.fetch_survey import FetchSetting
 from penstock.tuner.lookup_tables import LookupTables
 
 
@@ -91,11 +91,11 @@ class Candidate:
         return 0 if self.plan.shared_pools else self.plan.num_slots * self.plan.group_tokens
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> FetchSetting:
         """What decides which units it fetches."""
         plan = self.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return Choice(plan.group_tokens, plan.selected_groups, slots)
+        return FetchSetting(plan.group_tokens, plan.selected_groups, slots)
 
 
 def candidates(

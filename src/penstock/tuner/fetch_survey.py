@@ -31,7 +31,7 @@ _UNLIMITED = 1 << 30
 """Units of one request: the engine's limit of a megabyte is out of reach for a selection's runs."""
 
 
-class Choice(NamedTuple):
+class FetchSetting(NamedTuple):
     """What decides which units are fetched."""
 
     group_tokens: int
@@ -50,8 +50,8 @@ class Fetches(NamedTuple):
 
 
 def survey(
-    work: Workpiece, choices: Sequence[Choice], *, rank: int, store: str
-) -> dict[Choice, Fetches]:
+    work: Workpiece, choices: Sequence[FetchSetting], *, rank: int, store: str
+) -> dict[FetchSetting, Fetches]:
     """Decode one sequence for as many steps as measured runs do, and replay every choice.
 
     Ranks with an index of one token a group and 8 bits; the budget is not asked, whose settings
@@ -114,7 +114,7 @@ class Rankings:
             best = scores.topk(min(most, len(scores))).indices
             steps[tokens].append(best.cpu().numpy() + first)
 
-    def replay(self, choice: Choice) -> Fetches:
+    def replay(self, choice: FetchSetting) -> Fetches:
         """What a choice would have fetched."""
         counts = [
             _fetched([best[: choice.selected_groups] for best in steps[choice.group_tokens]],

@@ -23,7 +23,7 @@ from penstock.storage.measured_directory import measure_directory
 from penstock.storage.store import KVStore
 from penstock.tuner.candidates import Seat, Tables
 from penstock.tuner.engine_run import Document, Workpiece
-from penstock.tuner.fetch_survey import Choice, Fetches, survey
+from penstock.tuner.fetch_survey import Fetches, FetchSetting, survey
 from penstock.tuner.journal import Journal
 from penstock.tuner.prefill_profile import PrefillProfile
 from penstock.tuner.text_document import TextDocument
@@ -130,8 +130,8 @@ class TuningTask:
         )  # fmt: skip
 
     def fetches(
-        self, context: int, choices: Sequence[Choice], *, rank: int
-    ) -> dict[Choice, Fetches] | None:
+        self, context: int, choices: Sequence[FetchSetting], *, rank: int
+    ) -> dict[FetchSetting, Fetches] | None:
         """What choices fetch behind the text, once for each length; None without a text of it.
 
         Args:
