@@ -7,7 +7,9 @@ questions a row learnt keys of two words after 2,000 and 10,000 steps, one with 
 `dense_copy` and `dense_chains` are the same for single words. `dense_values` is for several values
 of one key, which recall-2's first runs found by looking for keys that come again: asked here, where
 all do, they named other keys' values (see `docs/log.md`). They lost their way where two values had
-the same digit at the same place, which is more frequent here.
+the same digit at the same place, and so did the model after three sittings (26 of its 30 wrong
+answers in 304): in `dense_values` and `alike_values` that is what every answer is full of, so that
+more than one token before has to be looked at to know which value is being said.
 """
 
 import random
@@ -17,7 +19,7 @@ from types import MappingProxyType
 
 from penstock.bench.tasks import TASKS, Sample, Words
 from penstock.bench.tasks.documents import PREFACE, Document, count_tokens, essay, hide
-from penstock.bench.tasks.needles import Facts
+from penstock.bench.tasks.needles import Facts, multi_value
 from penstock.core.errors import ConfigError
 
 Generate = Callable[[int, random.Random, Words], Sample]
@@ -30,7 +32,7 @@ _VARIABLES = (5, 9)
 _DIGITS = 5
 _FIRST_TOKENS, _LATER_TOKENS = 9, 7
 _VALUES = 4
-_SHARED = 0.1
+_SHARED = (0.1, 0.5)
 
 
 def dense_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -87,7 +89,7 @@ def dense_values(tokens: int, rng: random.Random, words: Words) -> Sample:
     if count < 2:
         raise ConfigError(f"tokens={tokens} is too short for this task: no two keys fit in")
     keys = words.key_pool(rng, count)
-    told = [(key, value) for key in keys for value in _alike_values(facts, rng)]
+    told = [(key, value) for key in keys for value in _alike(facts, rng)]
     rng.shuffle(told)
     needles = [facts.tell(key, value) for key, value in told]
     question = _values_question(facts, keys[0])
@@ -98,15 +100,22 @@ def dense_values(tokens: int, rng: random.Random, words: Words) -> Sample:
     return Sample("dense_values", prompt, f"{answer} .", count_tokens(answer) + 2, values)
 
 
-def _alike_values(facts: Facts, rng: random.Random) -> list[str]:
-    """Values of one key; each digit or word may be that of an earlier value at its place."""
+def alike_values(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """The bench's multi_value with values that have much in common."""
+    return multi_value(tokens, rng, words, draw=lambda facts: _alike(facts, rng))
+
+
+def _alike(facts: Facts, rng: random.Random) -> list[str]:
+    """Different values of one key; each digit or word may be an earlier value's at its place."""
     values: list[list[str]] = []
-    for _ in range(_VALUES):
+    shared = rng.uniform(*_SHARED)
+    while len(values) < _VALUES:
         value = facts.value().split()
         for place in range(len(value)):
-            if values and rng.random() < _SHARED:
+            if values and rng.random() < shared:
                 value[place] = rng.choice(values)[place]
-        values.append(value)
+        if value not in values:
+            values.append(value)
     return [" ".join(value) for value in values]
 
 
@@ -129,5 +138,6 @@ DENSE: Mapping[str, tuple[Generate, float]] = MappingProxyType({
     "dense_copy": (dense_copy, 0.0),
     "dense_chains": (dense_chains, 0.4),
     "dense_values": (dense_values, 0.45),
+    "alike_values": (alike_values, 0.0),
 })  # fmt: skip
 """By name: what makes the sample, and the share of the row that is kept for further questions."""

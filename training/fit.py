@@ -5,6 +5,7 @@ made ahead by step. When the time is up the rates have come down to zero. How ma
 depends on the machine then: it cannot be repeated bit by bit.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,8 +23,10 @@ class Fit:
     total_s: float
     """Of training, all sittings: compiling and glances counted, loading not."""
     decay_s: float
-    """At the end, of linear decay to zero."""
+    """At the end, of decay to zero."""
     warmup_steps: int
+    decay_power: float
+    """See `Optimizer.decay_power`."""
 
     @classmethod
     def of(cls, settings: RunSettings, total_s: float) -> "Fit":
@@ -35,13 +38,15 @@ class Fit:
         if total_s <= 0:
             raise ConfigError(f"--fit {total_s / 60:g} must be above 0")
         share = min(1.0, settings.optimizer.decay_steps / settings.steps)
-        return cls(total_s, total_s * share, settings.optimizer.warmup_steps)
+        plan = settings.optimizer
+        return cls(total_s, total_s * share, plan.warmup_steps, plan.decay_power)
 
     def rate(self, step: int, spent_s: float) -> float:
         """Factor of the learning rates in a step (from 0) after so many seconds."""
         rising = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
-        falling = (self.total_s - spent_s) / self.decay_s if self.decay_s else 1.0
-        return max(0.0, min(1.0, rising, falling))
+        left = max(0.0, self.total_s - spent_s)
+        falling = left / self.decay_s if self.decay_s else 1.0
+        return min(1.0, rising, math.pow(falling, self.decay_power))
 
 
 def stretched(settings: _Run) -> _Run:

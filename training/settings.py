@@ -1,5 +1,6 @@
 """Settings of a training run: a TOML file, read strictly, as plain frozen data."""
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -79,7 +80,9 @@ class Optimizer:
     other_betas: tuple[float, float]
     warmup_steps: int
     decay_steps: int
-    """Of linear decay to zero at the end; before that the rate is constant."""
+    """Of decay to zero at the end; before that the rate is constant."""
+    decay_power: float = 1.0
+    """1: linear; 2: soon low and long so, the square of the share that is left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,11 +144,11 @@ class RunSettings:
         raise AssertionError("a step after the last")
 
     def rate_at(self, step: int) -> float:
-        """Factor of the learning rates in a step (from 0): warm-up, constant, linear decay."""
+        """Factor of the learning rates in a step (from 0): warm-up, constant, decay."""
         plan = self.optimizer
         rising = (step + 1) / plan.warmup_steps if plan.warmup_steps else 1.0
         falling = (self.steps - step) / plan.decay_steps if plan.decay_steps else 1.0
-        return min(1.0, rising, falling)
+        return min(1.0, rising, math.pow(falling, plan.decay_power))
 
     def scaled(self, factor: float) -> Self:
         """The same curriculum in `factor` times as many steps.

@@ -141,6 +141,9 @@ def test_rates_by_the_clock() -> None:
     assert fit.rate(50, 80.0) == 1.0
     assert fit.rate(50, 100.0) == pytest.approx(0.5)
     assert fit.rate(50, 130.0) == 0.0
+    squared = replace(toy(), optimizer=replace(toy().optimizer, decay_power=2.0))
+    assert Fit.of(squared, 120.0).rate(50, 100.0) == pytest.approx(0.25)
+    assert Fit.of(squared, 120.0).rate(50, 130.0) == 0.0
     longer = stretched(toy())
     assert longer.stages[0] == toy().stages[0]
     assert longer.steps > 8 * toy().steps

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -160,10 +161,31 @@ def test_dense_values_are_all_those_of_their_keys_in_order() -> None:
             assert text.endswith(f"s for {key} are")
             values = [part.split(" .")[0] for part in document.split(f" for {key} is ")[1:]]
             assert answer == " , ".join(values) + " ."
-            assert len(values) == 4
+            assert len(set(values)) == 4
             first_words = [value.split()[0] for value in values]
             alike += len(first_words) - len(set(first_words))
     assert alike > 10  # a way from one value into another
+
+
+def test_alike_values_are_multi_value_with_much_in_common() -> None:
+    same = {}
+    for name, make in (
+        ("multi_value", GENERATORS["multi_value"]),
+        ("alike", DENSE["alike_values"][0]),
+    ):
+        same[name] = 0
+        for seed in range(20):
+            sample = make(600, random.Random(seed), WORDS)
+            assert sample.task == "multi_value"
+            values = [value.split() for value in sample.answer.removesuffix(" .").split(" , ")]
+            assert len(values) == 4
+            key = sample.prompt.split(" for ")[-1].split(" are")[0]
+            told = [part.split(" .")[0] for part in sample.prompt.split(f" for {key} is ")[1:]]
+            assert [" ".join(value) for value in values] == told
+            same[name] += sum(
+                a == b for v, w in pairwise(values) for a, b in zip(v, w, strict=True)
+            )
+    assert same["alike"] > 2 * same["multi_value"]
 
 
 def test_dense_values_fill_their_rows_with_answers() -> None:
@@ -285,7 +307,8 @@ def test_unknown_task_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["recall-7m", "recall-2", "recall-2-second", "recall-2-third", "toy"]
+    "name",
+    ["recall-7m", "recall-2", "recall-2-second", "recall-2-third", "recall-2-single", "toy"],
 )
 def test_settings_are_whole(name: str) -> None:
     settings = read_settings(CONFIGS / f"{name}.toml")
@@ -296,6 +319,8 @@ def test_settings_are_whole(name: str) -> None:
     whole = settings.steps - settings.optimizer.decay_steps
     assert settings.optimizer.warmup_steps < whole
     assert settings.rate_at(whole - 1) == 1.0 > settings.rate_at(whole + 1)
+    half = settings.rate_at(settings.steps - settings.optimizer.decay_steps // 2)
+    assert half == pytest.approx(0.5**settings.optimizer.decay_power, rel=0.1)
     doubled = settings.scaled(2)
     assert doubled.steps == 2 * settings.steps
     assert doubled.optimizer.decay_steps == 2 * settings.optimizer.decay_steps

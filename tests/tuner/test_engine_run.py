@@ -1,4 +1,4 @@
-"""EngineRun: what a decode by hand counts, within the plan, and the calmer round's medians."""
+"""EngineRun: what a decode by hand counts, within the plan, and medians at one pace."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -24,13 +24,19 @@ from penstock.tuner.engine_run import (
     StepFigures,
     Workpiece,
     as_dict,
+    at_one_pace,
     run_together,
 )
+from penstock.tuner.pace import Pace
 from penstock.workloads.selection_streams import OverlapStream, streamed
 from penstock.workloads.synthetic_kv import SyntheticKV
 
 CONTEXT, STEPS = 1500, 5
 POLICY = KVSwap(selected_tokens=200, reuse_tokens=400, rank=32, index_bits=8)
+FIGURES = StepFigures(
+    step_s=10.0, select_s=2.0, stall_s=4.0, reads=1.0, read_bytes=1.0, units_wanted=1.0,
+    units_hit=0.0, resident_bytes=1, fill_s=0.1, steps=1, pace_s=0.5, clock_step_s=9.0,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -182,20 +188,58 @@ def scripted(work: Workpiece, times: Sequence[float], warm: int = WARM_STEPS) ->
     return Made(work, POLICY, store="memory", limit_bytes=limit)
 
 
-def test_medians_of_the_faster_round(make_work: MakeWork) -> None:
-    rounds = [[5.0, 1.0, 9.0], [2.0, 4.0, 3.0], [4.0, 1.5, 8.0]]
-    with scripted(make_work(), [t / 100 for r in rounds for t in r]) as run:
+def at_paces(run: EngineRun, paces: Sequence[float]) -> EngineRun:
+    """The run with what `Pace` says before and behind its rounds, in seconds."""
+    said = iter(paces)
+    run._pace = lambda: next(said)  # type: ignore[assignment]
+    return run
+
+
+def test_medians_of_all_steps_at_one_pace(make_work: MakeWork) -> None:
+    """The machine is half as fast in the first round, and turns so in the second."""
+    rounds = [[4.0, 2.4, 6.4], [3.0, 1.8, 4.8], [1.0, 3.2, 2.0]]
+    run = scripted(make_work(), [t / 100 for r in rounds for t in r])
+    with at_paces(run, [2.0, 2.0, 1.0, 2.0, 1.0, 1.0]):
         for _ in rounds:
             run.decode(3)
         found = run.figures()
-    # The medians are 5, 3 and 4; all figures are those of the second round.
-    assert found.step_s == pytest.approx(0.03)
-    assert found.select_s == pytest.approx(0.06)
-    assert found.stall_s == pytest.approx(0.09)
-    assert (found.reads, found.read_bytes) == pytest.approx((0.12, 0.15))
+    assert found.pace_s == 1.5
+    # The script has a wait of three steps in each step, which no pace changes; ranking takes two.
+    steps = [t / 100 for r in rounds for t in r]
+    shares = [0.75] * 3 + [1.0] * 3 + [1.5] * 3
+    assert found.stall_s == pytest.approx(3 * sorted(steps)[4])
+    assert found.step_s == pytest.approx(found.stall_s), "waiting is all there is"
+    ranked = sorted(2 * step * share for step, share in zip(steps, shares, strict=True))
+    assert found.select_s == pytest.approx(ranked[4])
+    assert found.clock_step_s == pytest.approx(sorted(steps)[4])
+    assert found.reads == pytest.approx(4 * sorted(steps)[4])
     assert found.hit_rate == pytest.approx(7 / 6)
     assert found.steps == 9
     assert found.block_s == 0, "never below zero"
+
+
+def test_all_but_the_wait_goes_by_the_pace() -> None:
+    faster = FIGURES.at(0.25)
+    assert (faster.step_s, faster.select_s, faster.stall_s) == (7.0, 1.0, 4.0)
+    assert (faster.pace_s, faster.clock_step_s) == (0.25, 9.0)
+    assert faster.at(0.5) == FIGURES
+    unknown = replace(FIGURES, pace_s=0.0)
+    assert unknown.at(0.25) is unknown
+    assert FIGURES.at(0.0) is FIGURES
+    twice = replace(FIGURES, step_s=16.0, select_s=4.0, pace_s=1.0)
+    one, other, left = at_one_pace([FIGURES, twice, unknown])
+    assert one.step_s == other.step_s == pytest.approx(13.0)
+    assert left is unknown
+
+
+def test_the_pace_is_that_of_the_models_own_forward(make_work: MakeWork) -> None:
+    model = make_work().model
+    times = iter([0.0, 0.009, 1.0, 1.003, 2.0, 2.009, 3.0, 3.007])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.tuner.pace.time.perf_counter", lambda: next(times))
+        assert Pace(model)() == pytest.approx(0.009)
+    assert next(times) == 3.0, "0.021 seconds were enough"
+    assert Pace(model)() > 0
 
 
 def test_slow_steps_end_a_round_and_the_warm_up(make_work: MakeWork) -> None:
@@ -226,12 +270,12 @@ def test_turns_are_taken_forwards_and_backwards() -> None:
         def decode(self, steps: int) -> None:
             order.append(f"{self.name}{steps}")
 
-        def figures(self) -> str:
-            return self.name
+        def figures(self) -> StepFigures:
+            return replace(FIGURES, reads=float(ord(self.name)))
 
     runs: Any = [Turn(name) for name in "abc"]
-    figures: list[Any] = [*run_together(runs, steps=3, rounds=3)]
-    assert figures == ["a", "b", "c"]
+    figures = run_together(runs, steps=3, rounds=3)
+    assert [chr(int(each.reads)) for each in figures] == ["a", "b", "c"]
     assert order == ["a3", "b3", "c3", "c3", "b3", "a3", "a3", "b3", "c3"]
     assert run_together([]) == []
 

@@ -1,12 +1,13 @@
 """EngineRun: one setting's decode steps on this machine, counted by the engine itself.
 
 Source: KVSwap (arXiv 2511.11907), appendix A.3, which times the core functions with NVTX; here the
-engine's own counters say the same.
+engine's own counters say the same. The paper's boards were idle; here every round is timed beside
+`Pace`, and what is compared is told at one pace.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import share_weights, vocabulary_size
 from penstock.policies.base import SelectionPolicy
+from penstock.tuner.pace import Pace
 from penstock.workloads.selection_streams import SelectionStream, streamed
 
 WARM_STEPS = 4
@@ -80,6 +82,24 @@ class StepFigures:
     fill_s: float
     """Putting the past in, once."""
     steps: int
+    pace_s: float = 0.0
+    """`Pace` at which these are the times; 0: nobody looked."""
+    clock_step_s: float = 0.0
+    """`step_s` as the clock had it, whatever the pace was; 0: nobody looked."""
+
+    def at(self, pace_s: float) -> "StepFigures":
+        """The same at another pace: all but the wait for reads goes by it.
+
+        What is waited for is left as it is: a device does not slow down with the cores. Nothing
+        changes where either pace is unknown.
+        """
+        if not pace_s or not self.pace_s:
+            return self
+        share = pace_s / self.pace_s
+        return replace(
+            self, step_s=_at(self.step_s, self.stall_s, share), select_s=share * self.select_s,
+            pace_s=pace_s,
+        )  # fmt: skip
 
     @property
     def block_s(self) -> float:
@@ -120,6 +140,9 @@ class EngineRun:
             batch_size=work.batch, adapter=work.adapter if policy.uses_adapter else None,
         )  # fmt: skip
         self._rounds: list[list[dict[str, float]]] = []
+        self._pace = Pace(work.model)
+        self._paces: list[float] = []
+        """Beside each round, in seconds."""
         try:
             start = time.perf_counter()
             work.document.fill(self._cache, work.context)
@@ -155,25 +178,28 @@ class EngineRun:
         """One round: counted steps, fewer where a step takes seconds or the room ends."""
         room = self._work.max_tokens - self._position
         self._rounds.append([])
+        before = self._pace()
         for _ in range(min(steps, room)):
             self._rounds[-1].append(self._step())
             if sum(row["step_s"] for row in self._rounds[-1]) > SLOW_ROUND_S:
                 break
+        self._paces.append((before + self._pace()) / 2)
 
     def figures(self) -> StepFigures:
-        """Medians of the round whose median step is shortest."""
-        rounds = [rows for rows in self._rounds if rows]
-        medians = [
-            {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
-            for rows in rounds
-        ]
-        best = min(medians, key=lambda middle: middle["step_s"])
+        """Medians over all steps, each told at the middle one of the rounds' paces."""
+        pace_s = float(np.median(self._paces))
+        steps = [
+            _step_at(row, pace_s / pace)
+            for rows, pace in zip(self._rounds, self._paces, strict=True) for row in rows
+        ]  # fmt: skip
+        clock = [row["step_s"] for rows in self._rounds for row in rows]
+        middle = {name: float(np.median([step[name] for step in steps])) for name in steps[0]}
         return StepFigures(
-            step_s=best["step_s"], select_s=best["predict_s"], stall_s=best["stall_s"],
-            reads=best["reads"], read_bytes=best["read_bytes"],
-            units_wanted=best["units_wanted"], units_hit=best["units_hit"],
-            resident_bytes=self.plan.total_bytes, fill_s=self._fill_s,
-            steps=sum(len(rows) for rows in rounds),
+            step_s=middle["step_s"], select_s=middle["predict_s"], stall_s=middle["stall_s"],
+            reads=middle["reads"], read_bytes=middle["read_bytes"],
+            units_wanted=middle["units_wanted"], units_hit=middle["units_hit"],
+            resident_bytes=self.plan.total_bytes, fill_s=self._fill_s, steps=len(steps),
+            pace_s=pace_s, clock_step_s=float(np.median(clock)),
         )  # fmt: skip
 
     def _step(self) -> dict[str, float]:
@@ -206,7 +232,7 @@ class EngineRun:
 def run_together(
     runs: Sequence[EngineRun], *, steps: int | None = None, rounds: int = ROUNDS
 ) -> list[StepFigures]:
-    """Decode in turn, every second round backwards; the figures of each run.
+    """Decode in turn, every second round backwards; the figures of each run, all at one pace.
 
     Args:
         steps: of a round; None: `STEPS`.
@@ -215,7 +241,13 @@ def run_together(
     for number in range(rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.decode(steps)
-    return [run.figures() for run in runs]
+    return at_one_pace([run.figures() for run in runs])
+
+
+def at_one_pace(figures: Sequence[StepFigures]) -> list[StepFigures]:
+    """All of them at the middle one of their paces."""
+    known = [each.pace_s for each in figures if each.pace_s]
+    return [each.at(float(np.median(known))) for each in figures] if known else list(figures)
 
 
 def _counted(cache: TieredCache) -> dict[str, float]:
@@ -226,3 +258,13 @@ def _counted(cache: TieredCache) -> dict[str, float]:
 def as_dict(figures: StepFigures) -> dict[str, Any]:
     """For JSON."""
     return {field.name: getattr(figures, field.name) for field in fields(figures)}
+
+
+def _at(step_s: float, stall_s: float, share: float) -> float:
+    """Seconds of a step where all but its wait takes `share` times as long."""
+    return stall_s + share * max(0.0, step_s - stall_s)
+
+
+def _step_at(row: dict[str, float], share: float) -> dict[str, float]:
+    step_s = _at(row["step_s"], row["stall_s"], share)
+    return row | {"step_s": step_s, "predict_s": share * row["predict_s"]}

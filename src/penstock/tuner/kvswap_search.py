@@ -8,13 +8,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import AdapterError, BudgetError
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import fields_of
 from penstock.tuner.block_profile import BlockProfile, Work, fit_profile, work_of
 from penstock.tuner.candidates import Candidate, Seat, candidates
-from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, as_dict, run_together
+from penstock.tuner.engine_run import (
+    ROUNDS,
+    EngineRun,
+    StepFigures,
+    as_dict,
+    at_one_pace,
+    run_together,
+)
 from penstock.tuner.solver import Expected, best_solutions, keeps_quality, paper_solution
 from penstock.tuner.tuning_task import TuningTask, choice_of_points
 
@@ -194,7 +203,7 @@ class KVSwapSearch:
                 continue
             taken = [self._figures(spot, part, ROUNDS // turns, each) for each in range(turns)]
             for candidate, *figures in zip(part, *taken, strict=True):
-                fastest = min(figures, key=_step_s)
+                fastest = min(at_one_pace(figures), key=_step_s)
                 work = self._work(spot, candidate, fastest)
                 self.runs.append((spot, candidate.policy, work, fastest))
                 self._more_turns += turns - 1
@@ -203,10 +212,10 @@ class KVSwapSearch:
         """What a setting took, if it was run."""
         final = self._finals.get((spot.batch, spot.context, policy))
         if final is not None:
-            return final
+            return final.at(self._task.pace_s)
         for where, what, _, figures in self.runs:
             if where is spot and what == policy:
-                return figures
+                return figures.at(self._task.pace_s)
         return None
 
     def _figures(
@@ -253,8 +262,13 @@ class KVSwapSearch:
     # Solving ----------------------------------------------------------------------------------
 
     def fit(self) -> BlockProfile:
-        """The profile of everything measured so far."""
-        runs = [(work, figures) for _, _, work, figures in self.runs]
+        """The profile of everything measured so far, at the pace of the task.
+
+        That is the middle one of what was measured when a profile is made for the first time.
+        """
+        task = self._task
+        task.pace_s = task.pace_s or float(np.median([each.pace_s for *_, each in self.runs]))
+        runs = [(work, figures.at(task.pace_s)) for _, _, work, figures in self.runs]
         return fit_profile(runs, self._task.device)
 
     def solve(self) -> tuple[BlockProfile, list[Found]]:

@@ -159,7 +159,8 @@ class OtherPolicies:
                     return as_dict(run_together([run])[0])
 
             try:
-                out[batch, context] = StepFigures(**task.journal.measured(key, measure))
+                figures = StepFigures(**task.journal.measured(key, measure))
+                out[batch, context] = figures.at(task.pace_s)
             except PenstockError as error:
                 self.refused[name] = _briefly(error)
                 return {}

@@ -68,6 +68,8 @@ class TuningTask:
     floor: float
     journal: Journal
     say: Say = field(default=lambda share, what: None)
+    pace_s: float = 0.0
+    """`Pace` at which everything is told, once enough was measured to say; 0: not yet."""
 
     @property
     def model(self) -> CausalLM:

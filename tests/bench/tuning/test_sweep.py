@@ -12,7 +12,7 @@ from penstock.bench.figures.report import draw_all, figures_of
 from penstock.bench.figures.tuning_prediction import draw_predictions
 from penstock.bench.result import Result
 from penstock.bench.tuning import program, setting_runs, sweep
-from penstock.bench.tuning.setting_runs import fastest_run, middle_run
+from penstock.bench.tuning.setting_runs import middle_run
 from penstock.bench.tuning.sweep_device import FINAL_ROUNDS, SITTINGS
 from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
@@ -150,7 +150,6 @@ def test_of_several_runs_one_counts_with_the_memory_of_all() -> None:
     ]
     noted = {"used_bytes": 9, "peak_bytes": 10, "runs_step_s": [3.0, 1.0, 2.0]}
     assert middle_run(runs) == {"step_s": 2.0, "reads": 20, **noted}
-    assert fastest_run(runs) == {"step_s": 1.0, "reads": 10, **noted}
 
 
 # Predictions --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ not marked so is a reason and no result:
   product of a count and an average, which is not learnt exactly.
 * `longest_list` compares lengths that the tokens closing the lists can know from reading; the
   answer picks the largest; decoding attends to little. Seen with a longest list that was longer
-  by a third: 2 to 42 % right. Now it is twice as long as any other.
+  by a third: 2 to 42 % right; twice as long as any other: 14 to 75. Now it is three times as long.
 """
 
 import random
@@ -70,7 +70,7 @@ _LARGEST_COUNT = 4
 _LISTS = (3, 8)
 _SHORTEST_LIST = 3
 _LONGEST_LIST = 120
-_LENGTH_RATIO = 2
+_LENGTH_RATIO = 3
 
 _FLAGGED = (3, 10)
 _ITEM_TOKENS = 5
@@ -163,11 +163,11 @@ def longest_list(tokens: int, rng: random.Random, words: Words) -> Sample:
     """Named lists hidden in random sentences; the name of the longest is asked for."""
     question = "Question : Which list has the most words ? Answer : The list for"
     spare = Document(tokens, _LISTS_PREFACE, question, 0).room
-    frame = count_tokens(_list_sentence("a b", []))
-    count = min(rng.randint(*_LISTS), spare // (2 * (frame + 2 * _SHORTEST_LIST)))
+    frame, least = count_tokens(_list_sentence("a b", [])), _LENGTH_RATIO * _SHORTEST_LIST
+    count = min(rng.randint(*_LISTS), spare // (2 * (frame + least)))
     if count < 2:
         raise ConfigError(f"tokens={tokens} is too short for this task: two lists must fit in")
-    longest = rng.randint(2 * _SHORTEST_LIST, min(_LONGEST_LIST, spare // (2 * count) - frame))
+    longest = rng.randint(least, min(_LONGEST_LIST, spare // (2 * count) - frame))
     second = longest // _LENGTH_RATIO
     lengths = [longest, *(rng.randint(_SHORTEST_LIST, second) for _ in range(count - 1))]
     keys = words.key_pool(rng, count)

@@ -1,6 +1,7 @@
 """Needle tasks: facts about keys hidden in filler (single, multi-key, multi-value, multi-query)."""
 
 import random
+from collections.abc import Callable
 
 from penstock.bench.tasks.documents import (
     PREFACE,
@@ -110,11 +111,21 @@ def multi_key_full(
     return _sample("multi_key_full", prompt, [answer], answer, depth)
 
 
-def multi_value(tokens: int, rng: random.Random, words: Words) -> Sample:
-    """One key with several values among other facts; all are asked for, in order of appearance."""
+def multi_value(
+    tokens: int, rng: random.Random, words: Words, *,
+    draw: Callable[[Facts], list[str]] | None = None,
+) -> Sample:  # fmt: skip
+    """One key with several values among other facts; all are asked for, in order of appearance.
+
+    Args:
+        tokens: most tokens of the prompt.
+        rng: drawn from.
+        words: the word lists.
+        draw: makes the asked key's values; None: independent ones.
+    """
     facts = Facts(words, rng)
     key, *others = words.key_pool(rng, 1 + _few(tokens, rng))
-    values = [facts.value() for _ in range(_VALUES)]
+    values = [facts.value() for _ in range(_VALUES)] if draw is None else draw(facts)
     needles = [facts.tell(key, value) for value in values]
     for other in others:
         needles.insert(rng.randrange(len(needles) + 1), facts.tell(other, facts.value()))

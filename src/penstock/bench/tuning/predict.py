@@ -4,9 +4,9 @@ Source: KVSwap (arXiv 2511.11907), appendix A.3.
 
 On each device the tuner profiles the grid of batches and contexts, as `penstock tune` does. Then a
 few settings drawn by lot run at each (batch, context), none of which the tuner has run. All of them
-run in four passes, half a minute or more apart, and the fastest run of each counts, as of the
-tuner's own: machines that others use too have slow minutes, and what is predicted is a quiet one.
-All four are in the result.
+run in three passes, half a minute or more apart, and the middle one of each counts. Steps are told
+at the pace at which the tuner's are (`tuner.pace`): machines that others use too have slow seconds
+and slow minutes. What the clock had is in the result as well, with errors of its own.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from penstock.bench.tuning.options import (
     check_options,
     require_positive,
 )
-from penstock.bench.tuning.setting_runs import Row, fastest_run, run_settings, setting_row
+from penstock.bench.tuning.setting_runs import Row, middle_run, run_settings, setting_row
 from penstock.bench.tuning.summary import predict_summary
 from penstock.bench.tuning.table import predict_table
 from penstock.bench.tuning.workbench import GridTask, Workbench
@@ -35,7 +35,7 @@ from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import OPEN_RUNS, KVSwapSearch, Spot
 
 KIND = "tuning.predict"
-PASSES = 4
+PASSES = 3
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -109,7 +109,7 @@ class Predictions:
             passes = [self._pass(task, spot, chosen, number) for number in range(PASSES)]
             for each, *runs in zip(chosen, *passes, strict=True):
                 row = setting_row(
-                    search.profile, each, fastest_run(runs), floor=task.floor, of_tuner=False
+                    search.profile, each, middle_run(runs), floor=task.floor, of_tuner=False
                 )
                 where = {"device": name, "batch": spot.batch, "context": spot.context}
                 rows.append(where | row)

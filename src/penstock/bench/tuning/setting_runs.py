@@ -1,13 +1,20 @@
 """Settings of KVSwap run together on a device, by way of the journal; and their rows."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from penstock.bench.progress import Progress
 from penstock.policies.search_space import fields_of
 from penstock.tuner.block_profile import BlockProfile
 from penstock.tuner.candidates import Candidate
-from penstock.tuner.engine_run import WARM_STEPS, EngineRun, as_dict, run_together
+from penstock.tuner.engine_run import (
+    WARM_STEPS,
+    EngineRun,
+    StepFigures,
+    as_dict,
+    run_together,
+)
 from penstock.tuner.kvswap_search import Spot
 from penstock.tuner.solver import expect, keeps_quality
 from penstock.tuner.tuning_task import TuningTask
@@ -22,6 +29,8 @@ def run_settings(
     rounds: int, progress: Progress | None = None,
 ) -> list[Row]:  # fmt: skip
     """What each setting takes, all of them open and taking turns; known ones are not run again.
+
+    Steps are told at the task's pace, `clock_step_s` as the clock had it.
 
     Args:
         name: of this kind of run, for the journal.
@@ -60,17 +69,18 @@ def run_settings(
                 run.close()
     if progress is not None:
         (progress.skip if is_known else progress.step)(len(keys))
-    return [journal.recall(key) for key in keys]
+    return [_paced(journal.recall(key), task.pace_s) for key in keys]
+
+
+def _paced(row: Row, pace_s: float) -> Row:
+    """A row of the journal at another pace."""
+    names = [each.name for each in fields(StepFigures)]
+    return {**row, **as_dict(StepFigures(**{name: row[name] for name in names}).at(pace_s))}
 
 
 def middle_run(runs: Sequence[Row]) -> Row:
     """Of several runs of a setting the one whose step is the middle one, as `_noted`."""
     return _noted(sorted(runs, key=_step_s)[len(runs) // 2], runs)
-
-
-def fastest_run(runs: Sequence[Row]) -> Row:
-    """Of several runs of a setting the fastest, as `_noted`."""
-    return _noted(min(runs, key=_step_s), runs)
 
 
 def _noted(chosen: Row, runs: Sequence[Row]) -> Row:
@@ -110,8 +120,10 @@ def setting_row(
         "predicted_missing": work.missing, "predicted_reads": work.reads,
         "predicted_read_bytes": work.read_bytes, "predicted_bytes": candidate.resident_bytes,
         "tokens_per_s": work.batch / found["step_s"],
+        "clock_tokens_per_s": work.batch / found["clock_step_s"],
         "missing": found["units_wanted"] - found["units_hit"],
         "error": found["step_s"] / expected.step_s - 1,
+        "clock_error": found["clock_step_s"] / expected.step_s - 1,
         "kl_predicted": kl if kl is None or kl < float("inf") else None,
         "within_limits": keeps_quality(candidate, floor), **found,
     }  # fmt: skip

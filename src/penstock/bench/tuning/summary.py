@@ -35,10 +35,10 @@ def fastest(rows: Iterable[Row], floor: float, count: int = 1) -> list[Row]:
     return sorted(good, key=lambda row: -float(row["tokens_per_s"]))[:count]
 
 
-def errors_of(rows: Iterable[Row]) -> Row:
+def errors_of(rows: Iterable[Row], name: str = "error") -> Row:
     """Relative errors of predicted tokens/s. Median and worst are without sign; "bias" is the
     median with it, positive where too much was predicted."""
-    errors = [float(row["error"]) for row in rows]
+    errors = [float(row[name]) for row in rows]
     if not errors:
         return {"count": 0, "median": None, "worst": None, "bias": None}
     sizes = np.abs(errors)
@@ -99,7 +99,7 @@ def sweep_summary(device: Row, floor: float) -> Row:
 
 
 def predict_summary(rows: Sequence[Row]) -> Row:
-    """Of all configurations and of each device's."""
+    """Of all configurations and of each device's; and what the clock alone would have said."""
     names = dict.fromkeys(row["device"] for row in rows)
     by_device = {
         name: errors_of(row for row in rows if row["device"] == name) for name in names
@@ -110,4 +110,7 @@ def predict_summary(rows: Sequence[Row]) -> Row:
         "worst": errors["worst"] is not None and errors["worst"] <= MOST_WORST_ERROR,
         "memory": memory["held"] == memory["of"],
     }
-    return {"errors": errors, "by_device": by_device, "memory": memory, "met": met}
+    return {
+        "errors": errors, "by_device": by_device, "clock_errors": errors_of(rows, "clock_error"),
+        "memory": memory, "met": met,
+    }  # fmt: skip

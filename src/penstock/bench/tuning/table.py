@@ -85,7 +85,9 @@ def predict_table(figures: Row) -> str:
         for row in figures["rows"]
     ]  # fmt: skip
     found = figures["summary"]
-    errors = {**found["by_device"], "all": found["errors"]}
+    errors = {
+        **found["by_device"], "all": found["errors"], "all, by the clock": found["clock_errors"]
+    }  # fmt: skip
     sums = format_table(
         ("device", "configurations", "median error", "worst", "bias"),
         [[name, str(each["count"]), _share(each["median"]), _share(each["worst"]),
