@@ -104,6 +104,16 @@ def test_glances_are_at_what_is_held_back(finished: Path) -> None:
     assert trainer._tokenizer.decode(answer[:-1]).strip(" .") in told
 
 
+class Clock:
+    """In place of `time`: every look at it takes 20 ms; busy machines are not short of steps."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.02
+        return self.now
+
+
 def test_a_run_fits_into_its_time(
     prose_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +126,7 @@ def test_a_run_fits_into_its_time(
         step(self, batches, rate)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "step", watched)
+    monkeypatch.setattr(train, "time", Clock())
     asked = iter([""] * 4)
     with monkeypatch.context() as patch:
         patch.setattr(train.Stop, "reason", lambda self: next(asked, "the time is up"))
@@ -126,10 +137,10 @@ def test_a_run_fits_into_its_time(
     assert train.main([*words, "--fit", "0.05", "--resume"]) == 0
     state = load_checkpoint(tmp_path)
     assert state is not None
-    assert 3 <= state["spent_s"] < 6
-    assert state["steps_done"] == len(used) > 6
+    assert 3 <= state["spent_s"] < 3.5
+    assert state["steps_done"] == len(used) > 12
     assert used[-1] is not None
-    assert used[-1] < 0.3
+    assert used[-1] < 0.2
     assert max(rate or 0 for rate in used) == 1.0
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
