@@ -32,6 +32,7 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
         warm = (one for one in steps if one["step"] > plan["warmup_steps"])
         first = next((one["step"] for one in warm if one["rate_factor"] < 1), steps[-1]["step"])
         decay = f"by the clock, seen from step {first:,} on"
+    shape = "linear" if (power := plan.get("decay_power", 1)) == 1 else f"(time left)^{power:g}"
     mix = ", ".join(f"{task} {share:.2f}" for task, share in settings["mix"].items())
     own = [str(at) for at, stage in enumerate(settings["stages"], 1) if stage.get("mix")]
     but = f" (not of stage {', '.join(own)}: see the settings)" if own else ""
@@ -48,7 +49,7 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
         (
             f"Muon {plan['matrix_rate']} (momentum {plan['matrix_momentum']}, decay "
             f"{plan['matrix_decay']}) on matrices, AdamW {plan['other_rate']} on the rest; "
-            f"{plan['warmup_steps']} steps of warm-up, linear decay {decay}."
+            f"{plan['warmup_steps']} steps of warm-up, {shape} decay {decay}."
         ),
         *(card_prose.recipe(settings) if "corpus" in settings else [_recall_rows(rows)]),
         f"Seed {settings['seed']}, commit {begin['commit']}.",
@@ -57,9 +58,11 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
 
 
 def _recall_rows(rows: Record) -> str:
+    times = rows.get("state_weight", 1)
+    state = f"; {times:g} times as much behind a =" if times != 1 else ""
     return (
         f"Loss on answers, weighed as {rows['answer_floor']:g} to {rows['answer_cap']:g} "
-        f"tokens each; {rows['other_weight']} on {rows['other_share']:.1%} of the other "
+        f"tokens each{state}; {rows['other_weight']} on {rows['other_share']:.1%} of the other "
         f"tokens. {rows['jump_share']:.0%} of the rows below {rows['jump_below']:,} tokens "
         f"have up to {rows['jumps']} jumps in their positions."
     )

@@ -148,7 +148,12 @@ class RowMaker:
                 break
             ids += asked
             self._append_answer(ids, answers, answer)
-        return _row(task, ids, answers, length, len(document), plan, self._settings, rng)
+        row = _row(task, ids, answers, length, len(document), plan, self._settings, rng)
+        state = np.zeros(length, dtype=np.bool_)
+        equals = np.flatnonzero(row.is_answer & (row.tokens == self._ids["="]))
+        state[equals + 1] = state[equals + 2] = True
+        row.weights[state] *= plan.state_weight
+        return row
 
     def _fitting(
         self, task: str, generate: Generate, length: int, spare: int, seed: float

@@ -10,6 +10,7 @@ import pytest
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 from training import model_card
+from training.card_recipe import recipes
 from training.card_sittings import (
     asked,
     cannot,
@@ -192,3 +193,15 @@ def test_a_run_whose_beginning_is_elsewhere_says_so(
     card = (chain[2] / "model" / "README.md").read_text()
     assert card.startswith("# toy-third\n\nBegun with the weights of somewhere/model")
     assert "### Sitting" not in card
+
+
+def test_a_recipe_tells_its_decay_and_what_weighs_more(chain: list[Path]) -> None:
+    log = read_log(chain[0] / "log.jsonl")
+    plain = recipes([log])[0]
+    assert "linear decay by the clock" in plain
+    assert "behind a =" not in plain
+    log[0]["settings"]["optimizer"] = {**PLAN, "decay_power": 2}
+    log[0]["settings"]["rows"] = {**ROWS, "state_weight": 4}
+    told = recipes([log])[0]
+    assert "(time left)^2 decay by the clock" in told
+    assert "weighed as 40 to 128 tokens each; 4 times as much behind a =; 0.03 on" in told

@@ -79,6 +79,19 @@ def test_a_row_is_a_sample_of_the_bench_and_its_answer() -> None:
     assert f"( {answer.removesuffix(' <eos>')}" in text.split(" Question : ")[0]
 
 
+def test_what_a_walk_says_of_its_state_weighs_as_it_is_told() -> None:
+    once = replace(toy(), mix={"long_walk": 1.0})
+    often = replace(once, rows=replace(once.rows, state_weight=4.0))
+    plain, row = (RowMaker(one, VOCABULARY).row(1088, "w") for one in (once, often))
+    assert np.array_equal(plain.tokens, row.tokens)
+    times = (row.weights / np.where(plain.weights > 0, plain.weights, 1))[row.is_answer]
+    said = [NAMES[token] for token in row.tokens[row.is_answer]]
+    state = {at for at, word in enumerate(said) if "=" in said[max(0, at - 2) : at]}
+    assert {at for at, one in enumerate(times) if one == pytest.approx(4.0)} == state
+    assert said[-2] == "." and len(said) - 2 in state, "where it ends counts"
+    assert np.array_equal(plain.weights[~row.is_answer], row.weights[~row.is_answer])
+
+
 @pytest.mark.parametrize("task", sorted(SEVERAL))
 def test_further_questions_are_other_questions_with_their_own_answers(task: str) -> None:
     sample = GENERATORS[task](1200, random.Random(5), WORDS)
