@@ -68,8 +68,8 @@ class Rows:
     jumps: int
     """Most jumps of a row."""
     state_weight: float = 1.0
-    """The two tokens behind a "=" of an answer weigh so many times the others: a walker's value, and
-    whether the walk goes on. All else in its step is said elsewhere already."""
+    """The two tokens behind a "=" of an answer weigh so many times the others: a walker's value,
+    and whether the walk goes on. All else in its step is said elsewhere already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,7 +88,8 @@ def test_what_a_walk_says_of_its_state_weighs_as_it_is_told() -> None:
     said = [NAMES[token] for token in row.tokens[row.is_answer]]
     state = {at for at, word in enumerate(said) if "=" in said[max(0, at - 2) : at]}
     assert {at for at, one in enumerate(times) if one == pytest.approx(4.0)} == state
-    assert said[-2] == "." and len(said) - 2 in state, "where it ends counts"
+    assert said[-2] == "."
+    assert len(said) - 2 in state, "where it ends counts"
     assert np.array_equal(plain.weights[~row.is_answer], row.weights[~row.is_answer])
 
 
