@@ -91,6 +91,8 @@ class KVSwapSearch:
         """What they rest on."""
         self._finals: dict[tuple[int, int, KVSwap], StepFigures] = {}
         """Of finalists, by batch, context and setting."""
+        self.decode_steps = 0
+        """That all runs took, the finalists' last one too; each is of all sequences at once."""
         self._ruled_out: set[KVSwap] = set()
         self._more_turns = 0
         self.surveys = 0
@@ -207,6 +209,7 @@ class KVSwapSearch:
                 work = self._work(spot, candidate, fastest)
                 self.runs.append((spot, candidate.policy, work, fastest))
                 self._more_turns += turns - 1
+                self.decode_steps += sum(each.steps for each in figures)
 
     def measured(self, spot: Spot, policy: KVSwap) -> StepFigures | None:
         """What a setting took, if it was run."""
@@ -301,6 +304,7 @@ class KVSwapSearch:
             return
         for candidate, figures in zip(best, self._figures(spot, best, _FINAL_ROUNDS), strict=True):
             self._finals[spot.batch, spot.context, candidate.policy] = figures
+            self.decode_steps += figures.steps
 
     @property
     def measurements(self) -> int:

@@ -18,7 +18,7 @@ from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import policy_from
-from penstock.tuner.engine_run import EngineRun, StepFigures, run_together
+from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, run_together
 from penstock.tuner.kvswap_search import FINALISTS
 
 Row = dict[str, Any]
@@ -96,6 +96,8 @@ def test_measurements_are_counted(sweep_file: Path) -> None:
     tuner = device["tuner"]
     assert len(tuner["settings"]) == len({str(s) for s in tuner["settings"]})
     assert tuner["runs"] == len(tuner["settings"]) + FINALISTS, "finalists are run twice"
+    steps = STEPS * (ROUNDS * len(tuner["settings"]) + 6 * FINALISTS)
+    assert tuner["decode_steps"] == steps, "six rounds of the finalists' last run count too"
     assert tuner["fidelity_checks"] == 0, "random weights have no quality"
     assert device["sweep"] == {"runs": SETTINGS, "decode_steps": 4 * SETTINGS}
     assert device["summary"]["saving"] == pytest.approx(SETTINGS / tuner["runs"])
@@ -219,6 +221,7 @@ def test_dots_lie_at_what_was_measured(sweep_file: Path) -> None:
         (["sweep", "--model=tiny", "--layers=9"], "2 \\(to predict\\) to 3"),
         (["sweep", "--batch=0"], "--batch 0 must be at least 1"),
         (["sweep", "--final-steps=0"], "--final-steps 0"),
+        (["sweep", "--texts=3", "--final-texts=2"], "--final-texts 2 must be at least --texts 3"),
         (["sweep", "--floor=0"], "--floor 0.0 must be above 0"),
         (["predict", "--contexts=long"], "--contexts takes numbers"),
         (["predict", "--settings=0"], "--settings 0"),

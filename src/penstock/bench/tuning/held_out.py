@@ -85,6 +85,11 @@ class HeldOutQuality:
         self.found: dict[str, dict[str, float]] = {}
         """KL, its 90th percentile and agreement, by `quality_key`."""
 
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self._texts)
+
     def measure(self, policies: Sequence[KVSwap]) -> None:
         """Add settings, with all choices made, to `found`; known ones are not run again."""
         wanted = {quality_key(fields_of(each)): each for each in policies}

@@ -5,8 +5,9 @@ Source: KVSwap (arXiv 2511.11907), section 3.5 and appendix A.
 On each device first the tuner searches, as `penstock tune` does. Then every setting that fits the
 budget runs, four at a time, in an order drawn by lot; and at last the fastest, the tuner's pick and
 the pick of the paper's own search run again, all together. Quality is measured on documents that no
-lookup table was made from. Models with random weights have none: for them the limits of the paper
-stand guard (`PaperTables`).
+lookup table was made from: of every setting on a few, of those that run again on a dozen, because a
+token missed in a few documents says little. Models with random weights have none: for them the
+limits of the paper stand guard (`PaperTables`).
 """
 
 import argparse
@@ -27,7 +28,9 @@ from penstock.bench.tuning.options import (
 from penstock.bench.tuning.summary import sweep_summary
 from penstock.bench.tuning.sweep_device import DeviceSweep
 from penstock.bench.tuning.table import sweep_table
+from penstock.bench.tuning.two_looks import TwoLooks
 from penstock.bench.tuning.workbench import Workbench
+from penstock.core.errors import ConfigError
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import settings_of
 
@@ -55,18 +58,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--final-steps",
         type=int,
         default=16,
-        help="of a round of the last run, which has six in each of three sittings",
+        help="of a round of the last run, which has six in each of seven sittings",
     )
     add("--texts", type=int, default=2, help="held-out documents for quality")
+    add("--final-texts", type=int, default=12, help="such documents for what runs again")
     add("--forced", type=int, default=32, help="tokens that are decoded at the end of each")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK, context=1024, settings=8, steps=2, final_steps=2, texts=1,
-                            forced=8)  # fmt: skip
+                            final_texts=2, forced=8)  # fmt: skip
     args = parser.parse_args(arguments)
     check_options(args)
-    require_positive(
-        args, ("batch", "context", "settings", "steps", "final_steps", "texts", "forced")
-    )
+    sizes = ("batch", "context", "settings", "steps", "final_steps", "texts", "forced")
+    require_positive(args, sizes)
+    if args.final_texts < args.texts:
+        raise ConfigError(
+            f"--final-texts {args.final_texts} must be at least --texts {args.texts}: what runs "
+            "again is measured on those and more"
+        )
     return args
 
 
@@ -94,7 +102,7 @@ class Sweep:
             "floor": args.floor, "listed": sum(1 for _ in settings_of(KVSwap)),
             "quality": {"guard": PAPER_LIMITS}, "devices": {},
         }  # fmt: skip
-        quality = self._quality()
+        quality = None if bench.is_random else self._quality()
         for name in args.devices:
             task = bench.task(name)
             before = len(task.journal.used)
@@ -107,22 +115,25 @@ class Sweep:
             device = sweep.run()
             found["devices"][name] = device | {"summary": sweep_summary(device, args.floor)}
             if quality is not None:
-                found["quality"] = quality.summary(args.floor)
+                found |= quality.summaries()
             if args.out:
                 self._result.save(args.out)
 
-    def _quality(self) -> HeldOutQuality | None:
-        """None for random weights."""
-        args, bench = self._args, self._bench
-        if bench.is_random:
-            return None
-        texts = held_out_texts(
-            bench.loaded, tokens=args.context, forced=args.forced, count=args.texts, seed=args.seed
-        )
-        journal = bench.journal("quality")
-        return HeldOutQuality(
-            bench.loaded, bench.adapter, texts, forced=args.forced, journal=journal
-        )
+    def _quality(self) -> TwoLooks:
+        args, loaded = self._args, self._bench.loaded
+
+        def on(count: int) -> HeldOutQuality:
+            texts = held_out_texts(
+                loaded, tokens=args.context, forced=args.forced, count=count, seed=args.seed
+            )
+            journal = self._bench.journal(f"quality-{count}")
+            return HeldOutQuality(
+                loaded, self._bench.adapter, texts, forced=args.forced, journal=journal
+            )
+
+        first = on(args.texts)
+        closer = first if args.final_texts == args.texts else on(args.final_texts)
+        return TwoLooks(first, closer, args.floor)
 
     def forget(self) -> None:
         """Remove the journals: all is in the result."""

@@ -5,7 +5,6 @@ from typing import Any
 
 from penstock.bench.progress import Progress
 from penstock.bench.sitting import say
-from penstock.bench.tuning.held_out import HeldOutQuality, quality_key
 from penstock.bench.tuning.setting_runs import (
     middle_run,
     name_of,
@@ -13,12 +12,13 @@ from penstock.bench.tuning.setting_runs import (
     setting_row,
 )
 from penstock.bench.tuning.summary import TOP, fastest
+from penstock.bench.tuning.two_looks import TwoLooks
 from penstock.policies.search_space import fields_of
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.kvswap_search import Found, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 
-ROUNDS, FINAL_ROUNDS, SITTINGS = 2, 6, 3
+ROUNDS, FINAL_ROUNDS, SITTINGS = 2, 6, 7
 OPEN_RUNS = 4
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ class DeviceSweep:
     """Call `run`."""
 
     def __init__(
-        self, name: str, search: KVSwapSearch, task: TuningTask, quality: HeldOutQuality | None, *,
+        self, name: str, search: KVSwapSearch, task: TuningTask, quality: TwoLooks | None, *,
         measurements: int, most: int | None, seed: int, steps: int, final_steps: int,
     ) -> None:  # fmt: skip
         """
@@ -57,10 +57,11 @@ class DeviceSweep:
         search, task, found = self._search, self._task, self._found
         chosen = self._chosen()
         rows = self._sweep(chosen)
+        if self._quality is not None:
+            self._quality.look_closer(chosen, rows, self._is_pick)
         best = fastest(rows, task.floor, TOP)
         for row in rows:
             row["roles"] = _roles(row, found, best)
-        tuned = [figures for _, _, _, figures in search.runs]
         return {
             "title": task.device.title, "fit": len(self._spot.found),
             "profile": self._profile.as_dict(),
@@ -68,7 +69,7 @@ class DeviceSweep:
                 "runs": search.measurements,
                 "surveys": search.surveys,
                 "fidelity_checks": self._measurements - search.measurements - search.surveys,
-                "decode_steps": sum(each.steps for each in tuned),
+                "decode_steps": search.decode_steps,
                 "pick": name_of(found.best.candidate),
                 "settings": [fields_of(policy) for _, policy, _, _ in search.runs],
                 "pick_step_s": None if found.measured is None else found.measured.step_s,
@@ -81,18 +82,20 @@ class DeviceSweep:
 
     def _chosen(self) -> list[Candidate]:
         """What will run, in an order drawn by lot: the picks are always among it."""
-        draw, order, found = random.Random(self._seed), list(self._spot.found), self._found
+        draw, order = random.Random(self._seed), list(self._spot.found)
         draw.shuffle(order)
         if self._most is None or self._most >= len(order):
             return order
-        picks = {found.best.candidate.policy} | (
-            set() if found.paper is None else {found.paper.candidate.policy}
-        )
-        chosen = [each for each in order if each.policy in picks]
-        others = [each for each in order if each.policy not in picks]
+        chosen = [each for each in order if self._is_pick(each)]
+        others = [each for each in order if not self._is_pick(each)]
         chosen += others[: max(0, self._most - len(chosen))]
         draw.shuffle(chosen)
         return chosen
+
+    def _is_pick(self, candidate: Candidate) -> bool:
+        """Whether it is the tuner's pick or that of the paper's own search."""
+        picks = (self._found.best, self._found.paper)
+        return any(each and each.candidate.policy == candidate.policy for each in picks)
 
     def _sweep(self, chosen: list[Candidate]) -> list[Row]:
         """Quality and speed of every chosen setting."""
@@ -115,9 +118,7 @@ class DeviceSweep:
         row = setting_row(
             self._profile, candidate, figures, floor=self._task.floor, of_tuner=of_tuner
         )
-        if self._quality is not None:
-            row |= self._quality.found[quality_key(row["fields"])]
-        return row
+        return row if self._quality is None else row | self._quality.of(row["fields"])
 
     def _final(self, chosen: list[Candidate], rows: list[Row], best: list[Row]) -> list[Row]:
         """Picks and fastest once more, all together and for longer; the middle one of sittings."""

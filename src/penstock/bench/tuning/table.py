@@ -31,6 +31,11 @@ _PREDICT_TARGETS = {
 def sweep_table(figures: Row) -> str:
     """For each device its picks beside the best, then what the tuner saved and missed."""
     parts = [f"{figures['listed']} settings of kvswap; {figures['quality']['guard']}"]
+    if closer := figures.get("closer_quality"):  # older results have none
+        parts[0] += (
+            f": {len(figures['quality']['texts'])} of them; picks and fastest on "
+            f"{len(closer['texts'])}"
+        )
     for name, device in figures["devices"].items():
         parts.append(_settings(name, device))
     header = ("device", "fit", "run", "by tuner", "fewer", "fewer steps", "pick/best", "again",
