@@ -91,8 +91,7 @@ class KVSwapSearch:
         """What they rest on."""
         self._finals: dict[tuple[int, int, KVSwap], StepFigures] = {}
         """Of finalists, by batch, context and setting."""
-        self.decode_steps = 0
-        """That all runs took, the finalists' last one too; each is of all sequences at once."""
+        self._run_steps = 0
         self._ruled_out: set[KVSwap] = set()
         self._more_turns = 0
         self.surveys = 0
@@ -209,7 +208,7 @@ class KVSwapSearch:
                 work = self._work(spot, candidate, fastest)
                 self.runs.append((spot, candidate.policy, work, fastest))
                 self._more_turns += turns - 1
-                self.decode_steps += sum(each.steps for each in figures)
+                self._run_steps += sum(each.steps for each in figures)
 
     def measured(self, spot: Spot, policy: KVSwap) -> StepFigures | None:
         """What a setting took, if it was run."""
@@ -304,12 +303,16 @@ class KVSwapSearch:
             return
         for candidate, figures in zip(best, self._figures(spot, best, _FINAL_ROUNDS), strict=True):
             self._finals[spot.batch, spot.context, candidate.policy] = figures
-            self.decode_steps += figures.steps
 
     @property
     def measurements(self) -> int:
         """Caches that were opened and run: every turn counts, and finalists' last run."""
         return len(self.runs) + self._more_turns + len(self._finals)
+
+    @property
+    def decode_steps(self) -> int:
+        """What all these took, the finalists' last run too; each is of all sequences at once."""
+        return self._run_steps + sum(each.steps for each in self._finals.values())
 
     def _checked(self, spot: Spot) -> int:
         """Settings run at a corner that nobody has ruled out, beside the spread-out ones."""

@@ -79,14 +79,11 @@ def _paced(row: Row, pace_s: float) -> Row:
 
 
 def middle_run(runs: Sequence[Row]) -> Row:
-    """Of several runs of a setting the one whose step is the middle one, as `_noted`."""
-    return _noted(sorted(runs, key=_step_s)[len(runs) // 2], runs)
-
-
-def _noted(chosen: Row, runs: Sequence[Row]) -> Row:
-    """With the steps of all, in seconds, and the most memory that any held."""
+    """Of several runs of a setting the one whose step is the middle one, with the steps of all, in
+    seconds, and the most memory that any held."""
+    middle = sorted(runs, key=_step_s)[len(runs) // 2]
     most = {name: max(run[name] for run in runs) for name in ("used_bytes", "peak_bytes")}
-    return {**chosen, **most, "runs_step_s": [_step_s(run) for run in runs]}
+    return {**middle, **most, "runs_step_s": [_step_s(run) for run in runs]}
 
 
 def _step_s(run: Row) -> float:

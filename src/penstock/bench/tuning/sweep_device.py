@@ -128,7 +128,7 @@ class DeviceSweep:
         ]  # fmt: skip
         say(f"{self._name}: the fastest {len(again)} together")
         candidates = [candidate for candidate, _ in again]
-        # Where its memory lies makes a cache faster or slower for as long as it is open.
+        # A cache opened again is some per cent faster or slower, even at one pace.
         sittings = [
             run_settings(
                 self._task, self._spot, candidates, name=f"final {number}",

@@ -31,7 +31,7 @@ _PREDICT_TARGETS = {
 def sweep_table(figures: Row) -> str:
     """For each device its picks beside the best, then what the tuner saved and missed."""
     parts = [f"{figures['listed']} settings of kvswap; {figures['quality']['guard']}"]
-    if closer := figures.get("closer_quality"):  # older results have none
+    if closer := figures.get("closer_quality"):  # random weights and older results have none
         parts[0] += (
             f": {len(figures['quality']['texts'])} of them; picks and fastest on "
             f"{len(closer['texts'])}"

@@ -49,14 +49,24 @@ class TwoLooks:
             rows: of the same settings, with throughput, memory and quality. [chosen]
         """
         most_first = self._floor * self._closer.documents / self._first.documents
-        ranked = sorted(zip(chosen, rows, strict=True), key=lambda one: -one[1]["tokens_per_s"])
+        pairs = list(zip(chosen, rows, strict=True))
+        hopeful = [
+            (candidate, row) for candidate, row in pairs
+            if keeps_memory(row) and row["kl"] <= most_first
+        ]  # fmt: skip
+        hopeful.sort(key=lambda pair: -pair[1]["tokens_per_s"])
         kept = 0
-        for candidate, row in ranked:
-            may_pass = kept < TOP and keeps_memory(row) and row["kl"] <= most_first
-            if may_pass or is_pick(candidate):
-                self._closer.measure([candidate.policy])
-                row |= self.of(row["fields"])
-                kept += keeps_all(row, self._floor)
+        while hopeful and (wanted := TOP - kept):
+            kept += self._close(hopeful[:wanted])
+            hopeful = hopeful[wanted:]
+        self._close([pair for pair in pairs if is_pick(pair[0]) and "kl_first" not in pair[1]])
+
+    def _close(self, pairs: Sequence[tuple[Candidate, Row]]) -> int:
+        """Measure settings on more documents; how many keep quality there, and memory."""
+        self._closer.measure([candidate.policy for candidate, _ in pairs])
+        for _, row in pairs:
+            row |= self.of(row["fields"])
+        return sum(keeps_all(row, self._floor) for _, row in pairs)
 
     def summaries(self) -> dict[str, Row]:
         """What was measured on what, for a result."""
