@@ -9,16 +9,20 @@ of one key, which recall-2's first runs found by looking for keys that come agai
 all do, they named other keys' values (see `docs/log.md`). They lost their way where two values had
 the same digit at the same place, and so did the model after three sittings (26 of its 30 wrong
 answers in 304): in `dense_values` and `alike_values` that is what every answer is full of, so that
-more than one token before has to be looked at to know which value is being said.
+more than one token before has to be looked at to know which value is being said. `dense_walk` is
+for the digits that a walk's rules set, which one run had not found in 28,000 steps, `short_walks`
+for where a walk ends, which is said once in an answer of long_walk.
 """
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
 from penstock.bench.tasks import TASKS, Sample, Words
 from penstock.bench.tasks.documents import PREFACE, Document, count_tokens, essay, hide
+from penstock.bench.tasks.long_output import long_walk
 from penstock.bench.tasks.needles import Facts, multi_value
 from penstock.core.errors import ConfigError
 
@@ -33,6 +37,7 @@ _DIGITS = 5
 _FIRST_TOKENS, _LATER_TOKENS = 9, 7
 _VALUES = 4
 _SHARED = (0.1, 0.5)
+_SETTING = 0.85
 
 
 def dense_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -105,6 +110,16 @@ def alike_values(tokens: int, rng: random.Random, words: Words) -> Sample:
     return multi_value(tokens, rng, words, draw=lambda facts: _alike(facts, rng))
 
 
+def dense_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """The bench's long_walk where nearly every rule sets its walker's value."""
+    return long_walk(tokens, rng, words, set_share=_SETTING)
+
+
+def short_walks(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """long_walk with many short walks by the same rules behind it: their ends come often."""
+    return replace(long_walk(tokens, rng, words), task="short_walks")
+
+
 def _alike(facts: Facts, rng: random.Random) -> list[str]:
     """Different values of one key; each digit or word may be an earlier value's at its place."""
     values: list[list[str]] = []
@@ -139,5 +154,7 @@ DENSE: Mapping[str, tuple[Generate, float]] = MappingProxyType({
     "dense_chains": (dense_chains, 0.4),
     "dense_values": (dense_values, 0.45),
     "alike_values": (alike_values, 0.0),
+    "dense_walk": (dense_walk, 0.0),
+    "short_walks": (short_walks, 0.5),
 })  # fmt: skip
 """By name: what makes the sample, and the share of the row that is kept for further questions."""

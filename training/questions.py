@@ -9,11 +9,14 @@ import re
 from collections.abc import Iterator
 
 from penstock.bench.tasks import Sample
+from penstock.bench.tasks.long_output import walk_question, walk_steps
 
 _FACT = re.compile(r"The (?:special magic number|secret word) for (\S+ \S+) is ([^.]+) \.")
 _ASSIGNMENT = re.compile(r"VAR (\S+) = ([^.]+) \.")
 _MENTION = re.compile(r"Here is the (\S+) \.")
+_RULE = re.compile(r"(\S+ \S+) > (stop|\S+ \S+) ([!:]) (\d) ;")
 _START = " Question : "
+_WALKS, _MOST_WALKERS, _LONGEST_WALK = 60, 8, 4
 
 
 def further_questions(sample: Sample, rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -94,7 +97,30 @@ def _counts(document: str, question: str, rng: random.Random) -> Iterator[tuple[
         yield question.replace(asked, " , ".join(words)), f"{answer} ."
 
 
+def _walks(document: str, question: str, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Short walks of some of the walkers, in another order, from places before a stop."""
+    hops = {a: (b, mark, int(digit)) for a, b, mark, digit in _RULE.findall(document)}
+    before: dict[str, list[str]] = {}
+    for place, (following, _, _) in hops.items():
+        before.setdefault(following, []).append(place)
+    names = re.findall(r"(\S+) at \S+ \S+ = \d", question)
+    paths = [[last] for last in before["stop"]]
+    while paths and min(map(len, paths)) < _LONGEST_WALK:
+        longer = [[p, *path] for path in paths for p in before.get(path[0], [])[:1]]
+        if len(longer) < len(paths):
+            break
+        paths = longer
+    for _ in range(_WALKS):
+        count = rng.randint(1, min(len(names), len(paths), _MOST_WALKERS))
+        length = rng.randint(1, len(paths[0]))
+        taken = [path[len(path) - length :] for path in rng.sample(paths, count)]
+        values = {name: rng.randrange(10) for name in rng.sample(names, count)}
+        asked = walk_question(values, [path[0] for path in taken])
+        yield asked, " ; ".join(walk_steps(values, taken, hops)) + " ."
+
+
 _ASKERS = {
+    "short_walks": _walks,
     "multi_key_few": _one_key,
     "multi_key_full": _one_key,
     "multi_query": _some_keys,
@@ -105,7 +131,7 @@ _ASKERS = {
 """By the task's name. The other tasks ask for all that there is, or, as multi_value, for what is
 alone of its kind: the other keys of its documents have one value each."""
 
-SEVERAL = frozenset(_ASKERS) - {"dense_values"}
+SEVERAL = frozenset(_ASKERS) - {"dense_values", "short_walks"}
 """Tasks of the bench whose documents answer further questions."""
 
 

@@ -16,6 +16,7 @@ counts the steps before the first mistake.
 """
 
 import random
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.bench.tasks.documents import Document, count_tokens
@@ -39,7 +40,9 @@ def output_tokens(tokens: int) -> int:
     return min(_LONGEST_OUTPUT, tokens // 2)
 
 
-def long_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
+def long_walk(
+    tokens: int, rng: random.Random, words: Words, *, set_share: float = _SET_SHARE
+) -> Sample:
     """Walkers in turns until all of them stop; place and value are restated at every step.
 
     The answer is half as long as the prompt, 8,192 tokens at most, less what does not make a
@@ -54,17 +57,16 @@ def long_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
     nodes = words.key_pool(rng, max(walkers * rounds + 2, tokens // _RULE_TOKENS))
     paths = [nodes[at * rounds : (at + 1) * rounds] for at in range(walkers)]
     values = {name: rng.randrange(10) for name in names}
-    starts = " , ".join(
-        f"{n} at {path[0]} = {values[n]}" for n, path in zip(names, paths, strict=True)
-    )
-    question = f"Question : Walk {starts} until stop . Answer :"
-    hops = {a: (b, *_mark(rng)) for path in paths for a, b in pairwise([*path, "stop"])}
+    question = walk_question(values, [path[0] for path in paths])
+    hops = {a: (b, *_mark(rng, set_share)) for path in paths for a, b in pairwise([*path, "stop"])}
     rules = [f"{a} > {b} {mark} {digit} ;" for a, (b, mark, digit) in hops.items()]
     document = Document(tokens, _PREFACE, question, sum(map(count_tokens, rules)))
     others = nodes[walkers * rounds :][: document.room // _RULE_TOKENS]
-    rules += ["{} > {} {} {} ;".format(node, rng.choice(nodes), *_mark(rng)) for node in others]
+    rules += [
+        "{} > {} {} {} ;".format(node, rng.choice(nodes), *_mark(rng, set_share)) for node in others
+    ]
     rng.shuffle(rules)
-    said = _walk(values, paths, hops)
+    said = walk_steps(values, paths, hops)
     answer = " ; ".join(said) + " ."
     return Sample(
         "long_walk", document.finish(rules), answer, count_tokens(answer) + 1, tuple(said),
@@ -72,15 +74,32 @@ def long_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
     )  # fmt: skip
 
 
-def _mark(rng: random.Random) -> tuple[str, int]:
+def _mark(rng: random.Random, set_share: float) -> tuple[str, int]:
     """What a rule does with its digit, and the digit."""
-    return "!" if rng.random() < _SET_SHARE else ":", rng.randrange(10)
+    return "!" if rng.random() < set_share else ":", rng.randrange(10)
 
 
-def _walk(
-    starts: dict[str, int], paths: list[list[str]], hops: dict[str, tuple[str, str, int]]
+def walk_question(values: Mapping[str, int], places: Sequence[str]) -> str:
+    """Asks for the walk of some walkers, by name with their values, from one place each."""
+    starts = " , ".join(
+        f"{name} at {place} = {value}"
+        for (name, value), place in zip(values.items(), places, strict=True)
+    )
+    return f"Question : Walk {starts} until stop . Answer :"
+
+
+def walk_steps(
+    starts: Mapping[str, int],
+    paths: Sequence[Sequence[str]],
+    hops: Mapping[str, tuple[str, str, int]],
 ) -> list[str]:
-    """What is said, step by step: one step of every walker in each round."""
+    """What is said, step by step: one step of every walker in each round.
+
+    Args:
+        starts: the walkers' values at the start.
+        paths: of each walker, all of one length: the places that it leaves.
+        hops: by place, where it leads, "!" if it sets the value, and its digit.
+    """
     values = dict(starts)
     said = []
     for places in zip(*paths, strict=True):
