@@ -28,6 +28,8 @@ WARM_STEPS = 4
 STEPS = 6
 """Of a round."""
 ROUNDS = 4
+ANSWER_TOKENS = 48
+"""Room for decoded tokens, where a run does not need more."""
 SLOW_STEP_S, SLOW_ROUND_S = 1.0, 5.0
 """A step that takes longer ends the warm-up; a round ends after so long."""
 
@@ -53,8 +55,8 @@ class Workpiece:
     """Tokens of a sequence."""
     first_token: int = 1
     """Fed in the first step; the model's own choices follow."""
-    new_tokens: int = 48
-    """Room for decoded tokens."""
+    new_tokens: int = ANSWER_TOKENS
+    """Room for decoded tokens: a run ends there, whatever it is told (`room_for`)."""
     stream: SelectionStream | None = None
     """Where selections come from; None: from the policy's own scores."""
 
@@ -242,6 +244,12 @@ def run_together(
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.decode(steps)
     return at_one_pace([run.figures() for run in runs])
+
+
+def room_for(rounds: int, steps: int | None = None) -> int:
+    """Tokens that a workpiece must have room for, so that all rounds are run."""
+    steps = STEPS if steps is None else steps
+    return max(ANSWER_TOKENS, WARM_STEPS + steps * rounds)
 
 
 def at_one_pace(figures: Sequence[StepFigures]) -> list[StepFigures]:

@@ -22,7 +22,7 @@ from penstock.storage.file_space import default_directory
 from penstock.storage.measured_directory import measure_directory
 from penstock.storage.store import KVStore
 from penstock.tuner.candidates import Seat, Tables
-from penstock.tuner.engine_run import Document, Workpiece
+from penstock.tuner.engine_run import ANSWER_TOKENS, Document, Workpiece
 from penstock.tuner.fetch_survey import Fetches, FetchSetting, survey
 from penstock.tuner.journal import Journal
 from penstock.tuner.prefill_profile import PrefillProfile
@@ -112,7 +112,7 @@ class TuningTask:
             predictor_bytes=predictor_bytes(self.model, shape, policy, late),
         )  # fmt: skip
 
-    def workpiece(self, batch: int, context: int, new_tokens: int = 48) -> Workpiece:
+    def workpiece(self, batch: int, context: int, new_tokens: int = ANSWER_TOKENS) -> Workpiece:
         """A past of so many tokens for so many sequences; the answer's room is part of `context`.
 
         A real text where it is long enough, noise otherwise.

@@ -8,20 +8,12 @@ from penstock.bench.progress import Progress
 from penstock.policies.search_space import fields_of
 from penstock.tuner.block_profile import BlockProfile
 from penstock.tuner.candidates import Candidate
-from penstock.tuner.engine_run import (
-    WARM_STEPS,
-    EngineRun,
-    StepFigures,
-    as_dict,
-    run_together,
-)
+from penstock.tuner.engine_run import EngineRun, StepFigures, as_dict, room_for, run_together
 from penstock.tuner.kvswap_search import Spot
 from penstock.tuner.solver import expect, keeps_quality
 from penstock.tuner.tuning_task import TuningTask
 
 Row = dict[str, Any]
-_ROOM_TOKENS = 48
-"""For new tokens, as the tuner's own runs have it; more where more are decoded."""
 
 
 def run_settings(
@@ -54,7 +46,7 @@ def run_settings(
     journal, open_runs = task.journal, list[EngineRun]()
     is_known = all(journal.knows(key) for key in keys)
     if not is_known:  # together or not at all
-        room = max(_ROOM_TOKENS, WARM_STEPS + steps * rounds)
+        room = room_for(rounds, steps)
         try:
             for each in chosen:
                 work = task.workpiece(spot.batch, spot.context, room)

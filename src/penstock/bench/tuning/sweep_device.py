@@ -71,7 +71,7 @@ class DeviceSweep:
                 "fidelity_checks": self._measurements - search.measurements - search.surveys,
                 "decode_steps": search.decode_steps,
                 "pick": name_of(found.best.candidate),
-                "settings": [fields_of(policy) for _, policy, _, _ in search.runs],
+                "settings": [fields_of(policy) for policy in search.settings],
                 "pick_step_s": None if found.measured is None else found.measured.step_s,
             },
             "sweep": {
