@@ -15,7 +15,7 @@ from penstock.core.shape import KVShape
 from penstock.indexes.block_clusterer import BlockClusterer, num_clusters
 from penstock.indexes.semantic_units import SemanticUnitsIndex
 from penstock.policies.base import IndexRequest
-from penstock.policies.louiskv import LouisKV
+from penstock.policies.louiskv import SUMMARIES, LouisKV
 
 SHAPE = KVShape(
     num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=2, dtype=torch.float32
@@ -109,7 +109,7 @@ def test_between_boundaries_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -
     assert kept.reused is not None
     assert not kept.reused.any()
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("scored between boundaries")
 
     monkeypatch.setattr("penstock.indexes.semantic_units.unit_scores", refuse)
@@ -254,8 +254,9 @@ def test_crops_leave_means_of_what_is_left_to_segments() -> None:
     assert sorted(held) == list(range(90))
 
 
-def test_what_is_paid_for_is_what_is_allocated() -> None:
-    policy = made(block_tokens=32)
+@pytest.mark.parametrize("summary", SUMMARIES)
+def test_what_is_paid_for_is_what_is_allocated(summary: str) -> None:
+    policy = made(block_tokens=32, summary=summary)
     step = Step(policy, rows=4, sequences=2, room=500)
     index, sizes = step.index, policy._unit_sizes(500)
     held = [index._pool, index._pool._clusters, index._blocks, index.boundaries]
@@ -283,6 +284,7 @@ def test_what_is_paid_for_is_what_is_allocated() -> None:
         ({"boundaries": "sometimes"}, "boundaries=sometimes"),
         ({"units": "words"}, "units=words"),
         ({"nearness": "taste"}, "nearness=taste"),
+        ({"summary": "plot"}, "summary=plot"),
         ({"cluster_tokens": 0}, "cluster_tokens=0"),
         ({"block_tokens": 20}, "block_tokens=20"),
         ({"group_tokens": 2}, "group_tokens must be 1"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.core.shape import KVShape
-from penstock.policies.louiskv import LouisKV
+from penstock.policies.louiskv import SUMMARIES, LouisKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -133,6 +133,7 @@ def test_units_partition_the_past_in_random_lives(seed: int) -> None:
         boundaries=rnd.choice(["adaptive", "stride:3", "every"]),
         units=rnd.choice(["clusters+segments", "pages"]), cluster_tokens=rnd.choice([2, 4, 16]),
         block_tokens=rnd.choice([32, 64, None]), beside=rnd.choice([True, False]),
+        summary=rnd.choice(SUMMARIES),
     )  # fmt: skip
     config = RuntimeConfig(
         shape=shape, policy=policy, limit_bytes=None, store="memory", max_tokens=256, exact=False,

@@ -21,6 +21,8 @@ class Clustering(NamedTuple):
     """float32 [rows, clusters, head_dim]"""
     labels: Tensor
     """Cluster of each token. int64 [rows, tokens]"""
+    squares: Tensor | None = None
+    """Mean squared length of the keys of each, where it was asked for. float32 [rows, clusters]"""
 
 
 class BlockClusterer:
@@ -33,14 +35,16 @@ class BlockClusterer:
 
     def __init__(
         self, like: Tensor, *, rows: int, block_tokens: int, cluster_tokens: int, cosine: bool,
-        elements: int, beside: bool = True, seed: int = 0,
+        elements: int, beside: bool = True, seed: int = 0, squares: bool = False,
     ) -> None:  # fmt: skip
         """Allocate both halves, if they are to be held all the time.
 
         Args:
             like: [..., head_dim], of the dtype and on the device of the keys.
             elements: of a chunk's temporaries (`kernels.kmeans.chunk_elements`).
+            squares: make the clusters' mean squared lengths too.
         """
+        self._squares = squares
         self._like, self._beside = like, beside
         self._size = (1 + beside, rows, block_tokens, like.shape[-1])
         self._halves: Tensor | None = like.new_empty(self._size) if beside else None
@@ -59,7 +63,7 @@ class BlockClusterer:
         """Bytes of the block or both halves and of one clustering under way, for the ledger."""
         clusters = num_clusters(block_tokens, cluster_tokens)
         held = (1 + beside) * rows * block_tokens * head_dim * itemsize
-        made = rows * (4 * clusters * head_dim + 16 * block_tokens)
+        made = rows * (4 * clusters * (head_dim + 2) + 20 * block_tokens)
         return held + made + kmeans_bytes(rows, clusters, head_dim, elements)
 
     @property
@@ -133,7 +137,9 @@ class BlockClusterer:
                 keys, clusters, iterations=ITERATIONS, cosine=cosine, seed=self._seed,
                 elements=elements,
             )  # fmt: skip
-            return Clustering(means, nearest(keys, means, cosine=cosine, elements=elements))
+            labels = nearest(keys, means, cosine=cosine, elements=elements)
+            squares = _squares(keys, means, labels, elements) if self._squares else None
+            return Clustering(means, labels, squares)
 
     def finish(self) -> list[tuple[int, Clustering]]:
         """Wait for the block under way, if there is one.
@@ -154,6 +160,24 @@ class BlockClusterer:
         if self._job is not None and self._job[0] >= position:
             self._job[1].exception()
             self._job = None
+
+
+def _squares(keys: Tensor, means: Tensor, labels: Tensor, elements: int) -> Tensor:
+    """Mean squared length of each cluster's keys, were its centroid their very mean.
+
+    After the last iteration it is not quite that; what counts is the distance to it.
+    """
+    rows, clusters, dim = means.shape
+    sums, counts = means.new_zeros(rows, clusters), means.new_zeros(rows, clusters)
+    step = max(1, elements // (2 * rows * dim))
+    for start in range(0, keys.shape[1], step):
+        part = labels[:, start : start + step]
+        gaps = means.gather(1, part.unsqueeze(2).expand(-1, -1, dim))
+        gaps -= keys[:, start : start + step]
+        apart = gaps.square_().sum(dim=2)
+        sums.scatter_add_(1, part, apart)
+        counts.scatter_add_(1, part, torch.ones_like(apart))
+    return sums.div_(counts.clamp_min_(1.0)).add_(means.square().sum(dim=2))
 
 
 def _in_stream_of(keys: Tensor) -> AbstractContextManager[Any]:

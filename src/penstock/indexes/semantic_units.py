@@ -40,6 +40,9 @@ class UnitSizes:
     """Pages of `cluster_tokens` consecutive tokens instead of clusters and segments."""
     cosine: bool = False
     """k-means by the cosine instead of the distance."""
+    squares: bool = False
+    """Units have the mean squared length of their keys beside the mean key, and are weighed by it
+    too (`unit_scores`)."""
     beside: bool = True
     """Prompts are clustered while they are taken in; otherwise when the first step wants it."""
 
@@ -95,11 +98,12 @@ class SemanticUnitsIndex(KeyIndex):
         self._pool = UnitPool(
             shape, rows=batch, rows_per_sequence=rows_per_sequence,
             capacity=sizes.capacity(max_tokens), max_tokens=max_tokens, device=device,
+            squares=sizes.squares,
         )  # fmt: skip
         self._blocks = BlockClusterer(
             self._pool.means, rows=batch, block_tokens=sizes.block_tokens,
             cluster_tokens=sizes.cluster_tokens, cosine=sizes.cosine,
-            elements=sizes.elements(batch), beside=sizes.beside,
+            elements=sizes.elements(batch), beside=sizes.beside, squares=sizes.squares,
         )  # fmt: skip
         self._ready = self._always_ready = sizes.beside or sizes.pages
         self._fitting = False
@@ -121,7 +125,7 @@ class SemanticUnitsIndex(KeyIndex):
         """Bytes of one layer's pool of units and of what makes it, for the ledger."""
         pool = UnitPool.num_bytes(
             shape, rows=batch, rows_per_sequence=rows_per_sequence,
-            capacity=sizes.capacity(max_tokens), max_tokens=max_tokens,
+            capacity=sizes.capacity(max_tokens), max_tokens=max_tokens, squares=sizes.squares,
         )  # fmt: skip
         blocks = _block_bytes(shape, sizes, batch) if sizes.beside else 0
         return pool + blocks + SemanticBoundaries.num_bytes(shape, batch)
@@ -131,6 +135,7 @@ class SemanticUnitsIndex(KeyIndex):
         """Temporaries of one retrieval, or of the tables of one block, for the ledger."""
         capacity = sizes.capacity(max_tokens)
         chunk = min(capacity, CHUNK_UNITS) * shape.head_dim * (4 + shape.dtype.itemsize)
+        chunk *= 1 + sizes.squares
         scores = capacity * (8 * shape.num_query_heads + 48) + chunk
         # A subset of rows copies its part of the table of members.
         members = max_tokens * integer_dtype(max_tokens).itemsize
@@ -268,7 +273,9 @@ class SemanticUnitsIndex(KeyIndex):
             which = torch.from_numpy(rows.nonzero()[0]).to(query.device)
             query, members = query[which], members[which]
             places, sizes = places[which], sizes[which]
-        scores = unit_scores(query, self._pool.means, sizes, self._scaling, which)
+        scores = unit_scores(
+            query, self._pool.means, sizes, self._scaling, which, squares=self._pool.squares
+        )
         tokens, _ = take_units(scores, places, sizes, members, wanted)
         chosen: NDArray[np.int64] = tokens.sort(dim=1).values.cpu().numpy()
         if self._kept is None:
@@ -286,7 +293,9 @@ class SemanticUnitsIndex(KeyIndex):
         selected. `retrieve` does not need it: it is for who ranks single tokens."""
         self._finish_prompt()
         places, sizes = self._pool.units(self._first_unit, num_units)
-        scores = unit_scores(query, self._pool.means, sizes, self._scaling)
+        scores = unit_scores(
+            query, self._pool.means, sizes, self._scaling, squares=self._pool.squares
+        )
         tokens, taken = take_units(scores, places, sizes, self._pool.members, num_units)
         ranked = scores.sort(dim=1, descending=True, stable=True)
         ends = sizes.gather(1, ranked.indices).long().cumsum(dim=1)

@@ -15,21 +15,29 @@ from penstock.indexes.segment_table import SegmentTable
 class UnitPool:
     """Index vectors of all units, clusters first, and where their tokens are.
 
-    A segment belongs to all rows (KV heads) of its sequence; each row has a mean of its own.
+    A segment belongs to all rows (KV heads) of its sequence; each row has a mean of its own. Where
+    it is asked for, the mean squared length of a unit's keys stands beside its mean key.
     """
 
     def __init__(
         self, shape: KVShape, *, rows: int, rows_per_sequence: int, capacity: int, max_tokens: int,
-        device: torch.device,
+        device: torch.device, squares: bool = False,
     ) -> None:  # fmt: skip
         """Allocate everything.
 
         Args:
             capacity: units.
+            squares: hold mean squared lengths.
         """
         self._rows_per_sequence = rows_per_sequence
         self.means = torch.zeros(rows, capacity, shape.head_dim, dtype=shape.dtype, device=device)
         """[rows, capacity, head_dim]"""
+        self.squares: Tensor | None = None
+        """Mean squared lengths of keys. float32 [rows, capacity]"""
+        self._open_squares: Tensor | None = None
+        if squares:
+            self.squares = torch.zeros(rows, capacity, dtype=torch.float32, device=device)
+            self._open_squares = torch.zeros(rows, dtype=torch.float32, device=device)
         self._clusters = PromptClusters(
             rows=rows, max_tokens=max_tokens, capacity=capacity, device=device
         )
@@ -38,10 +46,12 @@ class UnitPool:
 
     @staticmethod
     def num_bytes(
-        shape: KVShape, *, rows: int, rows_per_sequence: int, capacity: int, max_tokens: int
-    ) -> int:
+        shape: KVShape, *, rows: int, rows_per_sequence: int, capacity: int, max_tokens: int,
+        squares: bool = False,
+    ) -> int:  # fmt: skip
         """Bytes of a pool, for the ledger."""
         means = rows * shape.head_dim * (capacity * shape.dtype.itemsize + 4)
+        means += 4 * rows * (capacity + 1) * squares
         tables = PromptClusters.num_bytes(rows, max_tokens, capacity)
         return means + tables + SegmentTable.num_bytes(rows // rows_per_sequence, capacity)
 
@@ -68,6 +78,9 @@ class UnitPool:
         base, held = self._clusters.used, self._segments.columns
         self._move(base, base + clusters, held)
         self.means[:, base : base + clusters] = clustering.means.to(self.means.dtype)
+        if self.squares is not None:
+            assert clustering.squares is not None
+            self.squares[:, base : base + clusters] = clustering.squares
         self._clusters.add(start, clustering.labels, clusters)
 
     def cut(self, boundary: NDArray[np.bool_], position: int) -> None:
@@ -83,7 +96,10 @@ class UnitPool:
         self._write_open_means()
         self._make_room(1)
         self._segments.cut(boundary, position)
-        self._open_sum[self._rows_of(boundary.nonzero()[0])] = 0.0
+        rows = self._rows_of(boundary.nonzero()[0])
+        self._open_sum[rows] = 0.0
+        if self._open_squares is not None:
+            self._open_squares[rows] = 0.0
 
     def cut_all(self, position: int) -> None:
         """Begin a new segment in every sequence."""
@@ -97,6 +113,9 @@ class UnitPool:
             first: position of the first of them.
         """
         self._open_sum += keys.sum(dim=1, dtype=torch.float32)
+        if self._open_squares is not None:
+            lengths = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
+            self._open_squares += lengths.square_().sum(dim=1)
         self._segments.grow(first + keys.shape[1])
 
     def _open_segments(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -112,8 +131,11 @@ class UnitPool:
         held = tokens.nonzero()[0]
         rows = self._rows_of(held)
         columns = self._spread(self._clusters.used + at[held])
-        counts = self._spread(tokens[held]).unsqueeze(1)
-        self.means[rows, columns] = (self._open_sum[rows] / counts).to(self.means.dtype)
+        counts = self._spread(tokens[held])
+        means = self._open_sum[rows] / counts.unsqueeze(1)
+        self.means[rows, columns] = means.to(self.means.dtype)
+        if self.squares is not None and self._open_squares is not None:
+            self.squares[rows, columns] = self._open_squares[rows] / counts
 
     def _make_room(self, units: int) -> None:
         """Merge neighbouring segments until so many units more have room."""
@@ -130,14 +152,22 @@ class UnitPool:
                 )
             base, spread = self._clusters.used, self._spread(weights)
             for row in range(len(self.means)):
-                part, at = self.means[row : row + 1, base : base + before], slice(row, row + 1)
-                part.copy_(_weighted(part.float(), target[at], spread[at]))
+                at, held = slice(row, row + 1), slice(base, base + before)
+                for values in self._values:
+                    part = values[at, held]
+                    part.copy_(_weighted(part.float(), target[at], spread[at]))
 
     def _move(self, start: int, target: int, units: int) -> None:
         """Move index vectors, row by row: that takes the memory of one row."""
         if start != target:
-            for row in self.means:
-                row[target : target + units] = row[start : start + units].clone()
+            for values in self._values:
+                for row in values:
+                    row[target : target + units] = row[start : start + units].clone()
+
+    @property
+    def _values(self) -> list[Tensor]:
+        """All that is an average over a unit's tokens. [rows, capacity, 1 or head_dim]"""
+        return [self.means] if self.squares is None else [self.means, self.squares.unsqueeze(2)]
 
     def _rows_of(self, sequences: NDArray[np.int64]) -> Tensor:
         """Rows of some sequences, as indices."""
@@ -180,15 +210,18 @@ class UnitPool:
         folded = self._clusters.crop(length, cluster_tokens)
         if folded is not None:
             block, (into, counts) = folded
-            merged = _weighted(self.means[:, block].float(), into, counts)
-            self.means[:, block] = merged.to(self.means.dtype)
+            for values in self._values:
+                merged = _weighted(values[:, block].float(), into, counts)
+                values[:, block] = merged.to(values.dtype)
         self._segments.crop(length)
         base = self._clusters.used
         self._move(before, base, self._segments.columns)
         at, tokens = self._open_segments()
         rows = torch.arange(len(self._open_sum), device=self.means.device)
-        means = self.means[rows, self._spread(base + at)].float()
-        self._open_sum.copy_(means * self._spread(tokens).unsqueeze(1))
+        columns, counts = self._spread(base + at), self._spread(tokens)
+        self._open_sum.copy_(self.means[rows, columns].float() * counts.unsqueeze(1))
+        if self.squares is not None and self._open_squares is not None:
+            self._open_squares.copy_(self.squares[rows, columns] * counts)
 
     def take_rows_from(self, other: "UnitPool", rows: Tensor) -> None:
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
@@ -197,13 +230,18 @@ class UnitPool:
         self._clusters.take_rows_from(other._clusters, rows)
         self._segments.take_rows_from(other._segments, sequences)
         self._open_sum.copy_(other._open_sum[rows])
+        for mine, its in (
+            (self.squares, other.squares), (self._open_squares, other._open_squares),
+        ):  # fmt: skip
+            if mine is not None and its is not None:
+                mine.copy_(its[rows])
 
 
 def _weighted(means: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """Means of what goes into each target, by weight; where nothing does, zero.
 
     Args:
-        means: float32 [rows, units, head_dim]
+        means: float32 [rows, units, any]
         target, weights: int [rows, units]
     """
     target, weight = target.long().unsqueeze(-1), weights.float().unsqueeze(-1)

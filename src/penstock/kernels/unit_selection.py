@@ -27,11 +27,17 @@ def query_similarity(previous: Tensor, query: Tensor, rows_per_sequence: int) ->
 
 
 def unit_scores(
-    query: Tensor, means: Tensor, sizes: Tensor, scaling: float, rows: Tensor | None = None
-) -> Tensor:
+    query: Tensor, means: Tensor, sizes: Tensor, scaling: float, rows: Tensor | None = None, *,
+    squares: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Group-consistent scores: softmax over units per query head, mean over the row's heads.
 
     Source: LouisKV, appendix B (A_t). Plain torch; a fast kernel is its twin.
+
+    With `squares` a unit is weighed by what its tokens are expected to be attended to on average,
+    were its keys normally distributed with the same variance in every component: the logarithm of
+    that mean exceeds the logit of the mean key by half the query's square times that variance. The
+    paper has nothing of the kind.
 
     Args:
         query: post-RoPE. [rows, heads of a row, head_dim]
@@ -40,6 +46,7 @@ def unit_scores(
             int [rows, units]
         scaling: factor on the logits (one over the root of head_dim).
         rows: which rows of `means` the others belong to; None: all. int64 [rows]
+        squares: mean squared length of each unit's keys. float32 [all rows, at least `units`]
 
     Returns:
         float32 [rows, units], minus one where a unit is empty.
@@ -49,8 +56,14 @@ def unit_scores(
     units = sizes.shape[1]
     for start in range(0, units, CHUNK_UNITS):
         part = means[:, start : min(units, start + CHUNK_UNITS)]
-        part = part if rows is None else part[rows]
-        logits[:, :, start : start + CHUNK_UNITS] = scaled @ part.float().transpose(1, 2)
+        part = (part if rows is None else part[rows]).float()
+        found = scaled @ part.transpose(1, 2)
+        if squares is not None:
+            square = squares[:, start : start + part.shape[1]]
+            square = square if rows is None else square[rows]
+            spread = (square - part.square().sum(dim=2)).clamp_min_(0.0) / (2 * part.shape[2])
+            found += scaled.square().sum(dim=2, keepdim=True) * spread.unsqueeze(1)
+        logits[:, :, start : start + CHUNK_UNITS] = found
     # A row without any unit gives not-a-number here, and minus one below.
     logits.masked_fill_(empty.unsqueeze(1), NEGATIVE_INFINITY)
     return torch.softmax(logits, dim=-1).mean(dim=1).masked_fill_(empty, -1.0)

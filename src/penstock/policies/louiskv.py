@@ -30,6 +30,7 @@ FEW_UNITS = 4
 """Units of average size that a selection should hold."""
 UNITS = ("clusters+segments", "pages")
 NEARNESS = ("distance", "cosine")
+SUMMARIES = ("mean", "mean+spread")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,10 @@ class LouisKV(BaselinePolicy):
     the budget, beside first."""
     nearness: str = "distance"
     """What k-means goes by: "distance" or "cosine"."""
+    summary: str = "mean"
+    """What stands for a unit in the ranking: "mean" is the paper's mean key; "mean+spread" has the
+    keys' spread beside it, one number more, and ranks units by what their tokens are expected to
+    be attended to (`kernels.unit_selection.unit_scores`)."""
     full_layers: int = 0
     """First layers whose whole cache stays in fast memory (2 in the paper); nothing is selected
     there."""
@@ -112,6 +117,7 @@ class LouisKV(BaselinePolicy):
             raise ConfigError(f"tau={self.tau} is a cosine: give -1 to 1, above 1 for every step")
         for name, value, known in (
             ("units", self.units, UNITS), ("nearness", self.nearness, NEARNESS),
+            ("summary", self.summary, SUMMARIES),
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{name}={value} is none of {', '.join(known)}")
@@ -175,6 +181,11 @@ class LouisKV(BaselinePolicy):
             raise ConfigError(
                 "louiskv's units=pages is for stores on disk; the device tier has arkvale"
             )
+        if self.summary != "mean":
+            raise ConfigError(
+                f"louiskv's summary={self.summary} is for stores on disk; leave it at mean on the "
+                "device tier"
+            )
         sizes = self._device_sizes(request.max_tokens)
         size = {"rows": request.batch, "max_tokens": request.max_tokens}
         held = DeviceSemanticUnits.num_bytes(
@@ -213,7 +224,7 @@ class LouisKV(BaselinePolicy):
         return UnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=spare, pages=self._pages, cosine=self.nearness == "cosine",
-            beside=bool(self.beside),
+            squares=self.summary == "mean+spread", beside=bool(self.beside),
         )  # fmt: skip
 
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
