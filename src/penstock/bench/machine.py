@@ -13,6 +13,7 @@ from penstock.storage.file_space import default_directory, file_system
 
 Facts = dict[str, str | int | float | None]
 
+_PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = ("penstock", "torch", "transformers", "numpy")
 
 
@@ -47,12 +48,15 @@ def describe_libraries() -> Facts:
     return facts
 
 
-def current_commit() -> str:
-    """The commit of the source tree, with "+changes" when files differ from it; else "unknown"."""
-    here = Path(__file__).parent
+def current_commit(source: Path = _PACKAGE) -> str:
+    """The commit of the source tree, with "+changes" when files differ from it; else "unknown".
+
+    Args:
+        source: the folder that must not differ, with all that is in it; the package by default.
+    """
     try:
-        commit = _git(here, "rev-parse", "--short=12", "HEAD")
-        return commit + ("+changes" if _git(here, "status", "--porcelain", "--", ".") else "")
+        commit = _git(source, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git(source, "status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
