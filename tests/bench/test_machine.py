@@ -1,5 +1,6 @@
 """Which version a measurement was made with: the commit, and whether anything differed from it."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import penstock
 from penstock.bench import machine
 from penstock.bench.machine import current_commit
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 
 
 def git(folder: Path, *args: str) -> str:
