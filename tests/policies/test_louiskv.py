@@ -270,7 +270,7 @@ def test_what_is_paid_for_is_what_is_allocated(summary: str) -> None:
     # Without the block under way there are the two halves.
     under_way = BlockClusterer.num_bytes(
         rows=4, block_tokens=32, cluster_tokens=4, head_dim=2, itemsize=4,
-        elements=sizes.elements(4),
+        elements=sizes.elements(4), squares=sizes.squares,
     )  # fmt: skip
     working = under_way - 2 * 4 * 32 * 2 * 4
     assert total <= booked - working <= total + 200

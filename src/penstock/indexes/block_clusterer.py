@@ -58,12 +58,13 @@ class BlockClusterer:
     @staticmethod
     def num_bytes(
         *, rows: int, block_tokens: int, cluster_tokens: int, head_dim: int, itemsize: int,
-        elements: int, beside: bool = True,
+        elements: int, beside: bool = True, squares: bool = False,
     ) -> int:  # fmt: skip
         """Bytes of the block or both halves and of one clustering under way, for the ledger."""
         clusters = num_clusters(block_tokens, cluster_tokens)
         held = (1 + beside) * rows * block_tokens * head_dim * itemsize
-        made = rows * (4 * clusters * (head_dim + 2) + 20 * block_tokens)
+        made = rows * (4 * clusters * head_dim + 16 * block_tokens)
+        made += rows * (8 * clusters + 4 * block_tokens) * squares
         return held + made + kmeans_bytes(rows, clusters, head_dim, elements)
 
     @property

@@ -375,5 +375,5 @@ def _block_bytes(shape: KVShape, sizes: UnitSizes, rows: int) -> int:
     return BlockClusterer.num_bytes(
         rows=rows, block_tokens=sizes.block_tokens, cluster_tokens=sizes.cluster_tokens,
         head_dim=shape.head_dim, itemsize=shape.dtype.itemsize, elements=sizes.elements(rows),
-        beside=sizes.beside,
+        beside=sizes.beside, squares=sizes.squares,
     )  # fmt: skip

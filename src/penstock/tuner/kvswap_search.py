@@ -42,7 +42,7 @@ FINAL_ROUNDS = 16
 """Of that last run."""
 TWIN_SHARE = 1.05
 """A lighter twin is taken unless it was slower than this. It does less of the same work; two caches
-opened side by side differ by 5 % for no reason (a standard deviation, docs/log.md)."""
+opened anew differ by 5 % more or less than they did (a standard deviation, docs/log.md)."""
 _SURVEY_RANK = 48
 """Of the index that a survey ranks with; which tokens win hardly depends on it."""
 _SPREAD_SHARE = 0.7
@@ -209,7 +209,7 @@ class KVSwapSearch:
                 continue
             taken = [self._figures(spot, part, ROUNDS // turns, each) for each in range(turns)]
             for candidate, *figures in zip(part, *taken, strict=True):
-                fastest = min(at_one_pace(figures), key=_step_s)
+                fastest = min(at_one_pace(figures), key=lambda each: each.step_s)
                 work = self._work(spot, candidate, fastest)
                 self.runs.append((spot, candidate.policy, work, fastest))
                 self._more_turns += turns - 1
@@ -308,8 +308,8 @@ class KVSwapSearch:
             self._finals[spot.batch, spot.context, candidate.policy] = figures
 
     def _lighter_twin(self, spot: Spot, candidate: Candidate) -> Candidate:
-        left = [each for each in spot.found if each.policy not in self._ruled_out]
-        return lighter_twin(candidate, [e for e in left if keeps_quality(e, self._task.floor)])
+        allowed = [each for each in self._left(spot) if keeps_quality(each, self._task.floor)]
+        return lighter_twin(candidate, allowed)
 
     @property
     def settings(self) -> list[KVSwap]:
@@ -339,11 +339,15 @@ class KVSwapSearch:
         Raises:
             BudgetError: everything was ruled out.
         """
-        left = [each for each in spot.found if each.policy not in self._ruled_out]
+        left = self._left(spot)
         ranked = best_solutions(profile, left, floor=self._task.floor, count=len(left))
         if not ranked:
             raise BudgetError(self._too_far(spot))
         return ranked
+
+    def _left(self, spot: Spot) -> list[Candidate]:
+        """What nobody has ruled out."""
+        return [each for each in spot.found if each.policy not in self._ruled_out]
 
     def rule_out(self, policy: KVSwap) -> None:
         """Never pick this setting (it was measured, and is too far from full attention)."""
@@ -379,10 +383,6 @@ class KVSwapSearch:
             spot=spot, best=best, measured=self.measured(spot, best.candidate.policy),
             paper=paper_solution(profile, spot.found, floor=floor),
         )  # fmt: skip
-
-
-def _step_s(figures: StepFigures) -> float:
-    return figures.step_s
 
 
 def _features(candidate: Candidate) -> list[float]:
