@@ -11,7 +11,9 @@ the same digit at the same place, and so did the model after three sittings (26 
 answers in 304): in `dense_values` and `alike_values` that is what every answer is full of, so that
 more than one token before has to be looked at to know which value is being said. `dense_walk` is
 for the digits that a walk's rules set, which one run had not found in 28,000 steps, `short_walks`
-for where a walk ends, which is said once in an answer of long_walk.
+for where a walk ends, which is said once in an answer of long_walk. `alike_copy` is for lists in
+which a word comes again: six of seven wrong copies of 100 (4K, after four sittings) went on as
+another place did where the same word stands.
 """
 
 import random
@@ -32,6 +34,8 @@ _LIST_PREFACE = "Memorize the list hidden in the following text . Repeat it late
 _CHAIN_PREFACE = "Memorize and track the chain of variables hidden in the following text ."
 _LONGEST_LIST = 400
 _SHORTEST_LIST = 8
+_FEWEST_WORDS = 8
+_SAID = (2, 8)
 _VARIABLES = (5, 9)
 _DIGITS = 5
 _FIRST_TOKENS, _LATER_TOKENS = 9, 7
@@ -42,19 +46,17 @@ _SETTING = 0.85
 
 def dense_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
     """A list of different words and its copy, which together fill most of `tokens` tokens."""
-    question = "Question : Repeat the list . Answer : ("
-    room = Document(tokens, _LIST_PREFACE, question, 4).room  # brackets twice, <eos>, and a rest
-    longest = min(_LONGEST_LIST, room // 2)
-    if longest < _SHORTEST_LIST:
-        raise ConfigError(f"tokens={tokens} is too short for this task: no list fits in")
-    listed = rng.sample(words.filler, rng.randint(max(_SHORTEST_LIST, longest * 2 // 3), longest))
-    text = " ".join(listed)
-    passage = f"( {text} )"
-    document = Document(
-        tokens - len(listed) - 2, _LIST_PREFACE, question, count_tokens(passage)
-    )  # the answer is part of `tokens` here
-    prompt = document.finish(hide([passage], essay(document.room, words, rng), rng))
-    return Sample("copy", prompt, f"{text} )", len(listed) + 2, (f"{text} )",))
+    return _copied(tokens, rng, words, lambda length: rng.sample(words.filler, length))
+
+
+def alike_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """The same where each word stands in the list 2 to 8 times, with other words behind it."""
+
+    def draw(length: int) -> list[str]:
+        few = rng.sample(words.filler, max(_FEWEST_WORDS, length // rng.randint(*_SAID)))
+        return rng.choices(few, k=length)
+
+    return _copied(tokens, rng, words, draw)
 
 
 def dense_chains(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -120,6 +122,24 @@ def short_walks(tokens: int, rng: random.Random, words: Words) -> Sample:
     return replace(long_walk(tokens, rng, words), task="short_walks")
 
 
+def _copied(
+    tokens: int, rng: random.Random, words: Words, draw: Callable[[int], list[str]]
+) -> Sample:
+    question = "Question : Repeat the list . Answer : ("
+    room = Document(tokens, _LIST_PREFACE, question, 4).room  # brackets twice, <eos>, and a rest
+    longest = min(_LONGEST_LIST, room // 2)
+    if longest < _SHORTEST_LIST:
+        raise ConfigError(f"tokens={tokens} is too short for this task: no list fits in")
+    listed = draw(rng.randint(max(_SHORTEST_LIST, longest * 2 // 3), longest))
+    text = " ".join(listed)
+    passage = f"( {text} )"
+    document = Document(
+        tokens - len(listed) - 2, _LIST_PREFACE, question, count_tokens(passage)
+    )  # the answer is part of `tokens` here
+    prompt = document.finish(hide([passage], essay(document.room, words, rng), rng))
+    return Sample("copy", prompt, f"{text} )", len(listed) + 2, (f"{text} )",))
+
+
 def _alike(facts: Facts, rng: random.Random) -> list[str]:
     """Different values of one key; each digit or word may be an earlier value's at its place."""
     values: list[list[str]] = []
@@ -151,6 +171,7 @@ def _chain_question(value: str, length: int) -> str:
 DENSE: Mapping[str, tuple[Generate, float]] = MappingProxyType({
     "dense_replay": (TASKS["multi_key_full"], 0.5),
     "dense_copy": (dense_copy, 0.0),
+    "alike_copy": (alike_copy, 0.0),
     "dense_chains": (dense_chains, 0.4),
     "dense_values": (dense_values, 0.45),
     "alike_values": (alike_values, 0.0),

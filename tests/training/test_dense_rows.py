@@ -58,6 +58,21 @@ def test_dense_answers_follow_from_their_rows() -> None:
             assert f"= VAR {names[-1]} ." not in document
 
 
+def test_lists_of_few_words_say_them_again_with_others_behind() -> None:
+    for seed in range(10):
+        sample = DENSE["alike_copy"][0](1088, random.Random(seed), WORDS)
+        assert sample.task == "copy"
+        listed = sample.answer.removesuffix(" )")
+        assert f"( {listed} )" in sample.prompt
+        assert 1 + len(sample.prompt.split()) + sample.max_new_tokens <= 1088
+        said = listed.split()
+        assert len(said) >= 2 * len(set(said)) - 1
+        behind = {pair[0]: set() for pair in pairwise(said)}
+        for word, follower in pairwise(said):
+            behind[word].add(follower)
+        assert sum(len(others) > 1 for others in behind.values()) > len(behind) * 0.5
+
+
 def test_dense_values_are_all_those_of_their_keys_in_order() -> None:
     alike = 0
     for seed in range(8):
