@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.semantic_units import SemanticUnitsIndex
@@ -173,14 +172,20 @@ def test_a_segment_that_is_cut_short_goes_on_from_what_it_was() -> None:
     torch.testing.assert_close(pool._open_squares, expected)
 
 
-def test_the_device_tier_has_mean_keys_only() -> None:
-    policy = LouisKV(summary="mean+spread", selected_tokens=64)
+@pytest.mark.parametrize("device_tier", [False, True])
+def test_it_costs_one_number_a_unit(device_tier: bool) -> None:
     shape = KVShape(
         num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16
     )
     request = SizingRequest(
-        shape=shape, batch=1, max_tokens=4096, limit_bytes=1 << 20, sector_bytes=512,
-        device_is_cpu=False, has_adapter=False, rows_per_sequence=1, device_tier=True,
+        shape=shape, batch=3, max_tokens=4096, limit_bytes=None, sector_bytes=512,
+        device_is_cpu=False, has_adapter=False, rows_per_sequence=1, device_tier=device_tier,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"summary=mean\+spread is for stores on disk"):
-        policy.plan(request)
+    held = [
+        LouisKV(
+            summary=summary, selected_tokens=64, cluster_tokens=4, block_tokens=512, beside=True
+        ).index_sizes(request)[0][1].held_bytes
+        for summary in ("mean", "mean+spread")
+    ]  # fmt: skip
+    more = (held[1] - held[0]) / 3
+    assert 4 * 4096 / 4 < more < 3 * 4 * 4096 / 4, "units that there is room for, and little else"

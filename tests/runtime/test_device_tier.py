@@ -28,6 +28,9 @@ POLICIES: dict[str, SelectionPolicy] = {
     "arkvale": ArkVale(group_tokens=4, reuse_tokens=40, **BUDGET),
     "kvswap": KVSwap(reuse_tokens=48, rank=8, predict=False, **BUDGET),
     "louiskv": LouisKV(tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET),
+    "louiskv-spread": LouisKV(
+        tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, summary="mean+spread", **BUDGET
+    ),
     "louiskv-stride": LouisKV(
         boundaries="stride:3", cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET
     ),

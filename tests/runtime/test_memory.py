@@ -58,6 +58,9 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     ),
     "near-local": (HillInfer(alpha=0.1, near=False), {"limit_bytes": FULL_BYTES}),
     "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
+    "device-louiskv-spread": (
+        LouisKV(selected_tokens=512, summary="mean+spread"), {"device_tier": True}
+    ),
     "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
     "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
     "device-flexgen": (FlexGen(), {"device_tier": True}),

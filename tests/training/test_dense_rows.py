@@ -67,7 +67,7 @@ def test_lists_of_few_words_say_them_again_with_others_behind() -> None:
         assert 1 + len(sample.prompt.split()) + sample.max_new_tokens <= 1088
         said = listed.split()
         assert len(said) >= 2 * len(set(said)) - 1
-        behind = {pair[0]: set() for pair in pairwise(said)}
+        behind: dict[str, set[str]] = {word: set() for word in said}
         for word, follower in pairwise(said):
             behind[word].add(follower)
         assert sum(len(others) > 1 for others in behind.values()) > len(behind) * 0.5

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.kmeans import kmeans, kmeans_bytes, nearest
+from penstock.kernels.kmeans import kmeans, kmeans_bytes, mean_distances, nearest
 
 ITERATIONS = 10
 FEW_CLUSTERS = 8
@@ -139,7 +139,11 @@ class BlockClusterer:
                 elements=elements,
             )  # fmt: skip
             labels = nearest(keys, means, cosine=cosine, elements=elements)
-            squares = _squares(keys, means, labels, elements) if self._squares else None
+            squares = None
+            if self._squares:
+                # Were the centroids the very means: after the last iteration distances count.
+                squares = mean_distances(keys, means, labels, elements=elements)
+                squares += means.square().sum(dim=2)
             return Clustering(means, labels, squares)
 
     def finish(self) -> list[tuple[int, Clustering]]:
@@ -161,24 +165,6 @@ class BlockClusterer:
         if self._job is not None and self._job[0] >= position:
             self._job[1].exception()
             self._job = None
-
-
-def _squares(keys: Tensor, means: Tensor, labels: Tensor, elements: int) -> Tensor:
-    """Mean squared length of each cluster's keys, were its centroid their very mean.
-
-    After the last iteration it is not quite that; what counts is the distance to it.
-    """
-    rows, clusters, dim = means.shape
-    sums, counts = means.new_zeros(rows, clusters), means.new_zeros(rows, clusters)
-    step = max(1, elements // (2 * rows * dim))
-    for start in range(0, keys.shape[1], step):
-        part = labels[:, start : start + step]
-        gaps = means.gather(1, part.unsqueeze(2).expand(-1, -1, dim))
-        gaps -= keys[:, start : start + step]
-        apart = gaps.square_().sum(dim=2)
-        sums.scatter_add_(1, part, apart)
-        counts.scatter_add_(1, part, torch.ones_like(apart))
-    return sums.div_(counts.clamp_min_(1.0)).add_(means.square().sum(dim=2))
 
 
 def _in_stream_of(keys: Tensor) -> AbstractContextManager[Any]:

@@ -96,6 +96,31 @@ def nearest_reference(points: Tensor, flat: Tensor, *, cosine: bool, elements: i
     return out
 
 
+def mean_distances(points: Tensor, centroids: Tensor, labels: Tensor, *, elements: int) -> Tensor:
+    """Mean squared distance of the points of each centroid to it, in plain torch.
+
+    Args:
+        points: any float dtype. [sets, points, dim]
+        centroids: float32 [sets, clusters, dim]
+        labels: the centroid of each point. int [sets, points]
+        elements: of a chunk's temporaries, float32.
+
+    Returns:
+        float32 [sets, clusters], zero where a centroid has no point.
+    """
+    sets, clusters, dim = centroids.shape
+    sums, counts = centroids.new_zeros(sets, clusters), centroids.new_zeros(sets, clusters)
+    step = max(1, elements // (2 * sets * dim))
+    for start in range(0, points.shape[1], step):
+        part = labels[:, start : start + step].long()
+        gaps = centroids.gather(1, part.unsqueeze(2).expand(-1, -1, dim))
+        gaps -= points[:, start : start + step]
+        apart = gaps.square_().sum(dim=2)
+        sums.scatter_add_(1, part, apart)
+        counts.scatter_add_(1, part, torch.ones_like(apart))
+    return sums.div_(counts.clamp_min_(1.0))
+
+
 def kmeans_bytes(sets: int, clusters: int, dim: int, elements: int) -> int:
     """Temporaries of `kmeans` and `nearest` beside the points and what `nearest` returns.
 

@@ -181,11 +181,6 @@ class LouisKV(BaselinePolicy):
             raise ConfigError(
                 "louiskv's units=pages is for stores on disk; the device tier has arkvale"
             )
-        if self.summary != "mean":
-            raise ConfigError(
-                f"louiskv's summary={self.summary} is for stores on disk; leave it at mean on the "
-                "device tier"
-            )
         sizes = self._device_sizes(request.max_tokens)
         size = {"rows": request.batch, "max_tokens": request.max_tokens}
         held = DeviceSemanticUnits.num_bytes(
@@ -199,6 +194,7 @@ class LouisKV(BaselinePolicy):
         return DeviceUnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=max_tokens // (8 * self.cluster_tokens), cosine=self.nearness == "cosine",
+            spread=self.summary == "mean+spread",
         )  # fmt: skip
 
     def _choices(self, max_tokens: int) -> list[tuple[int, int, bool]]:

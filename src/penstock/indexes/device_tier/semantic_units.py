@@ -12,8 +12,15 @@ from penstock.core.errors import CacheStateError
 from penstock.core.shape import KVShape
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
 from penstock.indexes.device_tier.base import SETTLE_STEPS, DeviceIndex, StepClock, Wanted
+from penstock.indexes.device_tier.unit_spread import add_clusters, merge_units
 from penstock.indexes.prompt_clusters import integer_dtype
-from penstock.kernels.device.boundaries import Leaving, UnitState, find_boundaries, grow_units
+from penstock.kernels.device.boundaries import (
+    Leaving,
+    UnitSpread,
+    UnitState,
+    find_boundaries,
+    grow_units,
+)
 from penstock.kernels.device.clusters import cluster_bytes, cluster_keys
 from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
 from penstock.kernels.kmeans import FEWEST_ELEMENTS
@@ -40,6 +47,8 @@ class DeviceUnitSizes:
     spare_units: int
     """Units beyond one for every `cluster_tokens` tokens: room for short segments."""
     cosine: bool = False
+    spread: bool = False
+    """Whether units have their keys' spread beside the mean (`summary=mean+spread`)."""
 
     def elements(self, rows: int) -> int:
         """Elements of a chunk's temporaries in k-means, of one block of every row."""
@@ -92,6 +101,9 @@ class DeviceSemanticUnits(DeviceIndex):
         self.means = zeros(rows, capacity, dim, dtype=shape.dtype)
         """Index vectors. [rows, capacity, head_dim]"""
         self.state = UnitState.allocate(rows, capacity, device)
+        self.spread: UnitSpread | None = None
+        if sizes.spread:
+            self.spread = UnitSpread.allocate(rows, capacity, device)
         places = torch.arange(max_tokens, dtype=integer_dtype(max_tokens), device=device)
         self.members = places.repeat(rows, 1)
         """Positions, those of a unit side by side. [rows, max_tokens]"""
@@ -132,6 +144,8 @@ class DeviceSemanticUnits(DeviceIndex):
         )
         query = dim * (4 + shape.num_query_heads * shape.dtype.itemsize)
         counted = 34 * (rows // rows_per_sequence)
+        if sizes.spread:
+            counted += UnitSpread.num_bytes(rows, capacity)
         return rows * (units + tables + query) + UnitState.num_bytes(rows, capacity) + counted
 
     @staticmethod
@@ -203,6 +217,8 @@ class DeviceSemanticUnits(DeviceIndex):
             elements=self._elements,
         )  # fmt: skip
         self.means[:, base : base + units] = means.flatten(1, 2)
+        if self.spread is not None:
+            add_clusters(self.spread, keys, means, labels, base, self._elements)
         order = labels.argsort(dim=2, stable=True)
         starts = torch.arange(blocks, device=keys.device).unsqueeze(1)
         unit_of = labels.to(self.unit_of.dtype)
@@ -251,8 +267,9 @@ class DeviceSemanticUnits(DeviceIndex):
             ),
         )  # fmt: skip
         score_units(
-            query, self.means, state.sizes, state.count, self._scaling, wanted.due, self._scores
-        )
+            query, self.means, state.sizes, state.count, self._scaling, wanted.due, self._scores,
+            spread=None if self.spread is None else self.spread.halves,
+        )  # fmt: skip
         select_tokens(
             self._scores, state.first, state.sizes, state.count, self.members, wanted.due,
             wanted.ids, wanted.valid,
@@ -263,7 +280,7 @@ class DeviceSemanticUnits(DeviceIndex):
         """See `DeviceIndex.put`: the open segment goes on, or a new one begins."""
         grow_units(
             keys[:, 0, 0], self.boundary, self.means, self._open_sum, self.state, self.unit_of,
-            clock.position, self._rows_per_sequence,
+            clock.position, self._rows_per_sequence, self.spread,
         )  # fmt: skip
 
     def settle(self, length: int, room: int = 0) -> None:
@@ -293,7 +310,12 @@ class DeviceSemanticUnits(DeviceIndex):
         sums = torch.zeros(means.shape, device=count.device)
         sums.scatter_add_(1, wide, means.float() * held.unsqueeze(-1))
         total = torch.zeros_like(held).scatter_add_(1, target, held).clamp_min_(1)
-        self.means[rows] = (sums / total.unsqueeze(-1)).to(means.dtype)
+        sums /= total.unsqueeze(-1)
+        if self.spread is not None:
+            self.spread.halves[rows] = merge_units(
+                self.spread.halves[rows], means, sums, target, held
+            )
+        self.means[rows] = sums.to(means.dtype)
         state.sizes[rows] = torch.zeros_like(state.sizes[rows]).scatter_add_(
             1, target, state.sizes[rows]
         )
@@ -343,6 +365,9 @@ class DeviceSemanticUnits(DeviceIndex):
         sequences = rows[:: self._rows_per_sequence] // self._rows_per_sequence
         for name in ("means", "members", "unit_of", "_open_sum", "_previous"):
             getattr(self, name).copy_(getattr(other, name)[rows])
+        if self.spread is not None and other.spread is not None:
+            for name in ("halves", "open_square"):
+                getattr(self.spread, name).copy_(getattr(other.spread, name)[rows])
         for name in ("_known", "_last", "boundary", "counters"):
             getattr(self, name).copy_(getattr(other, name)[sequences])
         for name in ("count", "open_tokens", "first", "sizes", "start"):

@@ -47,6 +47,30 @@ class UnitState:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSpread:
+    """How far the keys of a layer's units lie from their means."""
+
+    halves: Tensor
+    """Half the variance of a component of each unit's keys: their mean squared distance to their
+    mean, over twice head_dim. float32 [rows, capacity]"""
+    open_square: Tensor
+    """Sum of the squared lengths of the open segment's keys. float32 [rows]"""
+
+    @classmethod
+    def allocate(cls, rows: int, capacity: int, device: torch.device | str) -> "UnitSpread":
+        """Make the tensors, all zero."""
+        return cls(
+            torch.zeros(rows, capacity, dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.float32, device=device),
+        )
+
+    @staticmethod
+    def num_bytes(rows: int, capacity: int) -> int:
+        """Bytes of the tensors, for the ledger."""
+        return 4 * rows * (capacity + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """What a step changes besides boundaries: a token leaves the window and may be taken."""
 
@@ -129,7 +153,7 @@ def find_boundaries_reference(
 
 def grow_units(
     keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
-    unit_of: Tensor, position: Tensor, rows_per_sequence: int,
+    unit_of: Tensor, position: Tensor, rows_per_sequence: int, spread: UnitSpread | None = None,
 ) -> None:  # fmt: skip
     """Take the step's token into the open segment, or into a new one at a boundary.
 
@@ -148,8 +172,11 @@ def grow_units(
         unit_of: receives the unit of the token, -1 for none. int16 or int32 [rows, tokens]
         position: of the token. int64 [1]
         rows_per_sequence: rows of a sequence, which lie side by side.
+        spread: the open segment's is brought up to date; None: only means.
     """
-    arguments = (keys, boundary, means, open_sum, state, unit_of, position, rows_per_sequence)
+    arguments = (
+        keys, boundary, means, open_sum, state, unit_of, position, rows_per_sequence, spread
+    )  # fmt: skip
     if uses_triton(keys):
         from penstock.kernels.device import boundaries_triton
 
@@ -160,7 +187,7 @@ def grow_units(
 
 def grow_units_reference(
     keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
-    unit_of: Tensor, position: Tensor, rows_per_sequence: int,
+    unit_of: Tensor, position: Tensor, rows_per_sequence: int, spread: UnitSpread | None = None,
 ) -> None:  # fmt: skip
     """The meaning of `grow_units` in plain torch."""
     cut = _spread(boundary, rows_per_sequence) | (state.open_tokens == 0)
@@ -174,8 +201,16 @@ def grow_units_reference(
     state.sizes.scatter_(1, unit, state.sizes.gather(1, unit).masked_fill(begins_unit, 0))
     state.open_tokens.masked_fill_(begins, 0).add_(held)
     open_sum.masked_fill_(begins_unit, 0.0)
-    open_sum.add_(keys.float().masked_fill(~held.unsqueeze(1), 0.0))
-    mean = (open_sum / state.open_tokens.clamp_min(1).unsqueeze(1)).to(means.dtype).unsqueeze(1)
+    taken = keys.float().masked_fill(~held.unsqueeze(1), 0.0)
+    open_sum.add_(taken)
+    wide_mean = open_sum / state.open_tokens.clamp_min(1).unsqueeze(1)
+    if spread is not None:
+        spread.open_square.masked_fill_(begins, 0.0).add_(taken.square().sum(dim=1))
+        square = spread.open_square / state.open_tokens.clamp_min(1)
+        half = (square - wide_mean.square().sum(dim=1)).clamp_min(0.0) / (2 * keys.shape[1])
+        kept = spread.halves.gather(1, unit)
+        spread.halves.scatter_(1, unit, torch.where(held.unsqueeze(1), half.unsqueeze(1), kept))
+    mean = wide_mean.to(means.dtype).unsqueeze(1)
     place = unit.unsqueeze(2).expand(-1, 1, means.shape[2])
     means.scatter_(1, place, torch.where(held[:, None, None], mean, means.gather(1, place)))
     at = position.expand(len(keys), 1)

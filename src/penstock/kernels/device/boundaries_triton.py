@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.device.boundaries import Leaving, UnitState
+from penstock.kernels.device.boundaries import Leaving, UnitSpread, UnitState
 
 
 def find_boundaries(
@@ -96,23 +96,27 @@ def _find_boundaries(
 
 def grow_units(
     keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
-    unit_of: Tensor, position: Tensor, rows_per_sequence: int,
+    unit_of: Tensor, position: Tensor, rows_per_sequence: int, spread: UnitSpread | None = None,
 ) -> None:  # fmt: skip
     """See `boundaries.grow_units`: one program a row."""
     rows, dim = keys.shape
+    # Without a spread, these are not looked at.
+    halves, open_square = (
+        (open_sum, open_sum) if spread is None else (spread.halves, spread.open_square)
+    )
     _grow_units[(rows,)](
         keys, boundary, means, open_sum, state.count, state.open_tokens, state.first, state.sizes,
-        state.start, unit_of, position, keys.stride(0), means.stride(0), state.capacity,
-        unit_of.shape[1], ROWS=rows_per_sequence, DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), num_warps=1,
+        state.start, unit_of, position, halves, open_square, keys.stride(0), means.stride(0),
+        state.capacity, unit_of.shape[1], ROWS=rows_per_sequence, DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim), SPREAD=spread is not None, num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _grow_units(
     keys, boundary, means, open_sum, count, open_tokens, first, sizes, start, unit_of,
-    position, keys_row, means_row, capacity, tokens,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    position, halves, open_square, keys_row, means_row, capacity, tokens,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """One row; nothing is stored before all threads have loaded."""
     row = tl.program_id(0)
@@ -130,13 +134,22 @@ def _grow_units(
     length = tl.where(begins, 0, length) + held.to(tl.int32)
     units += begins.to(tl.int32)
     unit = tl.maximum(units - 1, 0)
+    square = tl.sum(key * key, axis=0)
+    if SPREAD:
+        before = tl.load(open_square + row)
+        square = tl.where(begins, 0.0, before) + tl.where(held, square, 0.0)
     tl.debug_barrier()
     tl.store(count + row, units)
     tl.store(open_tokens + row, length)
     tl.store(open_sum + row * DIM + lane, total, mask=lane < DIM)
-    mean = (total / tl.maximum(length, 1)).to(means.dtype.element_ty)
+    wide_mean = total / tl.maximum(length, 1)
+    mean = wide_mean.to(means.dtype.element_ty)
     tl.store(means + wide * means_row + unit * DIM + lane, mean, mask=(lane < DIM) & held)
     at = wide * capacity + unit
+    if SPREAD:
+        tl.store(open_square + row, square)
+        apart = square / tl.maximum(length, 1) - tl.sum(wide_mean * wide_mean, axis=0)
+        tl.store(halves + at, tl.maximum(apart, 0.0) / (2 * DIM), mask=held)
     tl.store(first + at, from_position.to(tl.int32), mask=begins)
     tl.store(sizes + at, 0, mask=begins)
     number = tl.where(held, unit, -1).to(unit_of.dtype.element_ty)

@@ -44,7 +44,7 @@ class UnitScratch:
 
 def score_units(
     query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
-    out: Tensor, scratch: UnitScratch | None = None,
+    out: Tensor, scratch: UnitScratch | None = None, spread: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Score the units of the rows that retrieve: softmax over units, mean over the row's heads.
 
@@ -59,21 +59,27 @@ def score_units(
         due: rows to score; the others keep what they have. bool [rows]
         out: the scores, minus one where a unit is empty or not in use. float32 [rows, capacity]
         scratch: of the same rows, heads and capacity; None: made in the call.
+        spread: half the variance of a component of each unit's keys, as `unit_scores` has it from
+            `squares`; None: units are ranked by their means alone. float32 [rows, capacity]
     """
+    arguments = (query, means, sizes, count, scaling, due, out, scratch, spread)
     if uses_triton(query):
         from penstock.kernels.device import units_triton
 
-        units_triton.score_units(query, means, sizes, count, scaling, due, out, scratch)
+        units_triton.score_units(*arguments)
     else:
-        score_units_reference(query, means, sizes, count, scaling, due, out, scratch)
+        score_units_reference(*arguments)
 
 
 def score_units_reference(
     query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
-    out: Tensor, scratch: UnitScratch | None = None,
+    out: Tensor, scratch: UnitScratch | None = None, spread: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The meaning of `score_units` in plain torch; scores all rows and keeps those that are due."""
-    scores = unit_scores(query, means, _sizes_in_use(sizes, count), scaling)
+    squares = None
+    if spread is not None:
+        squares = 2 * means.shape[2] * spread + means.float().square().sum(dim=2)
+    scores = unit_scores(query, means, _sizes_in_use(sizes, count), scaling, squares=squares)
     out.copy_(torch.where(due.unsqueeze(1), scores, out))
 
 

@@ -18,7 +18,7 @@ _MOST_BLOCKS = 16
 
 def score_units(
     query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
-    out: Tensor, scratch: UnitScratch | None = None,
+    out: Tensor, scratch: UnitScratch | None = None, spread: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `units.score_units`: logits block by block with each block's softmax, then all blocks.
 
@@ -33,11 +33,13 @@ def score_units(
     interpreted = query.dtype == torch.bfloat16 and not query.is_cuda
     each = min(triton.next_power_of_2(triton.cdiv(rows * blocks, _PROGRAMS)), _MOST_BLOCKS)
     _logits[(rows, triton.cdiv(blocks, each))](
-        query, means, sizes, count, due, scratch.logits, scratch.partial[0], scratch.partial[1],
-        scaling, query.stride(0), query.stride(1), means.stride(0), capacity, blocks,
+        query, means, means if spread is None else spread, sizes, count, due, scratch.logits,
+        scratch.partial[0], scratch.partial[1], scaling, query.stride(0), query.stride(1),
+        means.stride(0), capacity, blocks,
         HEADS=heads, PADDED_HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
         PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_UNITS,
-        WIDEN=interpreted or query.dtype != means.dtype, EACH=each, num_warps=4,
+        WIDEN=interpreted or query.dtype != means.dtype, EACH=each, SPREAD=spread is not None,
+        num_warps=4,
     )  # fmt: skip
     _combine[(rows, triton.cdiv(capacity, COMBINED_UNITS))](
         scratch.logits, scratch.partial[0], scratch.partial[1], sizes, count, due, out, capacity,
@@ -48,10 +50,10 @@ def score_units(
 
 @triton.jit
 def _logits(
-    query, means, sizes, count, due, logits, largest, total, scaling,
+    query, means, spread, sizes, count, due, logits, largest, total, scaling,
     query_row, query_head, means_row, capacity, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EACH: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EACH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Scaled logits of some blocks of units, and each head's maximum and sum over each block."""
     row = tl.program_id(0)
@@ -65,6 +67,8 @@ def _logits(
     )  # fmt: skip
     if WIDEN:
         asked = asked.to(tl.float32)
+    wide_query = asked.to(tl.float32) * scaling
+    square = tl.sum(wide_query * wide_query, axis=0)
     used = tl.load(count + row)
     for step in range(EACH):
         block = step * tl.num_programs(1) + tl.program_id(1)
@@ -78,7 +82,11 @@ def _logits(
         if WIDEN:
             keys = keys.to(tl.float32)
         products = tl.dot(keys, asked, input_precision="ieee")
-        products = tl.where(held[:, None], products * scaling, float("-inf"))
+        products = products * scaling
+        if SPREAD:
+            half = tl.load(spread + wide * capacity + units, mask=held, other=0.0)
+            products += half[:, None] * square[None, :]
+        products = tl.where(held[:, None], products, float("-inf"))
         at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
         tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
         maximum = tl.max(products, axis=0)
