@@ -46,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--other", type=Path, action="append", default=[], metavar="RUN",
         help="the same with another seed, to stand beside it; repeatable",
     )  # fmt: skip
+    parser.add_argument("--name", help="of the model (default: the oldest sitting's settings')")
     parser.add_argument("--notes", type=Path, help="Markdown of one's own, put in as it is")
     args = parser.parse_args(arguments)
     try:
         evaluation = args.evaluation or args.run / "evaluation.json"
         write_card(
             args.run, evaluation, statistics=args.statistics, corpus=args.corpus,
-            others=args.other, notes=args.notes,
+            others=args.other, notes=args.notes, name=args.name,
         )  # fmt: skip
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_card(
     run: Path, evaluation: Path, *, statistics: Path | None = None, corpus: Path | None = None,
-    others: Sequence[Path] = (), notes: Path | None = None,
+    others: Sequence[Path] = (), notes: Path | None = None, name: str | None = None,
 ) -> None:  # fmt: skip
     """Write `model/README.md`, `model/curves.svg` and the sums of all files anew.
 
@@ -74,6 +75,7 @@ def write_card(
         corpus: folder that a prose model was trained on.
         others: runs of the same with other seeds.
         notes: Markdown of one's own.
+        name: of the model; None: as the oldest sitting's settings have it.
 
     Raises:
         ConfigError: there is no log or no model in the folder, or a file is not what it should be.
@@ -94,6 +96,7 @@ def write_card(
     text = card(
         logs, result, _parameters(model), curves=drawn, statistics=measured, corpus=corpus,
         notes=said, came=sittings(runs, logs) if len(runs) > 1 else "", others=other_seeds(others),
+        name=name,
     )  # fmt: skip
     (model / "README.md").write_text(text, encoding="utf-8")
     write_sums(model)
@@ -102,7 +105,7 @@ def write_card(
 def card(
     logs: Sequence[Sequence[Record]], evaluation: Result | None, parameters: int, *, curves: bool,
     statistics: Result | None = None, corpus: Path | None = None, notes: str = "", came: str = "",
-    others: str = "",
+    others: str = "", name: str | None = None,
 ) -> str:  # fmt: skip
     """The card, as Markdown.
 
@@ -116,6 +119,7 @@ def card(
         notes: Markdown of one's own.
         came: how the sittings followed each other.
         others: what other seeds came to.
+        name: of the model; None: as the oldest sitting's settings have it.
     """
     records = joined(logs)
     steps = [record for record in records if record["kind"] == "train"]
@@ -124,7 +128,7 @@ def card(
     prose = "corpus" in settings
     unable = cannot(evaluation)
     parts = [
-        f"# {settings['name']}",
+        f"# {name or settings['name']}",
         _beginning(logs, steps[-1], parameters, prose=prose),
         *([notes] if notes else []),
         *(["## Text", card_prose.data(corpus)] if prose else []),

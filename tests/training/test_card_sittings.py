@@ -193,6 +193,8 @@ def test_a_run_whose_beginning_is_elsewhere_says_so(
     card = (chain[2] / "model" / "README.md").read_text()
     assert card.startswith("# toy-third\n\nBegun with the weights of somewhere/model")
     assert "### Sitting" not in card
+    assert model_card.main([str(chain[2]), "--name", "toy-2"]) == 0
+    assert (chain[2] / "model" / "README.md").read_text().startswith("# toy-2\n\nBegun with")
 
 
 def test_a_recipe_tells_its_decay_and_what_weighs_more(chain: list[Path]) -> None:
