@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.kernels.device import boundaries as public
-from penstock.kernels.device.boundaries import Leaving, UnitState
+from penstock.kernels.device.boundaries import Leaving, UnitSpread, UnitState
 
 Form = ModuleType | SimpleNamespace
 
@@ -232,6 +232,46 @@ def test_units_grow_as_a_loop_says(
         assert int(state.count.min()) > 5
     else:
         assert bool((state.count == capacity).all())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "clusters", "dim", "dtype"),
+    [(40, 0, 16, torch.float32), (12, 3, 24, torch.bfloat16), (3, 3, 8, torch.float32)],
+)
+def test_a_segments_spread_is_that_of_its_keys(
+    form: Form, device: torch.device, capacity: int, clusters: int, dim: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Two sequences of two rows; in tables that fill up the last segment goes on, in full ones
+    none begins."""
+    random, rows, tokens = torch.Generator().manual_seed(capacity), 4, 40
+    state = UnitState.allocate(rows, capacity, device)
+    state.count.fill_(clusters)
+    spread = UnitSpread.allocate(rows, capacity, device)
+    spread.halves.fill_(7.0)
+    spread.open_square.fill_(3.0)
+    means = torch.zeros(rows, capacity, dim, dtype=dtype, device=device)
+    open_sum = torch.zeros(rows, dim, device=device)
+    unit_of = torch.full((rows, tokens), -1, dtype=torch.int16, device=device)
+    given: list[Tensor] = []
+    for position in range(tokens):
+        boundary = torch.rand(2, generator=random) < 0.3
+        keys = torch.randn(rows, dim, generator=random).to(device, dtype)
+        at = torch.tensor([position], device=device)
+        form.grow_units(
+            keys, boundary.to(device), means, open_sum, state, unit_of, at, 2, spread
+        )  # fmt: skip
+        given.append(keys.float())
+    stacked = torch.stack(given, dim=1)
+    for row in range(rows):
+        for unit in range(capacity):
+            held = stacked[row, unit_of[row] == unit]
+            expected = torch.tensor(7.0, device=device)
+            if len(held):
+                expected = held.var(dim=0, unbiased=False).mean() / 2
+            found = spread.halves[row, unit]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert bool((state.count == capacity).all()) == (capacity < 40)
 
 
 def test_nothing_has_left(form: Form, device: torch.device) -> None:

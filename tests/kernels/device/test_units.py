@@ -52,9 +52,10 @@ def select(request: pytest.FixtureRequest) -> Iterator[Kernel]:
         (2, 2, 16, 70, torch.bfloat16, torch.float32),
     ],
 )
+@pytest.mark.parametrize("spread", [False, True])
 def test_scores_are_the_hosts(
     score: Kernel, device: torch.device, rows: int, heads: int, dim: int, capacity: int,
-    dtype: torch.dtype, means_dtype: torch.dtype,
+    dtype: torch.dtype, means_dtype: torch.dtype, spread: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     query = (3 * torch.randn(rows, heads, 2 * dim, device=device)).to(dtype)[..., :dim]
@@ -63,12 +64,19 @@ def test_scores_are_the_hosts(
     count = torch.tensor([capacity, capacity // 2, 0][:rows], dtype=torch.int32, device=device)
     due = torch.tensor([True, True, True][:rows], device=device)
     out = torch.full((rows, capacity), 7.0, device=device)
-    score(query, means, sizes, count, dim**-0.5, due, out)
+    halves = torch.rand(rows, capacity, device=device) if spread else None
+    score(query, means, sizes, count, dim**-0.5, due, out, spread=halves)
     within = torch.arange(capacity, device=device) < count[:, None]
-    expected = unit_scores(query, means, sizes.clamp_min(0) * within, dim**-0.5)
+    held, squares = sizes.clamp_min(0) * within, None
+    if halves is not None:
+        squares = means.float().square().sum(dim=2) + 2 * dim * halves
+    expected = unit_scores(query, means, held, dim**-0.5, squares=squares)
     tolerance = 1e-5 if torch.float32 in (dtype, means_dtype) else 1e-4
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     assert out[~within | (sizes <= 0)].eq(-1.0).all()
+    if spread and capacity > 5:
+        plain = unit_scores(query, means, held, dim**-0.5)
+        assert (out - plain).abs().max() > 0.01, "the spread counts"
 
 
 @pytest.mark.parametrize("programs", [1, 4])

@@ -23,7 +23,7 @@ not marked so is a reason and no result:
   product of a count and an average, which is not learnt exactly.
 * `longest_list` compares lengths that the tokens closing the lists can know from reading; the
   answer picks the largest; decoding attends to little. Seen with a longest list that was longer
-  by a third: 2 to 42 % right; twice as long as any other: 14 to 75. Now it is three times as long.
+  by a third: 2 to 42 % right; twice as long as any other: 14 to 75; three times, as now: 96 to 100.
 """
 
 import random

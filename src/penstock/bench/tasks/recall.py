@@ -6,10 +6,10 @@ that whatever is lost at a smaller memory budget was lost by the policy. Those a
 task is named.
 
 The others are for recall-2, which has the same words: it has learnt to find the most frequent
-word of a document and to walk with values in answers of up to 8K tokens, and finds the longest of
-some lists in six of ten documents; the bundled model does none of this. Counting, frequent words
-in their order and sums no model of ours has learnt (`aggregation.py` says why): training evaluates
-them, and they are not here.
+word of a document and the longest of some lists, and to walk with values in answers of up to 8K
+tokens; the bundled model does none of this. Counting, frequent words in their order and sums no
+model of ours has learnt (`aggregation.py` says why): training evaluates them, and they are not
+here.
 
 Long answers in which later tokens need earlier ones are pointer_chasing and two_walkers (200 to
 1000 tokens) and long_walk (half the prompt); copy asks for long answers too.
@@ -48,7 +48,7 @@ TASKS: Mapping[str, Task] = MappingProxyType({
 })  # fmt: skip
 
 RECALL_2_TASKS = ("most_frequent", "longest_list", "long_walk")
-"""Tasks that recall-2 has learnt, longest_list in part, and the bundled model has not."""
+"""Tasks that recall-2 has learnt and the bundled model has not."""
 
 BUNDLED_TASKS = tuple(task for task in TASKS if task not in RECALL_2_TASKS)
 """Tasks that the bundled model answers: what is asked of models with its words by default."""

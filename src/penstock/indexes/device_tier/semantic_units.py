@@ -313,7 +313,7 @@ class DeviceSemanticUnits(DeviceIndex):
         sums /= total.unsqueeze(-1)
         if self.spread is not None:
             self.spread.halves[rows] = merge_units(
-                self.spread.halves[rows], means, sums, target, held
+                self.spread.halves[rows], means, sums, target, held, total
             )
         self.means[rows] = sums.to(means.dtype)
         state.sizes[rows] = torch.zeros_like(state.sizes[rows]).scatter_add_(

@@ -29,7 +29,7 @@ def add_clusters(
 
 
 def merge_units(
-    halves: Tensor, means: Tensor, merged: Tensor, target: Tensor, tokens: Tensor
+    halves: Tensor, means: Tensor, merged: Tensor, target: Tensor, tokens: Tensor, total: Tensor
 ) -> Tensor:
     """Spread of units that were made of others: within these, and between their means.
 
@@ -39,6 +39,7 @@ def merge_units(
         merged: means of the units that they were made into. float32 [rows, units, head_dim]
         target: the unit that each became part of. int64 [rows, units]
         tokens: of each unit before. float32 [rows, units]
+        total: of each unit after, at least 1. float32 [rows, units]
 
     Returns:
         float32 [rows, units]
@@ -46,5 +47,4 @@ def merge_units(
     twice = 2 * means.shape[2]
     squares = (halves + means.float().square().sum(dim=2) / twice) * tokens
     sums = torch.zeros_like(halves).scatter_add_(1, target, squares)
-    total = torch.zeros_like(tokens).scatter_add_(1, target, tokens).clamp_min_(1)
     return (sums / total - merged.square().sum(dim=2) / twice).clamp_min_(0.0)
