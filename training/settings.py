@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from penstock.core.errors import ConfigError
+from training.gate import Gate
 
 Attention = Literal["auto", "cudnn", "flash"]
 _Section = TypeVar("_Section")
@@ -180,6 +181,7 @@ class Settings(RunSettings):
 
     stages: tuple[RecallStage, ...]
     rows: Rows
+    gate: Gate | None = None
 
     @property
     def groups(self) -> list[str]:
@@ -191,6 +193,16 @@ class Settings(RunSettings):
         stage = self.stage_at(step)
         assert isinstance(stage, RecallStage)
         return self.mix if stage.mix is None else stage.mix
+
+    def scaled(self, factor: float) -> Self:
+        """The same curriculum, and its gate, in `factor` times as many steps.
+
+        Raises:
+            ConfigError: `factor` is not positive.
+        """
+        scaled = RunSettings.scaled(self, factor)  # super() does not work in a class with slots
+        gate = None if self.gate is None else self.gate.scaled(factor)
+        return replace(scaled, gate=gate)
 
 
 SECTIONS: dict[str, Any] = {
@@ -228,11 +240,14 @@ def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -
 
 
 def _recall_settings(content: Mapping[str, Any]) -> Settings:
-    sections = {**SECTIONS, "rows": Rows}
+    sections = {**SECTIONS, "rows": Rows} | ({"gate": Gate} if "gate" in content else {})
     settings = section(Settings, content, "the file", sections, RecallStage)
     for number, stage in enumerate(settings.stages, 1):
         if stage.mix is not None:
             _check_mix(stage.mix, f"the mix of stage {number}")
+    gate = settings.gate
+    if gate is not None and (gate.step < 1 or gate.task not in settings.groups):
+        raise ConfigError(f"[gate] needs a step above 0 and a task of the mixes, not {gate.task!r}")
     return settings
 
 

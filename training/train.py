@@ -124,6 +124,8 @@ class Sitting:
         self._wait_s = self._cost = 0.0
         self._tokens = self._tokens_looked = 0
         self._wait_looked = 0.0
+        gate = settings.gate if isinstance(settings, Settings) else None
+        self._gate = None if gate and trainer.steps_done >= gate.step else gate
 
     def run(self, batches: Iterator["Packed"]) -> str:
         """Train; gives the reason for stopping, or nothing when the run is complete."""
@@ -200,6 +202,8 @@ class Sitting:
             rate_factor=rate_factor, longest=longest, trained_s=trainer.trained_s,
         )  # fmt: skip
         self._looked, self._tokens_looked, self._wait_looked = now, self._tokens, self._wait_s
+        if self._gate is not None and self._gate.check(step, figures.by_task):
+            self._gate = None
 
     def _glance(self) -> None:
         began = time.perf_counter()
@@ -217,7 +221,8 @@ class Sitting:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say what happened. 0: complete; 3: stopped, to be resumed; 2: cannot be."""
+    """Train, and say what happened. 0: complete; 3: stopped, to be resumed; 2: cannot be, or a
+    seed that the settings' gate refuses."""
     began = time.perf_counter()
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
