@@ -78,7 +78,7 @@ def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
     loaded = load("recall")
     model: Any = loaded.model
     assert loaded.tokenizer is not None
-    text = "The grass is green . The sun is yellow . " * 50  # no step of the answer is close
+    text = "The grass is green . The sky is blue . " * 50
     inputs = loaded.tokenizer(text, return_tensors="pt")
     plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     memory = "auto" if policy == "full" else "1/2"
