@@ -30,12 +30,13 @@ DEFAULT_OUT = Path(penstock.__file__).parent / "models" / "recall" / "adapter.sa
 def main() -> None:
     """Read the arguments, fit, save, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="recall", help="of the same vocabulary")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--short", type=int, default=16_384, help="tokens of the short samples")
     parser.add_argument("--long", type=int, default=32_768, help="tokens of the long samples")
     arguments = parser.parse_args()
-    loaded = load("recall", device=arguments.device)
+    loaded = load(arguments.model, device=arguments.device)
     rng = random.Random(SEED)
     texts = []
     for tokens, tasks in ((arguments.short, SHORT), (arguments.long, LONG)):
@@ -49,6 +50,9 @@ def main() -> None:
     )  # fmt: skip
     cosines = " ".join(f"{cosine:.2f}" for cosine in adapter.prediction_cosine)
     print(f"{arguments.out}: rank {adapter.rank}, {adapter.tokens:,} tokens; cosines {cosines}")
+    layers = adapter.shared_layers()
+    for mean in (16, 24, 32, 48):
+        print(f"rank {mean}: {' '.join(str(layer.rank_at(mean)) for layer in layers)}")
 
 
 if __name__ == "__main__":

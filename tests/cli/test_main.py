@@ -1,6 +1,7 @@
 """What goes wrong is one line on stderr and an exit code; nothing of it is a traceback."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ def test_calibrate_says_what_it_did(tmp_path: Path) -> None:
     result = run("calibrate", "recall", "--text", tmp_path / "text", "--output", adapter)
     assert result.exit_code == 0, result.output
     assert str(adapter) in result.stderr.replace("\n", "")
+    ranks = re.search(r"by what each layer needs, rank 32 is ([\d ]+)", result.stderr)
+    assert ranks is not None, result.stderr
+    assert sum(map(int, ranks[1].split())) == 8 * 32
     used = run("generate", "recall", "--prompt", PROMPT, "--adapter", adapter, "--json")
     assert used.exit_code == 0, used.output
     assert not any("prompt" in notice for notice in json.loads(used.stdout)["notices"])

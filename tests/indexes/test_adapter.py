@@ -1,7 +1,9 @@
 """Adapters: fitted as an SVD fits, saved whole, and refused by models that they do not fit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -65,6 +67,44 @@ def test_save_and_load(adapter: LowRankAdapter, tmp_path: Path) -> None:
         assert torch.equal(mine.peak, theirs.peak)
 
 
+ERROR = ((0.9, 0.9, 0.0), (0.4, 0.1, 0.1), (0.4, 0.0, 0.0))
+
+
+@pytest.fixture
+def measured() -> LowRankAdapter:
+    layers = [LayerAdapter(torch.eye(30)[:, :24], torch.ones(24)) for _ in ERROR]
+    return LowRankAdapter(layers, fingerprint="f" * 32, tokens=300, output_error=ERROR)
+
+
+def test_layers_share_what_calibration_measured(measured: LowRankAdapter, tmp_path: Path) -> None:
+    measured.save(tmp_path / "a")
+    loaded = LowRankAdapter.load(tmp_path / "a")
+    assert torch.tensor(loaded.output_error).allclose(torch.tensor(ERROR))
+    layers = loaded.shared_layers()
+    assert [layer.rank_at(16) for layer in layers] == [24, 8, 16]
+    assert [layer.rank_at(7) for layer in layers] == [7, 7, 7]
+    assert [layer.rank_at(24) for layer in layers] == [24, 24, 24]
+    assert loaded.widest_ranks()[15] == 24
+    assert len(loaded.widest_ranks()) == 24
+    assert [layer.truncated(9).rank for layer in layers] == [9, 9, 9]
+
+
+def test_layers_are_alike_where_nothing_was_measured(adapter: LowRankAdapter) -> None:
+    assert [layer.rank_at(4) for layer in adapter.shared_layers()] == [4, 4, 4]
+    assert adapter.widest_ranks() == ()
+
+
+@pytest.mark.parametrize(
+    "wrong", [ERROR[:2], tuple(row[:2] for row in ERROR), ((math.nan, 0.0, 0.0), *ERROR[1:])]
+)
+def test_a_wrong_measurement_is_refused(
+    wrong: tuple[tuple[float, ...], ...], measured: LowRankAdapter, tmp_path: Path
+) -> None:
+    replace(measured, output_error=wrong).save(tmp_path / "a")
+    with pytest.raises(AdapterError, match="error of 3 layers at 3 ranks"):
+        LowRankAdapter.load(tmp_path / "a")
+
+
 def test_truncated_adapters_can_be_saved(adapter: LowRankAdapter, tmp_path: Path) -> None:
     small = LowRankAdapter([layer.truncated(2) for layer in adapter.layers], "f", 1)
     small.save(tmp_path / "a")
@@ -118,6 +158,36 @@ def test_another_model_is_refused(adapter: LowRankAdapter) -> None:
     for layers, width in ((4, JOINT), (3, JOINT + 1)):
         with pytest.raises(AdapterError, match="3 layers of key width"):
             adapter.check("f" * 32, num_layers=layers, joint_dim=width)
+
+
+def test_calibration_measures_what_layers_need() -> None:
+    model = tiny_model("llama")
+    torch.manual_seed(3)
+    text = torch.randint(3, 120, (600,))
+    short = calibrate(model, [text[:500]], rank=16)
+    made = calibrate(model, [text, text[:400]], rank=16)
+    assert short.output_error == ()
+    assert len(made.output_error) == len(made.layers)
+    assert all(len(row) == 2 and min(row) >= 0 for row in made.output_error)
+    assert max(row[0] for row in made.output_error) > 0
+
+
+@pytest.mark.parametrize("layer_ranks", ["measured", "equal"])
+def test_an_index_for_each_layer(layer_ranks: Literal["measured", "equal"]) -> None:
+    model = tiny_model("llama")
+    made = calibrate(model, [torch.arange(3, 103)], rank=16, window_tokens=64)
+    layers = len(made.layers)
+    error = tuple((0.9, 0.0) if i == 1 else (0.1, 0.1) for i in range(layers))
+    made = replace(made, output_error=error)
+    policy = KVSwap(
+        window_tokens=8, selected_tokens=16, rank=11, index_bits=8, layer_ranks=layer_ranks
+    )
+    with TieredCache(model, policy, store="memory", max_tokens=400, adapter=made) as cache:
+        model.generate(torch.arange(3, 103)[None], past_key_values=cache, max_new_tokens=2)
+        runtime: Any = cache._runtime
+        ranks = [layer.index.rank for layer in runtime.layers]
+    expected = {"equal": [11, 11, 11], "measured": [9, 16, 8]}[layer_ranks]
+    assert ranks == expected
 
 
 def test_fewer_components_than_the_policy_wants_are_refused() -> None:

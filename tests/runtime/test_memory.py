@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.indexes.followed_clusters import PROMPT_QUERIES
 from penstock.indexes.low_rank import LowRankIndex
@@ -35,6 +36,12 @@ MAX_TOKENS, BATCH = 8192, 2
 FULL_BYTES = SHAPE.full_cache_bytes(BATCH, MAX_TOKENS)
 SLACK = 0.04
 
+MEASURED = LowRankAdapter(
+    [LayerAdapter(torch.eye(SHAPE.joint_dim)[:, :64], torch.ones(64))] * SHAPE.num_layers, "", 1,
+    output_error=((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0), *([(0.1,) * 8] * 3)),
+).shared_layers()  # fmt: skip
+"""Of layers of which the first wants 56 components, and the others as many as there are."""
+
 SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "direct": (KVSwap(), {"limit_bytes": FULL_BYTES // 3}),
     "staged": (KVSwap(group_tokens=5), {"limit_bytes": FULL_BYTES // 3}),
@@ -57,6 +64,13 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
         HillInfer(alpha=0.1, rule="products", devices=2), {"limit_bytes": FULL_BYTES},
     ),
     "near-local": (HillInfer(alpha=0.1, near=False), {"limit_bytes": FULL_BYTES}),
+    "measured-ranks": (
+        KVSwap(rank=24, index_bits=8), {"limit_bytes": FULL_BYTES // 3, "adapter": MEASURED},
+    ),
+    "device-measured-ranks": (
+        KVSwap(rank=24, index_bits=4, selected_tokens=512),
+        {"device_tier": True, "adapter": MEASURED},
+    ),
     "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
     "device-louiskv-spread": (
         LouisKV(selected_tokens=512, summary="mean+spread"), {"device_tier": True}
@@ -160,7 +174,7 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
     assert policy.index_bits is not None
     scratch = LowRankIndex.scratch_bytes(
         SHAPE, batch=BATCH, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
-        rank=policy.rank, bits=policy.index_bits,
+        rank=policy.rank if runtime.config.adapter is None else 56, bits=policy.index_bits,
     )  # fmt: skip
     return scratch + 16 * SHAPE.joint_dim**2
 

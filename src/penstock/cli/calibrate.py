@@ -1,12 +1,18 @@
 """`penstock calibrate`: make a low-rank adapter for a model from text."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+
+if TYPE_CHECKING:
+    from penstock.indexes.adapter import LowRankAdapter
+
+TOLD_RANK = 32
+"""The mean rank whose division among the layers is told: what a tight budget takes."""
 
 
 def calibrate_command(
@@ -58,7 +64,18 @@ def calibrate_command(
         adapter.save(output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+    told = _told_ranks(adapter)
     console.print(
-        f"adapter of rank {adapter.rank} for {model}, from {adapter.tokens:,} tokens: {output}",
+        f"adapter of rank {adapter.rank} for {model}, from {adapter.tokens:,} tokens: {output}"
+        + told,
         soft_wrap=True,
     )
+
+
+def _told_ranks(adapter: "LowRankAdapter") -> str:
+    """How the layers share a rank that a plan may choose; nothing where they share it evenly."""
+    mean = min(TOLD_RANK, adapter.rank)
+    ranks = [layer.rank_at(mean) for layer in adapter.shared_layers()]
+    if len(set(ranks)) == 1:
+        return ""
+    return f"\nby what each layer needs, rank {mean} is {' '.join(map(str, ranks))}"

@@ -90,6 +90,9 @@ class SizingRequest:
     device_is_cpu: bool
     has_adapter: bool
     """A fitted low-rank basis is at hand."""
+    widest_ranks: tuple[int, ...] = ()
+    """Most components that a layer has when the layers have 1, 2, ... on average; empty: all have
+    the same."""
     rows_per_sequence: int = 1
     """KV heads of a sequence, when each is a row of its own; `batch` then counts rows."""
     device_tier: bool = False

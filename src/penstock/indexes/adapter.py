@@ -1,14 +1,18 @@
 """LowRankAdapter: per-layer bases for low-rank keys, fitted by SVD, kept as safetensors."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from penstock.core.errors import AdapterError, ConfigError
+from penstock.indexes.rank_shares import UNIT, shared_ranks
 
 FORMAT = "penstock-adapter-1"
 
@@ -21,11 +25,17 @@ class LayerAdapter:
     """Orthonormal columns, strongest first, float32. [kv_heads * head_dim, rank]"""
     peak: Tensor
     """Largest magnitude of each component, float32; the range of quantised codes. [rank]"""
+    ranks: tuple[int, ...] = ()
+    """This layer's share when the layers have 1, 2, ... components on average; empty: as many."""
 
     @property
     def rank(self) -> int:
         """Number of components."""
         return self.basis.shape[1]
+
+    def rank_at(self, mean: int) -> int:
+        """This layer's components when the layers have `mean` on average."""
+        return self.ranks[mean - 1] if self.ranks else mean
 
     def truncated(self, rank: int) -> "LayerAdapter":
         """The strongest `rank` components."""
@@ -70,11 +80,28 @@ class LowRankAdapter:
     prediction_cosine: tuple[float, ...] = ()
     """Per layer, the mean cosine of its true query and the one predicted from the layer before;
     empty when it was not measured."""
+    output_error: tuple[tuple[float, ...], ...] = ()
+    """Per layer, what choosing tokens by 8, 16, ... components costs (`models/rank_meter.py`);
+    empty when it was not measured."""
 
     @property
     def rank(self) -> int:
         """Components that every layer has."""
         return min(layer.rank for layer in self.layers)
+
+    def shared_layers(self) -> list[LayerAdapter]:
+        """The layers, each with its share of every mean rank where what it needs was measured."""
+        if not self.output_error:
+            return self.layers
+        by_mean = shared_ranks(self.output_error, self.rank)
+        return [
+            replace(layer, ranks=tuple(ranks[i] for ranks in by_mean))
+            for i, layer in enumerate(self.layers)
+        ]
+
+    def widest_ranks(self) -> tuple[int, ...]:
+        """See `widest_ranks` below, of `shared_layers`."""
+        return widest_ranks(self.shared_layers())
 
     def save(self, path: str | Path) -> None:
         """Write the adapter as safetensors, the fingerprint in its metadata."""
@@ -83,6 +110,8 @@ class LowRankAdapter:
             tensors[f"layers.{i}.basis"] = layer.basis.contiguous()
             tensors[f"layers.{i}.peak"] = layer.peak.contiguous()
         tensors["prediction_cosine"] = torch.tensor(self.prediction_cosine, dtype=torch.float32)
+        if self.output_error:
+            tensors["output_error"] = torch.tensor(self.output_error, dtype=torch.float32)
         metadata = {
             "format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens),
             "layers": str(len(self.layers)),
@@ -108,7 +137,9 @@ class LowRankAdapter:
                     for i in range(int(metadata["layers"]))
                 ]
                 cosine = tuple(file.get_tensor("prediction_cosine").tolist())
-            return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine)
+                error = _rows(file, "output_error")
+                _require_measured(error, layers, path)
+            return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine, error)
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -131,3 +162,26 @@ class LowRankAdapter:
                 f"the adapter has {len(self.layers)} layers of key width {shapes}, the model "
                 f"{num_layers} of {joint_dim}"
             )
+
+
+def widest_ranks(layers: Sequence[LayerAdapter]) -> tuple[int, ...]:
+    """The largest share of a layer for every mean rank; empty where all layers have the same."""
+    return tuple(map(max, zip(*(layer.ranks for layer in layers), strict=True)))
+
+
+def _require_measured(
+    error: tuple[tuple[float, ...], ...], layers: Sequence[LayerAdapter], path: str | Path
+) -> None:
+    """Refuse measurements that are not of these layers, or no numbers."""
+    units = min(layer.rank for layer in layers) // UNIT
+    rows = [len(row) for row in error]
+    if error and (rows != [units] * len(layers) or not np.isfinite(error).all()):
+        raise AdapterError(
+            f"{path} should have the error of {len(layers)} layers at {units} ranks; make it again "
+            "with `penstock calibrate`"
+        )
+
+
+def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
+    """A matrix of an open file, row by row; nothing where there is none."""
+    return tuple(map(tuple, file.get_tensor(name).tolist())) if name in file.keys() else ()  # noqa: SIM118

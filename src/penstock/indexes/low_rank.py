@@ -127,6 +127,11 @@ class LowRankIndex(KeyIndex):
         plain = batch * groups * 4 * heads + tokens * (4 * heads + unpacked)
         return 8 * batch * groups + max(plain, compiled_scratch_bytes(groups, rank))
 
+    @property
+    def rank(self) -> int:
+        """Components per token."""
+        return self._rank
+
     # Basis ------------------------------------------------------------------------------------
 
     @property

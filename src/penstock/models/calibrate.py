@@ -1,6 +1,7 @@
 """Calibration: fit a model's low-rank adapter on text, and see which queries can be predicted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.models.attention_adapter import Attachment
 from penstock.models.fingerprint import fingerprint
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.query_projection import QueryProjection, decoder_layers
+from penstock.models.rank_meter import LEAST_TOKENS, QUERIES, RankMeter
 
 DEFAULT_RANK = 128
 DEFAULT_WINDOW_TOKENS = 8192
@@ -33,7 +35,8 @@ def calibrate(
 ) -> LowRankAdapter:
     """Fit an adapter by SVD of the post-RoPE keys of calibration text (KVSwap 3.2, A.1).
 
-    Two passes over the text: Gram matrices first, then the range of the projected components. Give
+    Two passes over the text: Gram matrices first, then the range of the projected components and
+    what each layer needs of them (`RankMeter`, at the ends of the windows; not in the paper). Give
     varied text, and windows as long as the prompts to come: post-RoPE keys turn with the position.
 
     Args:
@@ -61,72 +64,89 @@ def calibrate(
         raise PromptError("there is no text to calibrate on")
     total, done = 2 * sum(len(piece) for piece in windows), 0
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
-    meter = _CosineMeter(model, shape)
+    queries, cosines = _LastQueries(model, shape), _CosineMeter(len(moments))
     for piece in windows:
-        for tier, keys in enumerate(_keys(model, shape, piece, meter)):
+        cache = _read(model, piece, queries)
+        for tier, layer in enumerate(shape.tiered_layers):
+            keys = _joint_keys(cache, layer)
             moments[tier] += (keys.T @ keys).cpu()
+        cosines.add(queries, shape.tiered_layers)
         done += len(piece)
         if progress is not None:
             progress(done, total)
     bases = [fit_basis(moment, rank) for moment in moments]
     peaks = [torch.zeros(rank) for _ in bases]
+    ranks = RankMeter(len(bases), rank)
     for piece in windows:
-        for tier, keys in enumerate(_keys(model, shape, piece, None)):
+        cache = _read(model, piece, queries)
+        is_long = len(piece) >= LEAST_TOKENS
+        if is_long:
+            ranks.add_text()
+        for tier, layer in enumerate(shape.tiered_layers):
+            keys = _joint_keys(cache, layer)
             reach = (keys @ bases[tier].to(keys.device)).abs().amax(dim=0).cpu()
             peaks[tier] = torch.maximum(peaks[tier], reach)
+            if is_long:
+                query = queries.true(layer, QUERIES)
+                ranks.add(tier, query[0], *_key_values(cache, layer), bases[tier])
         done += len(piece)
         if progress is not None:
             progress(done, total)
     layers = [LayerAdapter(basis, peak) for basis, peak in zip(bases, peaks, strict=True)]
-    adapter = LowRankAdapter(layers, fingerprint(model), total // 2, meter.cosines())
+    adapter = LowRankAdapter(
+        layers, fingerprint(model), total // 2, cosines.means(), ranks.errors()
+    )
     if path is not None:
         adapter.save(path)
     return adapter
 
 
-def _keys(
-    model: PreTrainedModel, shape: ModelShape, tokens: Tensor, meter: "_CosineMeter | None"
-) -> list[Tensor]:
-    """Keys of one text, one [tokens, joint_dim] float32 tensor per tiered layer."""
+def _read(model: PreTrainedModel, tokens: Tensor, queries: "_LastQueries") -> DynamicCache:
+    """The cache after one text; `queries` watches its last chunk."""
     device = model.get_input_embeddings().weight.device
     cache = DynamicCache(config=model.config)
-    pieces = list(torch.split(tokens.to(device), CHUNK_TOKENS))
+    *before, last = torch.split(tokens.to(device), CHUNK_TOKENS)
     with torch.no_grad():
-        for i, piece in enumerate(pieces):
-            judge = meter is not None and i == len(pieces) - 1
-            if judge and meter is not None:
-                meter.open()
-            try:
-                model(piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            finally:
-                if judge and meter is not None:
-                    meter.close()
-    out = []
-    for layer in shape.tiered_layers:
-        keys: Any = cache.layers[layer].keys
-        out.append(keys[0].transpose(0, 1).flatten(1).float())
-    return out
+        for piece in before:
+            model(piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with queries.watching():
+            model(last[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
 
 
-class _CosineMeter:
-    """Compares each layer's query with the one made from the layer before's input."""
+def _key_values(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer. Each [kv_heads, tokens, head_dim]"""
+    held: Any = cache.layers[layer]
+    return held.keys[0], held.values[0]
+
+
+def _joint_keys(cache: DynamicCache, layer: int) -> Tensor:
+    """Keys of one layer, the heads side by side, float32. [tokens, joint_dim]"""
+    return _key_values(cache, layer)[0].transpose(0, 1).flatten(1).float()
+
+
+class _LastQueries:
+    """The queries of the last tokens that a model read: true ones, and as KVSwap predicts them."""
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
         self._model = model
         self._shape = shape
         self._layers = decoder_layers(model)
         self._projection = QueryProjection(self._layers)
-        self._sums = [0.0] * len(shape.tiered_layers)
-        self._counts = [0] * len(shape.tiered_layers)
         self._inputs: dict[int, tuple[Tensor, dict[str, Any]]] = {}
-        self._handles: list[Any] = []
 
-    def open(self) -> None:
-        """Watch the inputs of all layers."""
-        for i, layer in enumerate(self._layers):
-            self._handles.append(
-                layer.register_forward_pre_hook(self._watcher(i), with_kwargs=True)
-            )
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the inputs of all layers."""
+        handles = [
+            layer.register_forward_pre_hook(self._watcher(i), with_kwargs=True)
+            for i, layer in enumerate(self._layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _watcher(self, i: int) -> Callable[..., None]:
         def watch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,29 +155,44 @@ class _CosineMeter:
 
         return watch
 
-    def close(self) -> None:
-        """Compare, and stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def true(self, layer: int, count: int) -> Tensor:
+        """The layer's own of the last `count` tokens. float32 [1, heads, count, head_dim]"""
+        return self._made(layer, layer, count)
+
+    def predicted(self, layer: int, count: int) -> Tensor | None:
+        """Made from the input of the layer before; None where there is none of its kind."""
         types = self._shape.layer_types
+        if layer == 0 or types[layer - 1] != types[layer]:
+            return None
+        return self._made(layer, layer - 1, count)
+
+    def _made(self, layer: int, source: int, count: int) -> Tensor:
+        hidden, kwargs = self._inputs[source][0], self._inputs[layer][1]
         attachment = Attachment(self._model)
         try:
-            for tier, layer in enumerate(self._shape.tiered_layers):
-                if layer > 0 and types[layer - 1] == types[layer] and layer in self._inputs:
-                    self._compare(tier, layer)
+            with torch.no_grad():
+                return self._projection.probe(layer, hidden, kwargs)[:, :, -count:].float()
         finally:
             attachment.detach()
-        self._inputs = {}
 
-    def _compare(self, tier: int, layer: int) -> None:
-        (before, _), (hidden, kwargs) = self._inputs[layer - 1], self._inputs[layer]
-        true = self._projection.probe(layer, hidden, kwargs)[:, :, -COSINE_TOKENS:].float()
-        predicted = self._projection.probe(layer, before, kwargs)[:, :, -COSINE_TOKENS:].float()
-        cosine = torch.nn.functional.cosine_similarity(true, predicted, dim=-1)
-        self._sums[tier] += float(cosine.mean())
-        self._counts[tier] += 1
 
-    def cosines(self) -> tuple[float, ...]:
+class _CosineMeter:
+    """Compares each layer's query with the one made from the layer before's input."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._sums = [0.0] * num_layers
+        self._counts = [0] * num_layers
+
+    def add(self, queries: _LastQueries, layers: Sequence[int]) -> None:
+        """Compare all layers on the text that was read."""
+        for tier, layer in enumerate(layers):
+            predicted = queries.predicted(layer, COSINE_TOKENS)
+            if predicted is not None:
+                true = queries.true(layer, COSINE_TOKENS)
+                cosine = torch.nn.functional.cosine_similarity(true, predicted, dim=-1)
+                self._sums[tier] += float(cosine.mean())
+                self._counts[tier] += 1
+
+    def means(self) -> tuple[float, ...]:
         """Mean cosine of every tiered layer; 0 where there is no layer before of its kind."""
         return tuple(s / c if c else 0.0 for s, c in zip(self._sums, self._counts, strict=True))

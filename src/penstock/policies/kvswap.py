@@ -29,7 +29,8 @@ class KVSwap(SelectionPolicy):
     Differences, measured in docs/policies.md: the newest tokens stay resident by a window of
     `window_tokens` beside the paper's unfinished group; `sink_tokens` are resident; everything that
     the reuse buffer holds is attended to, not only what was selected; index components are stored
-    in 8 or 4 bits where memory is short.
+    in 8 or 4 bits where memory is short, and divided among the layers by what each needs
+    (`layer_ranks`).
     """
 
     name: ClassVar[str] = "kvswap"
@@ -44,14 +45,17 @@ class KVSwap(SelectionPolicy):
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
     one selection, which is what the next step's overlap can hit."""
     rank: int | None = None
-    """Components of the index per token; None: chosen from the budget. The paper's sigma is
-    kv_heads * head_dim / rank."""
+    """Components of the index per token and layer; None: chosen from the budget. The paper's sigma
+    is kv_heads * head_dim / rank."""
     index_bits: Literal[16, 8, 4] | None = None
     """Bits per component; None: chosen from the budget."""
     window_tokens: int = 64
     """Newest tokens that are always attended to, beyond the unfinished group."""
     sink_tokens: int = 4
     """First tokens of the sequence that are always attended to."""
+    layer_ranks: Literal["measured", "equal"] = "measured"
+    """Whether layers have components by what calibration found that each needs, `rank` on average,
+    or all the same, as in the paper."""
     head_reduction: HeadReduction = "softmax"
     """How scores of the heads become one: "softmax" per head before the sum, or the raw "sum"."""
     attend: Literal["resident", "selected"] = "resident"
@@ -62,7 +66,9 @@ class KVSwap(SelectionPolicy):
     """Layers whose predicted query was less similar to the true one at calibration wait for the
     true one."""
 
-    index_fields: ClassVar[tuple[str, ...]] = ("group_tokens", "rank", "index_bits")
+    index_fields: ClassVar[tuple[str, ...]] = (
+        "group_tokens", "rank", "index_bits", "layer_ranks",
+    )  # fmt: skip
     choices: ClassVar[tuple[Choice, ...]] = (
         Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
         Choice("selected_tokens", (800, 400, 200), "tokens that a step selects, the paper's MG"),
@@ -214,6 +220,7 @@ class KVSwap(SelectionPolicy):
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
         per_layer = LowRankIndex.num_bytes(shape, **sizes)
+        sizes["rank"] = self._widest(request)
         scratch = LowRankIndex.scratch_bytes(shape, **sizes, chunk_tokens=score_tokens)
         if not request.has_adapter:
             scratch += 16 * shape.joint_dim**2
@@ -228,15 +235,24 @@ class KVSwap(SelectionPolicy):
             score_tokens=score_tokens,
         )  # fmt: skip
 
+    def _widest(self, request: SizingRequest) -> int:
+        """The most components that a layer has."""
+        assert self.rank is not None
+        shared = self.layer_ranks == "measured" and self.rank <= len(request.widest_ranks)
+        return request.widest_ranks[self.rank - 1] if shared else self.rank
+
     # Parts ------------------------------------------------------------------------------------
 
     def make_index(self, request: IndexRequest) -> KeyIndex:
         """See `SelectionPolicy.make_index`."""
         assert self.rank is not None, "plan() makes the choices"
         assert self.index_bits is not None, "plan() makes the choices"
+        rank = self.rank
+        if self.layer_ranks == "measured" and request.adapter is not None:
+            rank = request.adapter.rank_at(rank)
         return LowRankIndex(
             request.shape, batch=request.batch, max_groups=request.max_groups,
-            group_tokens=request.group_tokens, rank=self.rank, bits=self.index_bits,
+            group_tokens=request.group_tokens, rank=rank, bits=self.index_bits,
             head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
             device=request.device,
             chunk_tokens=request.score_tokens,

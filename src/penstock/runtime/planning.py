@@ -2,6 +2,7 @@
 
 from penstock.core.errors import AdapterError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.indexes.adapter import widest_ranks
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.sizing import resident_plan, streaming_plan
 from penstock.runtime.head_rows import HeadRows
@@ -32,6 +33,7 @@ def plan_cache(
         shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
         limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
         sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
+        widest_ranks=widest_ranks(config.adapter or ()),
         must_tier=is_held or config.shares_past or config.must_tier,
         rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
     )  # fmt: skip

@@ -40,6 +40,8 @@ class Seat:
     true_query_layers: frozenset[int]
     most_rank: int = 1 << 30
     """Components that the adapter has."""
+    widest_ranks: tuple[int, ...] = ()
+    """See `SizingRequest`."""
 
     def request(
         self, policy: SelectionPolicy, *, batch: int, max_tokens: int, limit_bytes: int | None
@@ -50,7 +52,7 @@ class Seat:
             shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=max_tokens,
             limit_bytes=limit_bytes, sector_bytes=self.sector_bytes,
             device_is_cpu=self.device_is_cpu, has_adapter=self.has_adapter,
-            rows_per_sequence=rows.per_sequence,
+            rows_per_sequence=rows.per_sequence, widest_ranks=self.widest_ranks,
         )  # fmt: skip
 
     def plan(

@@ -108,6 +108,7 @@ class TuningTask:
             device_is_cpu=self.model.get_input_embeddings().weight.device.type == "cpu",
             has_adapter=self.adapter is not None,
             most_rank=shape.kv.joint_dim if self.adapter is None else self.adapter.rank,
+            widest_ranks=() if self.adapter is None else self.adapter.widest_ranks(),
             true_query_layers=late,
             predictor_bytes=predictor_bytes(self.model, shape, policy, late),
         )  # fmt: skip

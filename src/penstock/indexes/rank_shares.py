@@ -1,0 +1,80 @@
+"""shared_ranks(): components of a low-rank index, divided among the layers by what each needs.
+
+KVSwap (section 3.2) gives every layer the same rank. Layers differ: where a head follows a copy
+word by word it needs more components than a budget has for all, and others do with a quarter of it
+(docs/policies.md, measured). The sum over the layers, and with it the bytes, stays the same.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNIT = 8
+"""Components that a layer's rank grows by."""
+EVENNESS = 1e-3
+"""Error that giving a layer everything is held to cost: what makes equals of equals."""
+
+
+def shared_ranks(errors: Sequence[Sequence[float]], most: int) -> list[tuple[int, ...]]:
+    """Ranks of all layers for every mean from 1 to `most`, with the least sum of errors.
+
+    Args:
+        errors: of each layer with `UNIT`, 2 `UNIT`, ... components; what it is in does not matter,
+            as long as it is the same for all. [layers, most // UNIT]
+        most: components that each layer has.
+
+    Returns:
+        For each mean, the rank of each layer; they add up to that many times the layers. Below
+        `UNIT` all have the same.
+    """
+    layers, units = len(errors), most // UNIT
+    evenness = EVENNESS * (np.arange(1, units + 1) / max(units, 1)) ** 2
+    costs = np.asarray(errors, dtype=np.float64).reshape(layers, units) + evenness
+    choices = _choices(costs)
+    out = []
+    for mean in range(1, most + 1):
+        total = min(mean * layers // UNIT, layers * units)
+        if mean < UNIT:
+            out.append((mean,) * layers)
+            continue
+        ranks = [UNIT * taken for taken in _walk_back(choices, total)]
+        left = mean * layers - sum(ranks)
+        for i, rank in enumerate(ranks):
+            more = min(left, most - rank)
+            ranks[i], left = rank + more, left - more
+        out.append(tuple(ranks))
+    return out
+
+
+def _choices(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Units of layer i when the layers up to i share j units, by dynamic programming.
+
+    Args:
+        costs: of each layer with 1, 2, ... units. [layers, units]
+
+    Returns:
+        [layers, layers * units + 1]; 0 where j units cannot be shared so.
+    """
+    layers, units = costs.shape
+    best = np.full(layers * units + 1, np.inf)
+    best[0] = 0.0
+    choices = np.zeros((layers, len(best)), dtype=np.int64)
+    for i, cost in enumerate(costs):
+        after = np.full_like(best, np.inf)
+        for taken in range(1, units + 1):
+            with_it = best[: len(best) - taken] + cost[taken - 1]
+            better = with_it < after[taken:]
+            after[taken:][better] = with_it[better]
+            choices[i, taken:][better] = taken
+        best = after
+    return choices
+
+
+def _walk_back(choices: NDArray[np.int64], total: int) -> list[int]:
+    """The units of each layer that `_choices` found best for `total`."""
+    out = []
+    for row in choices[::-1]:
+        out.append(int(row[total]))
+        total -= out[-1]
+    return out[::-1]
