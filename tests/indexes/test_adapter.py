@@ -73,13 +73,13 @@ ERROR = ((0.9, 0.9, 0.0), (0.4, 0.1, 0.1), (0.4, 0.0, 0.0))
 @pytest.fixture
 def measured() -> LowRankAdapter:
     layers = [LayerAdapter(torch.eye(30)[:, :24], torch.ones(24)) for _ in ERROR]
-    return LowRankAdapter(layers, fingerprint="f" * 32, tokens=300, output_error=ERROR)
+    return LowRankAdapter(layers, fingerprint="f" * 32, tokens=300, selection_cost=ERROR)
 
 
 def test_layers_share_what_calibration_measured(measured: LowRankAdapter, tmp_path: Path) -> None:
     measured.save(tmp_path / "a")
     loaded = LowRankAdapter.load(tmp_path / "a")
-    assert torch.tensor(loaded.output_error).allclose(torch.tensor(ERROR))
+    assert torch.tensor(loaded.selection_cost).allclose(torch.tensor(ERROR))
     layers = loaded.shared_layers()
     assert [layer.rank_at(16) for layer in layers] == [24, 8, 16]
     assert [layer.rank_at(7) for layer in layers] == [7, 7, 7]
@@ -100,7 +100,7 @@ def test_layers_are_alike_where_nothing_was_measured(adapter: LowRankAdapter) ->
 def test_a_wrong_measurement_is_refused(
     wrong: tuple[tuple[float, ...], ...], measured: LowRankAdapter, tmp_path: Path
 ) -> None:
-    replace(measured, output_error=wrong).save(tmp_path / "a")
+    replace(measured, selection_cost=wrong).save(tmp_path / "a")
     with pytest.raises(AdapterError, match="error of 3 layers at 3 ranks"):
         LowRankAdapter.load(tmp_path / "a")
 
@@ -166,10 +166,10 @@ def test_calibration_measures_what_layers_need() -> None:
     text = torch.randint(3, 120, (600,))
     short = calibrate(model, [text[:500]], rank=16)
     made = calibrate(model, [text, text[:400]], rank=16)
-    assert short.output_error == ()
-    assert len(made.output_error) == len(made.layers)
-    assert all(len(row) == 2 and min(row) >= 0 for row in made.output_error)
-    assert max(row[0] for row in made.output_error) > 0
+    assert short.selection_cost == ()
+    assert len(made.selection_cost) == len(made.layers)
+    assert all(len(row) == 2 and min(row) >= 0 for row in made.selection_cost)
+    assert max(row[0] for row in made.selection_cost) > 0
 
 
 @pytest.mark.parametrize("layer_ranks", ["measured", "equal"])
@@ -178,7 +178,7 @@ def test_an_index_for_each_layer(layer_ranks: Literal["measured", "equal"]) -> N
     made = calibrate(model, [torch.arange(3, 103)], rank=16, window_tokens=64)
     layers = len(made.layers)
     error = tuple((0.9, 0.0) if i == 1 else (0.1, 0.1) for i in range(layers))
-    made = replace(made, output_error=error)
+    made = replace(made, selection_cost=error)
     policy = KVSwap(
         window_tokens=8, selected_tokens=16, rank=11, index_bits=8, layer_ranks=layer_ranks
     )

@@ -1,115 +1,139 @@
-"""RankMeter: the error of outputs over what few components select, against a plain computation."""
+"""RankMeter: what is said with one layer's selection, against a plain computation of both."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from penstock.models import rank_meter
-from penstock.models.rank_meter import QUERIES, RankMeter
+from penstock.models.model_shape import inspect_model
+from penstock.models.rank_meter import QUERIES, RankMeter, selections
+from penstock.testing.tiny_models import FAMILIES, tiny_model
 
-KV_HEADS, HEADS, DIM, TOKENS = 2, 4, 16, 1024
+KV_HEADS, HEADS, DIM, TOKENS = 2, 4, 16, 1021
 JOINT = KV_HEADS * DIM
+ROLLING = ("llama", "qwen3", "opt", "phi3", "granite", "gpt_neox")
 
 
-def heads(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(seed)
-    query = 4 * torch.randn(HEADS, QUERIES, DIM)
-    return query, torch.randn(KV_HEADS, TOKENS, DIM), torch.randn(KV_HEADS, TOKENS, DIM)
-
-
-def outputs(query: Tensor, keys: Tensor, values: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Attention of the last tokens, one at a time. kept: [queries, tokens]"""
-    out = torch.zeros_like(query)
-    for head in range(HEADS):
-        kv_head = head // (HEADS // KV_HEADS)
-        for i in range(QUERIES):
-            seen = torch.arange(TOKENS) <= TOKENS - QUERIES + i
-            if kept is not None:
-                seen = seen & kept[i]
-            logits = keys[kv_head, seen] @ query[head, i] / math.sqrt(DIM)
-            out[head, i] = logits.softmax(0) @ values[kv_head, seen]
-    return out
-
-
-def selection(query: Tensor, keys: Tensor, basis: Tensor) -> Tensor:
-    """What KVSwap with window and sinks would attend to. bool [queries, tokens]"""
-    components = keys.transpose(0, 1).reshape(TOKENS, JOINT) @ basis
-    kept = torch.zeros(QUERIES, TOKENS, dtype=torch.bool)
-    for i in range(QUERIES):
-        now = TOKENS - QUERIES + i
-        shares = torch.zeros(TOKENS // 4)
-        for head in range(HEADS):
-            kv_head = head // (HEADS // KV_HEADS)
-            projected = query[head, i] @ basis[kv_head * DIM : (kv_head + 1) * DIM]
-            logits = components @ projected / math.sqrt(DIM)
-            logits[now + 1 :] = float("-inf")
-            shares += logits.view(-1, 4).amax(1).softmax(0)
-        best = shares.topk(TOKENS // 4 // 16).indices
-        kept[i] = (torch.arange(TOKENS) // 4)[:, None].eq(best).any(1)
-        kept[i, :4] = True
-        kept[i, now - 63 :] = True
-    return kept
-
-
-def test_as_computed_one_by_one() -> None:
-    query, keys, values = heads()
+def test_selections_as_computed_one_by_one() -> None:
+    torch.manual_seed(0)
+    query, keys = 4 * torch.randn(HEADS, QUERIES, DIM), torch.randn(KV_HEADS, TOKENS, DIM)
     basis = torch.linalg.qr(torch.randn(JOINT, JOINT)).Q[:, :24]
-    meter = RankMeter(2, 24)
-    meter.add_text()
-    meter.add(1, query, keys, values, basis)
-    true = outputs(query, keys, values)
+    made = list(selections(query, keys, basis, (8, 24)))
+    groups = TOKENS // 4
+    for rank, kept in zip((8, 24), made, strict=True):
+        components = keys.transpose(0, 1).reshape(TOKENS, JOINT) @ basis[:, :rank]
+        for i in range(QUERIES):
+            now = TOKENS - QUERIES + i
+            shares = torch.zeros(groups)
+            for head in range(HEADS):
+                kv_head = head // (HEADS // KV_HEADS)
+                rows = basis[kv_head * DIM : (kv_head + 1) * DIM, :rank]
+                logits = components @ (query[head, i] @ rows) / math.sqrt(DIM)
+                logits[now + 1 :] = float("-inf")
+                shares += logits[: 4 * groups].view(-1, 4).amax(1).softmax(0)
+            expected = torch.zeros(TOKENS, dtype=torch.bool)
+            for group in shares.topk(groups // 16).indices.tolist():
+                expected[4 * group : 4 * group + 4] = True
+            expected[:4] = True
+            expected[now - 63 :] = True
+            expected[now + 1 :] = False
+            assert torch.equal(kept[i], expected), (rank, i)
+    assert not torch.equal(*made), "components make a difference"
 
-    def error(by: Tensor) -> Tensor:
-        found = outputs(query, keys, values, selection(query, keys, by))
-        return (found - true).norm(dim=-1) / true.norm(dim=-1)
 
-    floor = error(torch.eye(JOINT))
-    expected = [
-        float((error(basis[:, :rank]) - floor).clamp_min(0).mean(1).max()) ** 2
-        for rank in (8, 16, 24)
-    ]
-    assert meter.errors()[1] == pytest.approx(expected, rel=1e-3)
-    assert meter.errors()[0] == (0, 0, 0)
-    assert expected[0] > 0.01, "there is something to see"
+def read(model: PreTrainedModel, tokens: int) -> tuple[Tensor, DynamicCache]:
+    text = torch.randint(3, 150, (tokens,), generator=torch.Generator().manual_seed(5))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text[None], past_key_values=cache, use_cache=True)
+    return text, cache
 
 
-def test_a_whole_basis_costs_nothing() -> None:
-    query, keys, values = heads(1)
-    meter = RankMeter(1, JOINT)
-    meter.add_text()
-    meter.add(0, query, keys, values, torch.linalg.qr(torch.randn(JOINT, JOINT)).Q)
-    *others, last = meter.errors()[0]
-    assert last < 1e-4 < min(others)
+def bases(model: PreTrainedModel, rank: int) -> list[Tensor]:
+    shape = inspect_model(model).kv
+    torch.manual_seed(1)
+    square = [torch.randn(shape.joint_dim, shape.joint_dim) for _ in range(shape.num_layers)]
+    return [torch.linalg.qr(each).Q[:, :rank] for each in square]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_divergence_of_a_model_of_one_layer(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = 1
+    monkeypatch.setitem(FAMILIES, "llama", lambda: config)
+    model = tiny_model("llama")
+    model.set_attn_implementation(attention)
+    text, cache = read(model, 700)
+    [basis] = bases(model, 16)
+    meter = RankMeter(model, [0], 16)
+    meter.add(text, copy.deepcopy(cache), [basis])
+
+    held: Any = cache.layers[0]
+    meter_query = meter._queries.true(0, QUERIES)[0]
+    masks = list(selections(meter_query, held.keys[0], basis, (8, 16)))
+
+    def said(mask: Tensor | None) -> Tensor:
+        past = copy.deepcopy(cache)
+        past.crop(-QUERIES)
+        more = {} if mask is None else {"attention_mask": ((~mask) * -1e9)[None, None]}
+        with torch.no_grad():
+            out: Any = model(text[None, -QUERIES:], past_key_values=past, **more)
+        logits: Tensor = out.logits[0].double()
+        return logits
+
+    true = said(None).log_softmax(-1)
+    for mask, cost in zip(masks, meter.errors()[0], strict=True):
+        found = said(mask).log_softmax(-1)
+        expected = float((true.exp() * (true - found)).sum(-1).mean())
+        assert cost == pytest.approx(expected, rel=1e-3)
+        assert expected > 1e-3
+
+
+@pytest.mark.parametrize("family", ROLLING)
+def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_meter, "LEAST_TOKENS", 100)
+    model = tiny_model(family)
+    text, cache = read(model, 300)
+    before = copy.deepcopy(cache)
+    meter = RankMeter(model, inspect_model(model).tiered_layers, 24)
+    meter.add(text, cache, bases(model, 24))
+    costs = meter.errors()
+    assert (len(costs), len(costs[0])) == (3, 3)
+    assert all(cost > 0 for row in costs for cost in row)
+    for now, then in zip(cache.layers, before.layers, strict=True):
+        assert torch.allclose(now.keys, then.keys, atol=1e-4), "the cache comes back"
+    again = RankMeter(model, inspect_model(model).tiered_layers, 24)
+    again.add(text, cache, bases(model, 24))
+    assert torch.allclose(torch.tensor(again.errors()), torch.tensor(costs), rtol=1e-2, atol=1e-5)
 
 
 def test_the_mean_over_texts() -> None:
-    basis = torch.linalg.qr(torch.randn(JOINT, JOINT)).Q[:, :8]
-    alone = []
-    both = RankMeter(1, 8)
-    for seed in (2, 3):
-        one = RankMeter(1, 8)
+    model = tiny_model("llama")
+    layers, by_rank = inspect_model(model).tiered_layers, bases(model, 8)
+    alone, both = [], RankMeter(model, layers, 8)
+    for tokens in (600, 800):
+        one = RankMeter(model, layers, 8)
         for meter in (one, both):
-            meter.add_text()
-            meter.add(0, *heads(seed), basis)
-        alone.append(one.errors()[0][0])
-    assert both.errors()[0][0] == pytest.approx(sum(alone) / 2)
-    assert alone[0] != alone[1]
+            meter.add(*read(model, tokens), by_rank)
+        alone.append(torch.tensor(one.errors()))
+    assert torch.allclose(torch.tensor(both.errors()), (alone[0] + alone[1]) / 2)
+    assert not torch.allclose(alone[0], alone[1])
 
 
-@pytest.mark.parametrize("rank", [4, 8])
-def test_nothing_measured(rank: int) -> None:
-    assert RankMeter(3, rank).errors() == ()
-    meter = RankMeter(3, 4)
-    meter.add_text()
-    assert meter.errors() == (), "fewer components than a step"
-
-
-def test_few_queries_and_a_ragged_end() -> None:
-    query, keys, values = heads(4)
-    meter = RankMeter(1, 8)
-    meter.add_text()
-    meter.add(0, query[:, :3], keys[:, :1021], values[:, :1021], torch.eye(JOINT)[:, :8])
-    assert meter.errors()[0][0] > 0
-    assert rank_meter.LEAST_TOKENS > rank_meter.WINDOW_TOKENS
+@pytest.mark.parametrize(
+    ("family", "tokens", "rank"), [("llama", 500, 16), ("llama", 600, 7), ("gemma3", 600, 16)]
+)
+def test_nothing_to_measure(family: str, tokens: int, rank: int) -> None:
+    """A short text, fewer components than a step, layers that forget what slid out."""
+    model = tiny_model(family)
+    text, cache = read(model, tokens)
+    meter = RankMeter(model, inspect_model(model).tiered_layers, rank)
+    meter.add(text, cache, bases(model, rank))
+    assert meter.errors() == ()

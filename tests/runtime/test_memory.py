@@ -38,7 +38,7 @@ SLACK = 0.04
 
 MEASURED = LowRankAdapter(
     [LayerAdapter(torch.eye(SHAPE.joint_dim)[:, :64], torch.ones(64))] * SHAPE.num_layers, "", 1,
-    output_error=((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0), *([(0.1,) * 8] * 3)),
+    selection_cost=((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0), *([(0.1,) * 8] * 3)),
 ).shared_layers()  # fmt: skip
 """Of layers of which the first wants 56 components, and the others as many as there are."""
 

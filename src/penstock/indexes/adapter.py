@@ -80,9 +80,9 @@ class LowRankAdapter:
     prediction_cosine: tuple[float, ...] = ()
     """Per layer, the mean cosine of its true query and the one predicted from the layer before;
     empty when it was not measured."""
-    output_error: tuple[tuple[float, ...], ...] = ()
-    """Per layer, what choosing tokens by 8, 16, ... components costs (`models/rank_meter.py`);
-    empty when it was not measured."""
+    selection_cost: tuple[tuple[float, ...], ...] = ()
+    """Per layer, what choosing tokens by 8, 16, ... components costs, in nats a token
+    (`models/rank_meter.py`); empty when it was not measured."""
 
     @property
     def rank(self) -> int:
@@ -91,9 +91,9 @@ class LowRankAdapter:
 
     def shared_layers(self) -> list[LayerAdapter]:
         """The layers, each with its share of every mean rank where what it needs was measured."""
-        if not self.output_error:
+        if not self.selection_cost:
             return self.layers
-        by_mean = shared_ranks(self.output_error, self.rank)
+        by_mean = shared_ranks(self.selection_cost, self.rank)
         return [
             replace(layer, ranks=tuple(ranks[i] for ranks in by_mean))
             for i, layer in enumerate(self.layers)
@@ -110,8 +110,8 @@ class LowRankAdapter:
             tensors[f"layers.{i}.basis"] = layer.basis.contiguous()
             tensors[f"layers.{i}.peak"] = layer.peak.contiguous()
         tensors["prediction_cosine"] = torch.tensor(self.prediction_cosine, dtype=torch.float32)
-        if self.output_error:
-            tensors["output_error"] = torch.tensor(self.output_error, dtype=torch.float32)
+        if self.selection_cost:
+            tensors["selection_cost"] = torch.tensor(self.selection_cost, dtype=torch.float32)
         metadata = {
             "format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens),
             "layers": str(len(self.layers)),
@@ -137,7 +137,7 @@ class LowRankAdapter:
                     for i in range(int(metadata["layers"]))
                 ]
                 cosine = tuple(file.get_tensor("prediction_cosine").tolist())
-                error = _rows(file, "output_error")
+                error = _rows(file, "selection_cost")
                 _require_measured(error, layers, path)
             return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine, error)
         except (OSError, SafetensorError, KeyError, ValueError) as error:

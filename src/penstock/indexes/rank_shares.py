@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 
 UNIT = 8
 """Components that a layer's rank grows by."""
-EVENNESS = 1e-3
-"""Error that giving a layer everything is held to cost: what makes equals of equals."""
+UNSEEN = 0.3
+"""Nats that any layer is held to cost beside what was measured, halved by every `UNIT` components:
+layers make up for one another, so that one with few does no harm alone and several do."""
 
 
-def shared_ranks(errors: Sequence[Sequence[float]], most: int) -> list[tuple[int, ...]]:
-    """Ranks of all layers for every mean from 1 to `most`, with the least sum of errors.
+def shared_ranks(costs: Sequence[Sequence[float]], most: int) -> list[tuple[int, ...]]:
+    """Ranks of all layers for every mean from 1 to `most`, with the least sum of costs.
 
     Args:
-        errors: of each layer with `UNIT`, 2 `UNIT`, ... components; what it is in does not matter,
-            as long as it is the same for all. [layers, most // UNIT]
+        costs: of each layer with `UNIT`, 2 `UNIT`, ... components and all others with everything,
+            in nats a token. [layers, most // UNIT]
         most: components that each layer has.
 
     Returns:
         For each mean, the rank of each layer; they add up to that many times the layers. Below
         `UNIT` all have the same.
     """
-    layers, units = len(errors), most // UNIT
-    evenness = EVENNESS * (np.arange(1, units + 1) / max(units, 1)) ** 2
-    costs = np.asarray(errors, dtype=np.float64).reshape(layers, units) + evenness
-    choices = _choices(costs)
+    layers, units = len(costs), most // UNIT
+    measured = np.asarray(costs, dtype=np.float64).reshape(layers, units)
+    choices = _choices(measured + UNSEEN * 0.5 ** np.arange(1, units + 1))
     out = []
     for mean in range(1, most + 1):
         total = min(mean * layers // UNIT, layers * units)

@@ -1,7 +1,6 @@
 """Calibration: fit a model's low-rank adapter on text, and see which queries can be predicted."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis
-from penstock.models.attention_adapter import Attachment
 from penstock.models.fingerprint import fingerprint
+from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import ModelShape, inspect_model
-from penstock.models.query_projection import QueryProjection, decoder_layers
-from penstock.models.rank_meter import LEAST_TOKENS, QUERIES, RankMeter
+from penstock.models.rank_meter import RankMeter
 
 DEFAULT_RANK = 128
 DEFAULT_WINDOW_TOKENS = 8192
@@ -64,31 +62,26 @@ def calibrate(
         raise PromptError("there is no text to calibrate on")
     total, done = 2 * sum(len(piece) for piece in windows), 0
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
-    queries, cosines = _LastQueries(model, shape), _CosineMeter(len(moments))
+    queries, cosines = LastQueries(model), _CosineMeter(shape)
     for piece in windows:
         cache = _read(model, piece, queries)
         for tier, layer in enumerate(shape.tiered_layers):
             keys = _joint_keys(cache, layer)
             moments[tier] += (keys.T @ keys).cpu()
-        cosines.add(queries, shape.tiered_layers)
+        cosines.add(queries)
         done += len(piece)
         if progress is not None:
             progress(done, total)
     bases = [fit_basis(moment, rank) for moment in moments]
     peaks = [torch.zeros(rank) for _ in bases]
-    ranks = RankMeter(len(bases), rank)
+    ranks = RankMeter(model, shape.tiered_layers, rank)
     for piece in windows:
         cache = _read(model, piece, queries)
-        is_long = len(piece) >= LEAST_TOKENS
-        if is_long:
-            ranks.add_text()
+        ranks.add(piece, cache, bases)
         for tier, layer in enumerate(shape.tiered_layers):
             keys = _joint_keys(cache, layer)
             reach = (keys @ bases[tier].to(keys.device)).abs().amax(dim=0).cpu()
             peaks[tier] = torch.maximum(peaks[tier], reach)
-            if is_long:
-                query = queries.true(layer, QUERIES)
-                ranks.add(tier, query[0], *_key_values(cache, layer), bases[tier])
         done += len(piece)
         if progress is not None:
             progress(done, total)
@@ -101,7 +94,7 @@ def calibrate(
     return adapter
 
 
-def _read(model: PreTrainedModel, tokens: Tensor, queries: "_LastQueries") -> DynamicCache:
+def _read(model: PreTrainedModel, tokens: Tensor, queries: LastQueries) -> DynamicCache:
     """The cache after one text; `queries` watches its last chunk."""
     device = model.get_input_embeddings().weight.device
     cache = DynamicCache(config=model.config)
@@ -114,81 +107,27 @@ def _read(model: PreTrainedModel, tokens: Tensor, queries: "_LastQueries") -> Dy
     return cache
 
 
-def _key_values(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer. Each [kv_heads, tokens, head_dim]"""
-    held: Any = cache.layers[layer]
-    return held.keys[0], held.values[0]
-
-
 def _joint_keys(cache: DynamicCache, layer: int) -> Tensor:
     """Keys of one layer, the heads side by side, float32. [tokens, joint_dim]"""
-    return _key_values(cache, layer)[0].transpose(0, 1).flatten(1).float()
-
-
-class _LastQueries:
-    """The queries of the last tokens that a model read: true ones, and as KVSwap predicts them."""
-
-    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
-        self._model = model
-        self._shape = shape
-        self._layers = decoder_layers(model)
-        self._projection = QueryProjection(self._layers)
-        self._inputs: dict[int, tuple[Tensor, dict[str, Any]]] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Keep the inputs of all layers."""
-        handles = [
-            layer.register_forward_pre_hook(self._watcher(i), with_kwargs=True)
-            for i, layer in enumerate(self._layers)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _watcher(self, i: int) -> Callable[..., None]:
-        def watch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self._inputs[i] = (hidden, {k: v for k, v in kwargs.items() if k != "hidden_states"})
-
-        return watch
-
-    def true(self, layer: int, count: int) -> Tensor:
-        """The layer's own of the last `count` tokens. float32 [1, heads, count, head_dim]"""
-        return self._made(layer, layer, count)
-
-    def predicted(self, layer: int, count: int) -> Tensor | None:
-        """Made from the input of the layer before; None where there is none of its kind."""
-        types = self._shape.layer_types
-        if layer == 0 or types[layer - 1] != types[layer]:
-            return None
-        return self._made(layer, layer - 1, count)
-
-    def _made(self, layer: int, source: int, count: int) -> Tensor:
-        hidden, kwargs = self._inputs[source][0], self._inputs[layer][1]
-        attachment = Attachment(self._model)
-        try:
-            with torch.no_grad():
-                return self._projection.probe(layer, hidden, kwargs)[:, :, -count:].float()
-        finally:
-            attachment.detach()
+    held: Any = cache.layers[layer]
+    keys: Tensor = held.keys[0]
+    return keys.transpose(0, 1).flatten(1).float()
 
 
 class _CosineMeter:
     """Compares each layer's query with the one made from the layer before's input."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._sums = [0.0] * num_layers
-        self._counts = [0] * num_layers
+    def __init__(self, shape: ModelShape) -> None:
+        self._layers, self._types = shape.tiered_layers, shape.layer_types
+        self._sums = [0.0] * len(self._layers)
+        self._counts = [0] * len(self._layers)
 
-    def add(self, queries: _LastQueries, layers: Sequence[int]) -> None:
+    def add(self, queries: LastQueries) -> None:
         """Compare all layers on the text that was read."""
-        for tier, layer in enumerate(layers):
-            predicted = queries.predicted(layer, COSINE_TOKENS)
-            if predicted is not None:
+        for tier, layer in enumerate(self._layers):
+            if layer > 0 and self._types[layer - 1] == self._types[layer]:
                 true = queries.true(layer, COSINE_TOKENS)
+                predicted = queries.made_from(layer - 1, layer, COSINE_TOKENS)
                 cosine = torch.nn.functional.cosine_similarity(true, predicted, dim=-1)
                 self._sums[tier] += float(cosine.mean())
                 self._counts[tier] += 1

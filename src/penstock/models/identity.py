@@ -123,6 +123,6 @@ def _adapter(adapter: LowRankAdapter) -> str:
     for layer in adapter.layers:
         _update(digest, layer.basis)
         _update(digest, layer.peak)
-    if adapter.output_error:  # it divides the components among the layers
-        _update(digest, torch.tensor(adapter.output_error, dtype=torch.float32))
+    if adapter.selection_cost:  # it divides the components among the layers
+        _update(digest, torch.tensor(adapter.selection_cost, dtype=torch.float32))
     return digest.hexdigest()

@@ -1,14 +1,18 @@
-"""RankMeter: what a low-rank index of a layer loses by its rank, seen in the heads' outputs."""
+"""RankMeter: what a low-rank index of each layer costs by its rank, in nats of what is said."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
 
 from penstock.indexes.rank_shares import UNIT
+from penstock.models.last_queries import LastQueries
 
 QUERIES = 32
-"""Last tokens of a text whose queries are asked."""
+"""Last tokens of a text that are read again with a selection."""
 LEAST_TOKENS = 512
 """Shorter texts leave nothing to choose."""
 GROUP_TOKENS = 4
@@ -20,108 +24,125 @@ SINK_TOKENS = 4
 
 
 class RankMeter:
-    """Adds up, per layer and rank, the error that choosing tokens with so few components brings.
+    """Reads the ends of texts again, each time with one layer that selects by so few components.
 
-    For every head: the distance between its output over the selected tokens (with window and
-    sinks) and over all, as a share of the latter's length, less the same for a selection by the
-    true scores. The worst head counts, by the square: one that copies is one of many, and what it
-    needs does not show in the mean, nor in the energy of the components; and an error of a fifth
-    does no harm (docs/log.md).
+    The KL divergence of what the model says then from what it says with all tokens, mean over the
+    last tokens of a text and over the texts, is what that layer costs at that rank. Neither the
+    energy of the components nor the error of the heads' outputs tells it: in one layer a fifth of
+    the output is noise to all later ones, in another it is the next word of a copy (docs/log.md).
     """
 
-    def __init__(self, num_layers: int, rank: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], rank: int) -> None:
+        """Args:
+        layers: those that an index is made for, by their place in the model.
+        """
+        self._model = model
+        self._layers = tuple(layers)
+        self._queries = LastQueries(model)
         self._ranks = range(UNIT, rank + 1, UNIT)
-        self._sums = torch.zeros(num_layers, len(self._ranks), dtype=torch.float64)
+        self._sums = torch.zeros(len(self._layers), len(self._ranks), dtype=torch.float64)
         self._texts = 0
 
-    def add_text(self) -> None:
-        """A text begins; `add` follows for each layer."""
-        self._texts += 1
-
-    def add(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, basis: Tensor) -> None:
-        """Measure one layer on one text.
+    def add(self, tokens: Tensor, cache: DynamicCache, bases: Sequence[Tensor]) -> None:
+        """Measure on one text; does nothing where it is short or the cache cannot go back.
 
         Args:
-            query: post-RoPE, of the text's last tokens. [heads, queries, head_dim]
-            keys: post-RoPE, of all tokens; values alike. [kv_heads, tokens, head_dim]
-            basis: [kv_heads * head_dim, rank]
+            tokens: of the text, int64. [tokens]
+            cache: of all of them; it comes back as it was.
+            bases: of the layers. Each [kv_heads * head_dim, rank]
         """
-        exact = _Heads(query.float(), keys.float(), values.float())
-        floor = exact.errors(exact.logits)
-        parts = exact.low_rank(basis.float().to(keys.device))
-        logits = torch.zeros_like(exact.logits)
-        for i, rank in enumerate(self._ranks):
-            logits += parts(rank - UNIT, rank)
-            excess = (exact.errors(logits) - floor).clamp_min(0.0)
-            self._sums[layer, i] += float(excess.mean(dim=1).amax()) ** 2
+        if len(tokens) < LEAST_TOKENS or not self._ranks or not _can_go_back(self._model, cache):
+            return
+        cache.crop(-QUERIES)
+        with self._queries.watching():
+            true = self._read(tokens, cache)
+        for i, (layer, basis) in enumerate(zip(self._layers, bases, strict=True)):
+            held: Any = cache.layers[layer]
+            query = self._queries.true(layer, QUERIES)[0]
+            # All of them first: the cache goes back before the model reads.
+            masks = [*selections(query, held.keys[0].float(), basis.to(query.device), self._ranks)]
+            for j, mask in enumerate(masks):
+                cache.crop(-QUERIES)
+                with _masked(self._queries.layers[layer], mask):
+                    said = self._read(tokens, cache)
+                divergence = (true.exp() * (true - said)).sum(-1).mean()
+                self._sums[i, j] += float(divergence)
+        cache.crop(-QUERIES)
+        self._read(tokens, cache)
+        self._texts += 1
+
+    def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
+        """Log-probabilities of the model at the last tokens. float32 [QUERIES, vocabulary]"""
+        last = tokens[None, -QUERIES:].to(self._model.get_input_embeddings().weight.device)
+        with torch.no_grad():
+            logits: Tensor = self._model(last, past_key_values=cache, use_cache=True).logits
+        return logits[0].float().log_softmax(-1)
 
     def errors(self) -> tuple[tuple[float, ...], ...]:
-        """Mean over the texts. [layers, rank // UNIT]; nothing if there was no text."""
-        if not self._texts or not len(self._ranks):
+        """Mean over the texts, nats a token. [layers, rank // UNIT]; nothing without a text."""
+        if not self._texts:
             return ()
         return tuple(map(tuple, (self._sums / self._texts).tolist()))
 
 
-class _Heads:
-    """The heads of one layer at the end of one text."""
+def selections(
+    query: Tensor, keys: Tensor, basis: Tensor, ranks: Sequence[int]
+) -> Iterator[Tensor]:
+    """Which tokens KVSwap would attend to with the first components of a basis.
 
-    def __init__(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        heads, count, dim = query.shape
-        kv_heads, tokens, _ = keys.shape
-        self._query, self._keys, self._values = query, keys, values
-        self._shape = (kv_heads, heads // kv_heads, count, dim)
-        self._scaling = dim**-0.5
-        place = torch.arange(tokens, device=keys.device)
-        now = torch.arange(tokens - count, tokens, device=keys.device)[:, None]
-        self._later = place > now
-        self._always = ((place > now - WINDOW_TOKENS) | (place < SINK_TOKENS)) & ~self._later
-        self._groups = tokens // GROUP_TOKENS
-        self._selected = max(1, min(SELECTED_GROUPS, self._groups // SHARE))
-        self.logits = self._by_kv_head(query.view(self._shape), keys)
-        self._weights = self._masked(self.logits).softmax(-1)
-        self._output = self._attend(self._weights)
+    Args:
+        query: post-RoPE, of the text's last tokens, float32. [heads, queries, head_dim]
+        keys: post-RoPE, of all its tokens, float32. [kv_heads, tokens, head_dim]
+        basis: [kv_heads * head_dim, rank]
+        ranks: ascending.
 
-    def _by_kv_head(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Scaled products. [heads, queries, tokens]"""
-        flat = query.flatten(1, 2) @ keys.transpose(1, 2)
-        out: Tensor = flat.view(-1, self._shape[2], keys.shape[1]) * self._scaling
-        return out
-
-    def _masked(self, logits: Tensor) -> Tensor:
-        return logits.masked_fill(self._later, float("-inf"))
-
-    def _attend(self, weights: Tensor) -> Tensor:
-        kv_heads, per_kv_head, count, _ = self._shape
-        grouped = weights.view(kv_heads, per_kv_head * count, -1) @ self._values
-        out: Tensor = grouped.view(kv_heads * per_kv_head, count, -1)
-        return out
-
-    def low_rank(self, basis: Tensor) -> Callable[[int, int], Tensor]:
-        """What components `first` to `end` add to the logits, as a function of the two."""
-        kv_heads, _, count, dim = self._shape
-        components = self._keys.transpose(0, 1).flatten(1) @ basis
-        rows = basis.view(kv_heads, 1, dim, -1)
-        query = self._query.view(self._shape) @ rows
-
-        def part(first: int, end: int) -> Tensor:
-            flat = query[..., first:end].flatten(0, 2) @ components[:, first:end].T
-            added: Tensor = flat.view(-1, count, len(components)) * self._scaling
-            return added
-
-        return part
-
-    def errors(self, logits: Tensor) -> Tensor:
-        """Of outputs over what `logits` select, relative. [heads, queries]"""
-        whole = self._groups * GROUP_TOKENS
-        seen = self._masked(logits)[..., :whole]
-        best_tokens = seen.reshape(*seen.shape[:2], self._groups, GROUP_TOKENS).amax(-1)
-        shares = best_tokens.softmax(-1).sum(0)
-        best = shares.topk(self._selected, dim=-1).indices
+    Yields:
+        For each rank, the best groups by softmax shares, window and sinks. bool [queries, tokens]
+    """
+    heads, count, dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    place = torch.arange(tokens, device=keys.device)
+    now = torch.arange(tokens - count, tokens, device=keys.device)[:, None]
+    later = place > now
+    groups = tokens // GROUP_TOKENS
+    whole = groups * GROUP_TOKENS
+    selected = max(1, min(SELECTED_GROUPS, groups // SHARE))
+    always = ((place > now - WINDOW_TOKENS) | (place < SINK_TOKENS) | (place >= whole)) & ~later
+    components = keys.transpose(0, 1).flatten(1) @ basis
+    projected = query.reshape(kv_heads, -1, dim) @ basis.view(kv_heads, dim, -1)
+    logits = torch.zeros(heads * count, whole, device=keys.device)
+    before = 0
+    for rank in ranks:
+        part = slice(before, rank)
+        logits += projected.flatten(0, 1)[:, part] @ components[:whole, part].T * dim**-0.5
+        before = rank
+        seen = logits.view(heads, count, whole).masked_fill(later[:, :whole], float("-inf"))
+        shares = seen.view(heads, count, groups, GROUP_TOKENS).amax(-1).softmax(-1).sum(0)
+        best = shares.topk(selected, dim=-1).indices
         chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, best, True)
-        keep = self._always.clone()
-        keep[:, :whole] |= chosen.repeat_interleave(GROUP_TOKENS, dim=1)
-        keep[:, whole:] = ~self._later[:, whole:]
-        weights = self._weights * keep
-        output = self._attend(weights) / weights.sum(-1, keepdim=True)
-        error: Tensor = (output - self._output).norm(dim=-1) / self._output.norm(dim=-1)
-        return error
+        kept = always.clone()
+        kept[:, :whole] |= chosen.repeat_interleave(GROUP_TOKENS, dim=1) & ~later[:, :whole]
+        yield kept
+
+
+def _can_go_back(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether the last tokens can be read again, with a mask of ours."""
+    slides = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    return not slides and model.config._attn_implementation in ("sdpa", "eager")
+
+
+@contextmanager
+def _masked(layer: nn.Module, kept: Tensor) -> Iterator[None]:
+    """Let a decoder layer attend to these tokens alone. kept: [queries, tokens]"""
+
+    def replace_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        least = torch.finfo(hidden.dtype).min
+        mask = torch.zeros_like(kept, dtype=hidden.dtype).masked_fill_(~kept, least)
+        return args, {**kwargs, "attention_mask": mask[None, None]}
+
+    handle = layer.register_forward_pre_hook(replace_mask, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
