@@ -1,1 +1,1 @@
-"""Training of the bundled model, from random weights; see README.md in this folder."""
+"""Training of the models that come with Penstock; see README.md in this folder."""

@@ -16,7 +16,7 @@ from penstock.bench.accuracy_settings import parse_setting, parse_settings
 from penstock.bench.accuracy_workers import run_jobs
 from penstock.bench.answers import SharedPrefill, WrongAlready, answer, ask
 from penstock.bench.tasks import GeneratedTasks, Sample
-from penstock.bench.tasks.recall import BUNDLED_TASKS
+from penstock.bench.tasks.recall import DEFAULT_TASKS
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.models.loader import LoadedModel, load
 from penstock.policies import FlexGen, Full, KVSwap
@@ -209,7 +209,7 @@ def test_all_tasks_are_those_that_the_bundled_model_answers(
 ) -> None:
     arguments = [f"--tasks={asked}", "--samples=1", "--tokens=300", "--settings=full"]
     cells = accuracy.Benchmark(accuracy.parse_arguments(arguments)).cells
-    order = (*more, *BUNDLED_TASKS) if asked.startswith("long") else (*BUNDLED_TASKS, *more)
+    order = (*more, *DEFAULT_TASKS) if asked.startswith("long") else (*DEFAULT_TASKS, *more)
     assert tuple(cell.task for cell in cells) == order
 
 

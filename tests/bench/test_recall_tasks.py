@@ -15,7 +15,7 @@ from penstock.bench.tasks import (
     score_any_order,
 )
 from penstock.bench.tasks.documents import essay, hide, noise
-from penstock.bench.tasks.recall import BUNDLED_TASKS, RECALL_2_TASKS
+from penstock.bench.tasks.recall import DEFAULT_TASKS, RECALL_2_TASKS
 from penstock.core.errors import ConfigError
 
 GRAMMAR = ["<pad>", "<bos>", "<eos>", "<unk>", "The", ".", ",", "?", ":", ";"]
@@ -176,11 +176,11 @@ def test_unknown_task_is_refused() -> None:
 
 
 def test_only_what_the_bundled_model_answers_is_asked_unasked() -> None:
-    assert BUNDLED_TASKS == (
+    assert DEFAULT_TASKS == (
         "single_noise", "single_essay", "multi_key_few", "multi_key_full", "multi_value",
         "multi_query", "variable_tracking", "pointer_chasing", "two_walkers", "copy",
     )  # fmt: skip
-    assert (*BUNDLED_TASKS, *RECALL_2_TASKS) == tuple(TASKS)
+    assert (*DEFAULT_TASKS, *RECALL_2_TASKS) == tuple(TASKS)
 
 
 def test_the_tasks_of_recall_2_are_scored_by_what_was_said() -> None:

@@ -8,7 +8,7 @@ from penstock.bench.tasks import GeneratedTasks, GridPoint, Words, even_depths, 
 from penstock.bench.tasks.english.prompt_fit import TextTokenizer
 from penstock.bench.tasks.english.registry import ENGLISH_TASKS
 from penstock.bench.tasks.grid import places_at
-from penstock.bench.tasks.recall import BUNDLED_TASKS, DEPTH_TASKS, TASKS
+from penstock.bench.tasks.recall import DEFAULT_TASKS, DEPTH_TASKS, TASKS
 from penstock.bench.tasks.sample import Sample
 from penstock.core.errors import ConfigError
 
@@ -80,7 +80,7 @@ def test_a_source_speaks_the_models_language(bpe: TextTokenizer, bundled: TextTo
     recall, english = GeneratedTasks(bundled), GeneratedTasks(bpe)
     assert (recall.language, tuple(recall.names)) == ("recall", tuple(TASKS))
     assert (english.language, tuple(english.names)) == ("english", tuple(ENGLISH_TASKS))
-    assert (tuple(recall.default_names), english.default_names) == (BUNDLED_TASKS, english.names)
+    assert (tuple(recall.default_names), english.default_names) == (DEFAULT_TASKS, english.names)
     assert recall.depth_names <= set(recall.names)
     assert english.depth_names <= set(english.names)
     for source, task in [(recall, "single_essay"), (english, "single_2")]:

@@ -26,7 +26,7 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.model_shape import inspect_model
-from penstock.models.released import released_models
+from penstock.models.released import BUNDLED_NAME, released_models
 
 BUNDLED = "recall"
 """Name of the model that comes with the package."""
@@ -70,9 +70,9 @@ def load(
     """Load a model and its tokenizer. Never touches the network.
 
     Args:
-        name_or_path: "recall" (the bundled model), the name of a released model that has been
-            fetched, a folder that `save_pretrained` wrote, or the name of a model that already
-            lies in the local Hugging Face cache.
+        name_or_path: "recall" (the bundled model, recall-2), the name of a released model that
+            has been fetched, a folder that `save_pretrained` wrote, or the name of a model that
+            already lies in the local Hugging Face cache.
         dtype: weights and KV cache; a torch dtype or its name. None: as stored.
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
 
@@ -156,7 +156,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 
 def _find_folder(name: str) -> Path:
     """The folder that `name` stands for; a hub name is looked up in the local cache only."""
-    if name == BUNDLED:
+    if name in (BUNDLED, BUNDLED_NAME):
         return Path(__file__).parent / BUNDLED
     released = released_models().get(name)
     if released is not None and released.is_fetched:

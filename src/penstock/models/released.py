@@ -10,6 +10,9 @@ from penstock.core.errors import ConfigError
 
 _TABLE = Path(__file__).parent / "released.toml"
 
+BUNDLED_NAME = "recall-2"
+"""What the model that comes with the package as `recall` is called among its like."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
@@ -51,8 +54,10 @@ def released_model(name: str) -> Released:
     """The released model of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is the bundled one.
     """
+    if name == BUNDLED_NAME:
+        raise ConfigError(f"{name} comes with the package: nothing to fetch, its name is recall")
     known = released_models()
     if name not in known:
         there = f"there are {', '.join(known)}" if known else "none has been released yet"

@@ -1,15 +1,14 @@
-"""The recall tasks by name: fresh samples of an exact length for the bundled model and recall-2.
+"""The recall tasks by name: fresh samples of an exact length for the bundled model.
 
 Every task hides something in a generated document and asks for it; the answer can be checked
-word for word. The bundled model answers `BUNDLED_TASKS` with full attention (copy not always), so
-that whatever is lost at a smaller memory budget was lost by the policy. Those are asked if no
-task is named.
+word for word. The bundled model, recall-2, answers all of them with full attention (walks of 8K
+tokens not always), so that whatever is lost at a smaller memory budget was lost by the policy.
 
-The others are for recall-2, which has the same words: it has learnt to find the most frequent
-word of a document and the longest of some lists, and to walk with values in answers of up to 8K
-tokens; the bundled model does none of this. Counting, frequent words in their order and sums no
-model of ours has learnt (`aggregation.py` says why): training evaluates them, and they are not
-here.
+`DEFAULT_TASKS` are asked if no task is named: what recall-7m, which was bundled before, answers
+too. `RECALL_2_TASKS` only recall-2 has learnt: the most frequent word of a document, the longest
+of some lists, and walks with values in answers of up to 8K tokens. Counting, frequent words in
+their order and sums no model of ours has learnt (`aggregation.py` says why): training evaluates
+them, and they are not here.
 
 Long answers in which later tokens need earlier ones are pointer_chasing and two_walkers (200 to
 1000 tokens) and long_walk (half the prompt); copy asks for long answers too.
@@ -48,10 +47,10 @@ TASKS: Mapping[str, Task] = MappingProxyType({
 })  # fmt: skip
 
 RECALL_2_TASKS = ("most_frequent", "longest_list", "long_walk")
-"""Tasks that recall-2 has learnt and the bundled model has not."""
+"""Tasks that recall-2, the bundled model, has learnt and recall-7m has not."""
 
-BUNDLED_TASKS = tuple(task for task in TASKS if task not in RECALL_2_TASKS)
-"""Tasks that the bundled model answers: what is asked of models with its words by default."""
+DEFAULT_TASKS = tuple(task for task in TASKS if task not in RECALL_2_TASKS)
+"""What is asked of models with the bundled one's words if nothing is named."""
 
 DEPTH_TASKS = frozenset({"single_noise", "single_essay", "multi_key_few", "multi_key_full"})
 """Tasks that ask for one needle, whose place can be chosen."""

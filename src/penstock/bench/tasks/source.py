@@ -14,7 +14,7 @@ from penstock.bench.tasks.english.registry import (
     make_english_sample,
 )
 from penstock.bench.tasks.jsonl import Record, read_records, record_sample
-from penstock.bench.tasks.recall import BUNDLED_TASKS, DEPTH_TASKS, TASKS, make_sample
+from penstock.bench.tasks.recall import DEFAULT_TASKS, DEPTH_TASKS, TASKS, make_sample
 from penstock.bench.tasks.sample import Sample
 from penstock.bench.tasks.words import Words
 from penstock.core.errors import ConfigError
@@ -95,7 +95,7 @@ class GeneratedTasks:
     @property
     def default_names(self) -> Sequence[str]:
         """All English tasks; of the recall tasks those that the bundled model answers."""
-        return self.names if self._words is None else BUNDLED_TASKS
+        return self.names if self._words is None else DEFAULT_TASKS
 
     @property
     def depth_names(self) -> frozenset[str]:
