@@ -89,7 +89,7 @@ def test_the_divergence_of_a_model_of_one_layer(
         return logits
 
     true = said(None).log_softmax(-1)
-    for mask, cost in zip(masks, meter.errors()[0], strict=True):
+    for mask, cost in zip(masks, meter.costs()[0], strict=True):
         found = said(mask).log_softmax(-1)
         expected = float((true.exp() * (true - found)).sum(-1).mean())
         assert cost == pytest.approx(expected, rel=1e-3)
@@ -103,15 +103,17 @@ def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, cache = read(model, 300)
     before = copy.deepcopy(cache)
     meter = RankMeter(model, inspect_model(model).tiered_layers, 24)
-    meter.add(text, cache, bases(model, 24))
-    costs = meter.errors()
+    told: list[int] = []
+    meter.add(text, cache, bases(model, 24), told.append)
+    assert sum(told) == meter.tokens_read(300) == 3 * 3 * QUERIES
+    costs = meter.costs()
     assert (len(costs), len(costs[0])) == (3, 3)
     assert all(cost > 0 for row in costs for cost in row)
     for now, then in zip(cache.layers, before.layers, strict=True):
         assert torch.allclose(now.keys, then.keys, atol=1e-4), "the cache comes back"
     again = RankMeter(model, inspect_model(model).tiered_layers, 24)
     again.add(text, cache, bases(model, 24))
-    assert torch.allclose(torch.tensor(again.errors()), torch.tensor(costs), rtol=1e-2, atol=1e-5)
+    assert torch.allclose(torch.tensor(again.costs()), torch.tensor(costs), rtol=1e-2, atol=1e-5)
 
 
 def test_the_mean_over_texts() -> None:
@@ -122,8 +124,8 @@ def test_the_mean_over_texts() -> None:
         one = RankMeter(model, layers, 8)
         for meter in (one, both):
             meter.add(*read(model, tokens), by_rank)
-        alone.append(torch.tensor(one.errors()))
-    assert torch.allclose(torch.tensor(both.errors()), (alone[0] + alone[1]) / 2)
+        alone.append(torch.tensor(one.costs()))
+    assert torch.allclose(torch.tensor(both.costs()), (alone[0] + alone[1]) / 2)
     assert not torch.allclose(alone[0], alone[1])
 
 
@@ -135,5 +137,7 @@ def test_nothing_to_measure(family: str, tokens: int, rank: int) -> None:
     model = tiny_model(family)
     text, cache = read(model, tokens)
     meter = RankMeter(model, inspect_model(model).tiered_layers, rank)
-    meter.add(text, cache, bases(model, rank))
-    assert meter.errors() == ()
+    told: list[int] = []
+    meter.add(text, cache, bases(model, rank), told.append)
+    assert meter.costs() == ()
+    assert sum(told) == meter.tokens_read(tokens), "told as read all the same"

@@ -1,6 +1,7 @@
 """Calibration: fit a model's low-rank adapter on text, and see which queries can be predicted."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def calibrate(
         rank: components to keep; default 128, or the whole width if that is less.
         window_tokens: longest piece of a text that is read at once.
         path: where to save the adapter, if anywhere.
-        progress: called with (tokens done, tokens in all) over both passes.
+        progress: called with (tokens done, tokens in all) over both passes, those that are read
+            again among them (32 for every layer and every 8 components of the rank).
 
     Returns:
         The adapter, with the model's fingerprint.
@@ -60,7 +62,16 @@ def calibrate(
     windows = [piece for piece in windows if len(piece) > 1]
     if not windows:
         raise PromptError("there is no text to calibrate on")
-    total, done = 2 * sum(len(piece) for piece in windows), 0
+    ranks = RankMeter(model, shape.tiered_layers, rank)
+    read = sum(len(piece) for piece in windows)
+    total, done = 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows), 0
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress is not None:
+            progress(done, total)
+
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
     queries, cosines = LastQueries(model), _CosineMeter(shape)
     for piece in windows:
@@ -69,29 +80,31 @@ def calibrate(
             keys = _joint_keys(cache, layer)
             moments[tier] += (keys.T @ keys).cpu()
         cosines.add(queries)
-        done += len(piece)
-        if progress is not None:
-            progress(done, total)
-    bases = [fit_basis(moment, rank) for moment in moments]
-    peaks = [torch.zeros(rank) for _ in bases]
-    ranks = RankMeter(model, shape.tiered_layers, rank)
+        tell(len(piece))
+    layers = [_adapter_of(fit_basis(moment, rank)) for moment in moments]
     for piece in windows:
         cache = _read(model, piece, queries)
-        ranks.add(piece, cache, bases)
-        for tier, layer in enumerate(shape.tiered_layers):
-            keys = _joint_keys(cache, layer)
-            reach = (keys @ bases[tier].to(keys.device)).abs().amax(dim=0).cpu()
-            peaks[tier] = torch.maximum(peaks[tier], reach)
-        done += len(piece)
-        if progress is not None:
-            progress(done, total)
-    layers = [LayerAdapter(basis, peak) for basis, peak in zip(bases, peaks, strict=True)]
-    adapter = LowRankAdapter(
-        layers, fingerprint(model), total // 2, cosines.means(), ranks.errors()
-    )
+        layers = [
+            _reaching(each, _joint_keys(cache, layer))
+            for each, layer in zip(layers, shape.tiered_layers, strict=True)
+        ]
+        ranks.add(piece, cache, [layer.basis for layer in layers], tell)
+        tell(len(piece))
+    adapter = LowRankAdapter(layers, fingerprint(model), read, cosines.means(), ranks.costs())
     if path is not None:
         adapter.save(path)
     return adapter
+
+
+def _adapter_of(basis: Tensor) -> LayerAdapter:
+    """One layer's, before any key was seen."""
+    return LayerAdapter(basis, torch.zeros(basis.shape[1]))
+
+
+def _reaching(layer: LayerAdapter, keys: Tensor) -> LayerAdapter:
+    """With a range that holds these keys' components too. keys: [tokens, joint_dim]"""
+    reach = (keys @ layer.basis.to(keys.device)).abs().amax(dim=0).cpu()
+    return replace(layer, peak=torch.maximum(layer.peak, reach))
 
 
 def _read(model: PreTrainedModel, tokens: Tensor, queries: LastQueries) -> DynamicCache:

@@ -1,6 +1,6 @@
 """RankMeter: what a low-rank index of each layer costs by its rank, in nats of what is said."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,15 +43,25 @@ class RankMeter:
         self._sums = torch.zeros(len(self._layers), len(self._ranks), dtype=torch.float64)
         self._texts = 0
 
-    def add(self, tokens: Tensor, cache: DynamicCache, bases: Sequence[Tensor]) -> None:
+    def tokens_read(self, tokens: int) -> int:
+        """How many tokens a text of so many makes the model read again."""
+        return QUERIES * len(self._layers) * len(self._ranks) if tokens >= LEAST_TOKENS else 0
+
+    def add(
+        self, tokens: Tensor, cache: DynamicCache, bases: Sequence[Tensor],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         """Measure on one text; does nothing where it is short or the cache cannot go back.
 
         Args:
             tokens: of the text, int64. [tokens]
             cache: of all of them; it comes back as it was.
             bases: of the layers. Each [kv_heads * head_dim, rank]
+            progress: called with the number of tokens just read, `tokens_read` in all.
         """
-        if len(tokens) < LEAST_TOKENS or not self._ranks or not _can_go_back(self._model, cache):
+        to_read = self.tokens_read(len(tokens))
+        if not to_read or not _can_go_back(self._model, cache):
+            progress(to_read)
             return
         cache.crop(-QUERIES)
         with self._queries.watching():
@@ -67,6 +77,7 @@ class RankMeter:
                     said = self._read(tokens, cache)
                 divergence = (true.exp() * (true - said)).sum(-1).mean()
                 self._sums[i, j] += float(divergence)
+                progress(QUERIES)
         cache.crop(-QUERIES)
         self._read(tokens, cache)
         self._texts += 1
@@ -78,7 +89,7 @@ class RankMeter:
             logits: Tensor = self._model(last, past_key_values=cache, use_cache=True).logits
         return logits[0].float().log_softmax(-1)
 
-    def errors(self) -> tuple[tuple[float, ...], ...]:
+    def costs(self) -> tuple[tuple[float, ...], ...]:
         """Mean over the texts, nats a token. [layers, rank // UNIT]; nothing without a text."""
         if not self._texts:
             return ()
