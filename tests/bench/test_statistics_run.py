@@ -263,7 +263,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     # What calibration measured on other text: docs/policies.md.
     cosines = figures["prediction"]["cosine"]
     assert cosines[0] is None
-    assert min(cosines[1:]) == cosines[1]
+    assert min(cosines[1:]) in (cosines[1], cosines[3])
     assert max(cosines[1:]) in (cosines[4], cosines[5])
     text = "\n".join(shown)
     for source in ("KVSwap", "HillInfer 4.2", "LouisKV 3.2", "DynaKV 2.3", "Locality-aware"):

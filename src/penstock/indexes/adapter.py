@@ -184,4 +184,5 @@ def _require_measured(
 
 def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """A matrix of an open file, row by row; nothing where there is none."""
-    return tuple(map(tuple, file.get_tensor(name).tolist())) if name in file.keys() else ()  # noqa: SIM118
+    names = set(file.keys())
+    return tuple(map(tuple, file.get_tensor(name).tolist())) if name in names else ()

@@ -173,11 +173,10 @@ class TieredCache(Cache):  # type: ignore[misc]
             shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
-            device=device,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
-            past=past, must_tier=must_tier, sealed=sealed,
-            progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
+            past=past, must_tier=must_tier, sealed=sealed, device=device, progress=progress,
+            prompt_tokens=prompt_tokens, index_progress=index_progress,
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)

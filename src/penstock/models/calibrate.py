@@ -64,14 +64,7 @@ def calibrate(
         raise PromptError("there is no text to calibrate on")
     ranks = RankMeter(model, shape.tiered_layers, rank)
     read = sum(len(piece) for piece in windows)
-    total, done = 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows), 0
-
-    def tell(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        if progress is not None:
-            progress(done, total)
-
+    tell = _sums(progress, 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows))
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
     queries, cosines = LastQueries(model), _CosineMeter(shape)
     for piece in windows:
@@ -94,6 +87,19 @@ def calibrate(
     if path is not None:
         adapter.save(path)
     return adapter
+
+
+def _sums(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """Tells `progress` of tokens as they come, all so far and `total`."""
+    done = 0
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress is not None:
+            progress(done, total)
+
+    return tell
 
 
 def _adapter_of(basis: Tensor) -> LayerAdapter:
