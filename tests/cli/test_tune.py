@@ -1,14 +1,17 @@
 """`penstock tune`: what a person sees, the file, and bad input in one line."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from penstock.bench.tasks.recall import make_sample
 from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
+from penstock.models.loader import load
 from penstock.tuner import engine_run
 
 RUN = CliRunner()
@@ -23,7 +26,11 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("The grass is green . The sky is blue . " * 220)
+    tokenizer = load("recall").tokenizer
+    assert tokenizer is not None
+    vocabulary = tokenizer.get_vocab()
+    sample = make_sample("two_walkers", 1800, random.Random("tune"), vocabulary)
+    path.write_text(f"{sample.prompt} {sample.answer}")
     return path
 
 

@@ -1,5 +1,6 @@
 """tune(): from a model and a budget to a config that runs; interruptions, refusals, quality."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.bench.tasks.recall import make_sample
 from penstock.core.errors import BudgetError, ConfigError, StorageError
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -33,9 +35,12 @@ def recall() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory: pytest.TempPathFactory, recall: LoadedModel) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(WORDS * 120)
+    assert recall.tokenizer is not None
+    vocabulary = recall.tokenizer.get_vocab()
+    sample = make_sample("two_walkers", 2000, random.Random("tune"), vocabulary)
+    path.write_text(f"{sample.prompt} {sample.answer}")
     return path
 
 

@@ -33,8 +33,11 @@ class RankMeter:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], rank: int) -> None:
-        """Args:
-        layers: those that an index is made for, by their place in the model.
+        """Prepare to measure.
+
+        Args:
+            layers: those that an index is made for, by their place in the model.
+            rank: components that a layer's basis has.
         """
         self._model = model
         self._layers = tuple(layers)
