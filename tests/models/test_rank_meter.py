@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.models import rank_meter
+from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import inspect_model
 from penstock.models.rank_meter import QUERIES, RankMeter, selections
 from penstock.testing.tiny_models import FAMILIES, tiny_model
@@ -76,8 +77,12 @@ def test_the_divergence_of_a_model_of_one_layer(
     meter.add(text, copy.deepcopy(cache), [basis])
 
     held: Any = cache.layers[0]
-    meter_query = meter._queries.true(0, QUERIES)[0]
-    masks = list(selections(meter_query, held.keys[0], basis, (8, 16)))
+    queries, past = LastQueries(model), copy.deepcopy(cache)
+    past.crop(-QUERIES)
+    with queries.watching(), torch.no_grad():
+        model(text[None, -QUERIES:], past_key_values=past)
+    query = queries.true(0, QUERIES)[0]
+    masks = list(selections(query, held.keys[0], basis, (8, 16)))
 
     def said(mask: Tensor | None) -> Tensor:
         past = copy.deepcopy(cache)

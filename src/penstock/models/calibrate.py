@@ -1,6 +1,7 @@
 """Calibration: fit a model's low-rank adapter on text, and see which queries can be predicted."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,11 @@ def calibrate(
             keys = _joint_keys(cache, layer)
             moments[tier] += (keys.T @ keys).cpu()
         cosines.add(queries)
+        queries.forget()
         tell(len(piece))
     layers = [_adapter_of(fit_basis(moment, rank)) for moment in moments]
     for piece in windows:
-        cache = _read(model, piece, queries)
+        cache = _read(model, piece)
         layers = [
             _reaching(each, _joint_keys(cache, layer))
             for each, layer in zip(layers, shape.tiered_layers, strict=True)
@@ -113,7 +115,9 @@ def _reaching(layer: LayerAdapter, keys: Tensor) -> LayerAdapter:
     return replace(layer, peak=torch.maximum(layer.peak, reach))
 
 
-def _read(model: PreTrainedModel, tokens: Tensor, queries: LastQueries) -> DynamicCache:
+def _read(
+    model: PreTrainedModel, tokens: Tensor, queries: LastQueries | None = None
+) -> DynamicCache:
     """The cache after one text; `queries` watches its last chunk."""
     device = model.get_input_embeddings().weight.device
     cache = DynamicCache(config=model.config)
@@ -121,7 +125,7 @@ def _read(model: PreTrainedModel, tokens: Tensor, queries: LastQueries) -> Dynam
     with torch.no_grad():
         for piece in before:
             model(piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        with queries.watching():
+        with nullcontext() if queries is None else queries.watching():
             model(last[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 

@@ -41,6 +41,10 @@ class LastQueries:
 
         return watch
 
+    def forget(self) -> None:
+        """Let go of the inputs, and of the cache that came with them."""
+        self._inputs = {}
+
     def true(self, layer: int, count: int) -> Tensor:
         """The layer's own of the last `count` tokens. float32 [1, heads, count, head_dim]"""
         return self.made_from(layer, layer, count)

@@ -83,6 +83,7 @@ class RankMeter:
                 progress(QUERIES)
         cache.crop(-QUERIES)
         self._read(tokens, cache)
+        self._queries.forget()
         self._texts += 1
 
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
