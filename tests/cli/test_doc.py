@@ -220,6 +220,7 @@ def test_verify_and_repair(library: Path, answer_to_it: str) -> None:
     mended = run("verify", "--repair", "green")
     assert "damage was found: 4 tokens are prefilled again" in mended.stderr
     assert "green: restored 237 of 241 tokens, recomputed 4" in mended.stderr
+    assert "green: sound, " in run("verify", "green").stderr, "what was mended is in other units"
     assert run("ask", "green", ASKED, *FEW).stdout == f"{answer_to_it}\n"
 
 

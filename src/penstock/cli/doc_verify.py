@@ -1,5 +1,6 @@
 """verify(): check one document with progress, say what is damaged, and mend it if wanted."""
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ def verify(
     shelf: "Shelf", name: str, *, repair: bool, model: str | None, device: str, dtype: str | None
 ) -> bool:
     """Check a document; returns whether it is sound now."""
+    from penstock.generation.documents.contents import needed, read_groups
     from penstock.storage.documents import StoredDocument
 
     console = Console(stderr=True, highlight=False, markup=False)
@@ -91,6 +93,8 @@ def verify(
 
         with ByteProgress(console, f"verify {name}") as progress:
             damage = stored.verify(note)
+        with contextlib.suppress(DocumentDamagedError):
+            damage = needed(damage, read_groups(stored))
     gone_s = time.perf_counter() - started_s
     if not damage:
         rate = format_bytes(total / max(gone_s, 1e-6))

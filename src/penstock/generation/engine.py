@@ -54,7 +54,8 @@ class LLM:
             else a shipped one.
         dtype: of weights and cache, when a model is loaded here; None as stored.
         device: where to load the model, "cpu" or "cuda".
-        prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory.
+        prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory. A single
+            token would be a decode step, so that with 1 it is two.
         config: what `penstock tune` found, or the path of its file. Each call to `generate` takes
             the solution for its batch and length.
 
@@ -95,7 +96,7 @@ class LLM:
         if self._choices.config is not None:
             self._choices.config.check(fingerprint(self.model), self._loaded.name)
         self._exact = exact
-        self._prefill_chunk_size = prefill_chunk_size
+        self._prefill_chunk_size = max(2, prefill_chunk_size)
 
     @property
     def model(self) -> CausalLM:

@@ -54,9 +54,15 @@ def _open_nameless(directory: str, flags: int) -> int:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
                 raise
     path = os.path.join(directory, f".penstock-{secrets.token_hex(8)}")
-    descriptor = os.open(
-        path, flags | os.O_CREAT | os.O_EXCL | getattr(os, "O_TEMPORARY", 0), 0o600
-    )
+    flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_TEMPORARY", 0)
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise  # somebody else's
+    except OSError:  # Linux makes the file before it finds that it cannot be read directly
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
     if not hasattr(os, "O_TEMPORARY"):  # Windows: gone when closed; elsewhere: gone now
         os.unlink(path)
     return descriptor
@@ -123,7 +129,7 @@ def file_system(path: str) -> str:
     """The file system type that `path` lies on ("ext4"), or "" when the system does not say."""
     real, best, kind = os.path.realpath(path), "", ""
     try:
-        with open("/proc/self/mounts", encoding="utf-8") as mounts:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 _, point, name, *_ = line.split(" ")
                 inside = real == point or real.startswith(point.rstrip("/") + "/")

@@ -1,7 +1,7 @@
 """What a stored document says of itself: its tokens, where their units are, index and windows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from penstock.core.errors import DocumentDamagedError, DocumentFormatError
 from penstock.models.cache_adapter import TieredCache
 from penstock.policies import SelectionPolicy
 from penstock.policies.search_space import policy_from
-from penstock.storage.documents import StoredDocument
+from penstock.storage.documents import Damage, StoredDocument
 
 TOKENS, GROUPS, WINDOWS = "tokens", "groups", "windows"
 """Blobs: token ids, int32 little endian; the unit of each group, int64; sliding windows."""
@@ -91,6 +91,20 @@ def read_groups(stored: StoredDocument) -> NDArray[np.int64]:
         DocumentDamagedError: they are not what was stored.
     """
     return np.frombuffer(stored.blob(GROUPS), dtype="<i8").astype(np.int64)
+
+
+def needed(damage: Damage, units: NDArray[np.int64]) -> Damage:
+    """Damage less that of units which hold nothing of the text any more: what was mended is in
+    others.
+
+    Args:
+        units: of the groups; negative where nobody knows, and all units count then. [groups]
+    """
+    if (units < 0).any():
+        return damage
+    used = set(units.tolist())
+    lost = {layer: sorted(used & set(each)) for layer, each in damage.units.items()}
+    return replace(damage, units={layer: each for layer, each in lost.items() if each})
 
 
 def read_index(stored: StoredDocument, layer: int) -> Mapping[str, Tensor] | None:

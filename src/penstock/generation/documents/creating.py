@@ -98,10 +98,10 @@ def _prefill(
 ) -> None:
     """Prefill what the cache does not hold yet."""
     model: Any = loaded.model
+    chunk = max(2, chunk)  # a single token would be a decode step over a selection
     done = cache.get_seq_length()
     progress(done, len(tokens))
     while done < len(tokens):
-        # A single token would be a decode step over a selection.
         size = chunk + 1 if len(tokens) - done == chunk + 1 else chunk
         part = torch.tensor([tokens[done : done + size]], device=model.device)
         with torch.no_grad():

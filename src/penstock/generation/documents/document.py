@@ -1,14 +1,16 @@
 """Document: a stored text of one model; answers questions behind it without prefilling it again."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from penstock.core.errors import ConfigError, DocumentDamagedError, PromptError
 from penstock.generation.answer_watch import OnText
-from penstock.generation.documents.contents import About
+from penstock.generation.documents.contents import About, needed
 from penstock.generation.documents.creating import create_document
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.recovery import (
@@ -36,6 +38,7 @@ from penstock.models.loader import CausalLM, LoadedModel
 from penstock.policies import SelectionPolicy
 from penstock.storage.documents import Damage, DocumentWriter
 
+_Caches: TypeAlias = "WeakSet[TieredCache]"
 _MOST_RECOVERIES = 3
 """A disk that damages again what was just mended is given up."""
 
@@ -61,7 +64,8 @@ class Document:
     def __init__(self, opened: OpenDocument) -> None:
         """Take over an open generation; use `create` or `open`."""
         self._opened = opened
-        self._former: list[OpenDocument] = []
+        self._former: list[tuple[OpenDocument, _Caches]] = []
+        self._caches: _Caches = WeakSet()
         self.written_bytes = 0
         """Written to the document since it was opened, padding and checksums included."""
 
@@ -188,6 +192,7 @@ class Document:
             adapter=opened.settings.adapter, past=opened.past(with_index=own),
             sealed=opened.settings.sealed, **options,
         )  # fmt: skip
+        self._caches.add(cache)
         opened.restore_windows(cache)
         return cache
 
@@ -214,6 +219,8 @@ class Document:
         Raises:
             PromptError: a question is empty, or too long behind this text.
             DocumentDamagedError: damage that cannot be mended.
+            DocumentBusyError: an answer is to be kept, or damage mended, while somebody else writes
+                to the document, or after they did.
             ConfigError, StorageError: as for `cache`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -249,13 +256,18 @@ class Document:
         ids = self._question_ids(question)
         batch = llm.batch_of([[*opened.tokens, *ids]], params)
         batch = replace(batch, texts=[question if isinstance(question, str) else None])
-        with self.cache(new_tokens=len(ids) + params.max_tokens, **options) as cache:
-            [output] = llm.answer(
-                batch, params, cache, on_text=attempt.tell,
-                recomputed_tokens=min(recomputed, opened.about.tokens),
-            )  # fmt: skip
-            if keep:
-                self._keep(cache, [*batch.token_ids[0], *output.token_ids])
+        with ExitStack() as stack:
+            writer = stack.enter_context(self._extend()) if keep else None  # or refused at once
+            cache = self.cache(new_tokens=len(ids) + params.max_tokens, **options)
+            with cache:
+                [output] = llm.answer(
+                    batch, params, cache, on_text=attempt.tell,
+                    recomputed_tokens=min(recomputed, opened.about.tokens),
+                )  # fmt: skip
+                if writer is not None:
+                    self._keep(writer, cache, [*batch.token_ids[0], *output.token_ids])
+        if keep:
+            self._reopen()
         return output
 
     def _question_ids(self, question: Prompt) -> list[int]:
@@ -272,24 +284,34 @@ class Document:
             raise PromptError("the question is empty: it has zero tokens")
         return [*self.about.pending, *ids]
 
-    def _keep(self, cache: TieredCache, tokens: list[int]) -> None:
+    def _extend(self) -> DocumentWriter:
+        opened = self._opened
+        return DocumentWriter.extend(
+            opened.folder, key=opened.settings.key, generation=opened.stored.generation
+        )
+
+    def _keep(self, writer: DocumentWriter, cache: TieredCache, tokens: list[int]) -> None:
         """Append what a cache holds behind the text, all or nothing."""
         opened, length = self._opened, cache.get_seq_length()
         held = opened.groups[: opened.about.tokens // opened.about.group_tokens]
         about = replace(opened.about, tokens=length, pending=tokens[length:])
-        with DocumentWriter.extend(opened.folder, key=opened.settings.key) as writer:
-            store_cache(
-                cache, writer, tokens[:length], held, identity=opened.identity, about=about,
-                progress=_unseen,
-            )  # fmt: skip
-            self.written_bytes += writer.written_bytes
-        self._reopen()
+        store_cache(
+            cache, writer, tokens[:length], held, identity=opened.identity, about=about,
+            progress=_unseen,
+        )  # fmt: skip
+        self.written_bytes += writer.written_bytes
 
     def _reopen(self) -> None:
-        """Go on with the newest generation; caches of the former one still read theirs."""
+        """Go on with the newest generation; a former one is closed once no cache reads it."""
         opened = self._opened
-        self._former.append(opened)
         self._opened = OpenDocument.open(opened.reader, opened.folder)
+        generations = [*self._former, (opened, self._caches)]
+        self._former, self._caches = [], WeakSet()
+        for former, caches in generations:
+            if any(cache._open for cache in caches):
+                self._former.append((former, caches))
+            else:
+                former.stored.close()
 
     # Damage -----------------------------------------------------------------------------------
 
@@ -299,10 +321,7 @@ class Document:
         Args:
             on_bytes: called with the bytes checked so far and all of them.
         """
-        damage = self._opened.stored.verify(on_bytes)
-        used = set(self._opened.groups.tolist())  # what was mended is in other units now
-        lost = {layer: sorted(used & set(units)) for layer, units in damage.units.items()}
-        return replace(damage, units={layer: units for layer, units in lost.items() if units})
+        return needed(self._opened.stored.verify(on_bytes), self._opened.groups)
 
     def recover(
         self, damage: Damage | None = None, *, on_bytes: OnBytes = _unseen,
@@ -318,7 +337,7 @@ class Document:
 
         Raises:
             DocumentDamagedError: the tokens themselves are damaged; the text must be added anew.
-            DocumentBusyError: somebody else is writing to the document.
+            DocumentBusyError: somebody else is writing to the document, or has since it was opened.
         """
         opened, about = self._opened, self.about
         damage = self.verify(on_bytes) if damage is None else damage
@@ -342,9 +361,10 @@ class Document:
 
     def close(self) -> None:
         """Let the files go; caches over them can read no more. A second call does nothing."""
-        for opened in (*self._former, self._opened):
-            opened.stored.close()
+        for former, _ in self._former:
+            former.stored.close()
         self._former.clear()
+        self._opened.stored.close()
 
     def __enter__(self) -> "Document":
         return self

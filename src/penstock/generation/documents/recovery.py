@@ -108,11 +108,13 @@ def mend(
         Bytes written.
 
     Raises:
-        DocumentBusyError: somebody else is writing to the document.
+        DocumentBusyError: somebody else is writing to the document, or has since it was opened.
         StorageError: the disk failed, or is full; the document stays as it was.
     """
     stored, settings = opened.stored, opened.settings
-    with DocumentWriter.extend(opened.folder, key=settings.key, repair=True) as writer:
+    with DocumentWriter.extend(
+        opened.folder, key=settings.key, generation=stored.generation, repair=True
+    ) as writer:
         groups, fresh = opened.groups, dict[str, bytes]()
         if ranges.groups:
             with _exact_cache(opened, ranges) as cache:
@@ -141,7 +143,9 @@ def remake_index(opened: OpenDocument, names: set[str]) -> int:
         As `mend`; BudgetError: the document's own budget is too small here.
     """
     memory = opened.budget(opened.about.memory)
-    with DocumentWriter.extend(opened.folder, key=opened.settings.key) as writer:
+    with DocumentWriter.extend(
+        opened.folder, key=opened.settings.key, generation=opened.stored.generation
+    ) as writer:
         with TieredCache(
             opened.loaded.model, opened.policy, memory, "memory", max_tokens=opened.about.tokens,
             adapter=opened.settings.adapter, past=opened.past(with_index=False),

@@ -35,7 +35,8 @@ class DocumentSettings:
         memory: budget of each cache: as for `TieredCache`, or "stored"
         store: where caches keep what is new: "auto", a folder, "memory"
         adapter: a low-rank adapter's file; None: one that ships with the model
-        prefill_chunk_size: tokens per forward pass
+        prefill_chunk_size: tokens per forward pass; a single one would be a decode step, so that
+            with 1 it is two
         wrap: applied to the file of each layer: a simulated device
     """
 

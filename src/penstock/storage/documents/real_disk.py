@@ -203,6 +203,9 @@ class RealDisk(Disk):
             os.close(descriptor)
 
 
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL)
+"""What volumes that do not know F_FULLFSYNC say: shares and FUSE."""
+
 REAL_DISK = RealDisk()
 """Keeps no state."""
 
@@ -219,6 +222,10 @@ def _sync(descriptor: int) -> None:
     import fcntl
 
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync stops at the device's cache
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(descriptor)

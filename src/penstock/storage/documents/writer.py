@@ -123,16 +123,19 @@ class DocumentWriter:
 
     @classmethod
     def extend(
-        cls, folder: Path, *, key: bytes | None = None, disk: Disk = REAL_DISK, repair: bool = False
-    ) -> "DocumentWriter":
+        cls, folder: Path, *, key: bytes | None = None, disk: Disk = REAL_DISK,
+        generation: int | None = None, repair: bool = False,
+    ) -> "DocumentWriter":  # fmt: skip
         """Go on behind the last commit; what an interrupted one left is dropped.
 
         Args:
+            generation: that the caller has read and goes on from; None: whichever is the last.
             repair: also where files of units are short or missing. They get their length back; the
                 units that they lost stay damaged, for whoever appends them anew.
 
         Raises:
-            DocumentBusyError: there is a writer already, or the document is being removed.
+            DocumentBusyError: there is a writer already, the document is being removed, or
+                somebody has committed since `generation`.
             DocumentError: there is no document, or it is unfinished.
             DocumentKeyError, DocumentFormatError, DocumentDamagedError: as for opening.
             StorageError: the disk failed.
@@ -150,6 +153,11 @@ class DocumentWriter:
             raw = load_manifest(opened, folder)
             manifest, sealer = read_manifest(raw, key)
             assert sealer is not None
+            if generation is not None and manifest.generation != generation:
+                raise DocumentBusyError(
+                    f"somebody else has written to the document in {folder} since it was opened; "
+                    "open it again"
+                )
             try:
                 file = opened.open(seals_file(manifest.seals.generation))
             except FileNotFoundError as error:
