@@ -118,6 +118,12 @@ class KeyIndex(ABC):
 
     num_prompt_queries: ClassVar[int] = 0
     """Newest queries of the prompt that `see_queries` wants."""
+
+    @property
+    def wanted_queries(self) -> int:
+        """As `num_prompt_queries`, of the prompt that comes next."""
+        return self.num_prompt_queries
+
     looks_first: ClassVar[bool] = False
     """Whether all keys of the prompt pass through `look` before they are appended."""
 
@@ -136,6 +142,13 @@ class KeyIndex(ABC):
             sample: the keys themselves are appended afterwards. [batch, tokens, kv_heads, head_dim]
             positions: cache positions of the sample's tokens. int64 [tokens]
         """
+
+    refits: ClassVar[bool] = False
+    """Whether a `fit` to few tokens is made again while tokens are decoded, after `forget_fit`."""
+
+    def forget_fit(self) -> None:  # noqa: B027 - optional
+        """What `fit` learnt is of another text, or of too little: not `ready` any more, where `fit`
+        is what made it so. Indexes that notice a new prompt by themselves do nothing."""
 
     def state(self, num_units: int) -> dict[str, Tensor] | None:
         """What `load_state` needs to go on with the first `num_units` units, one row's.

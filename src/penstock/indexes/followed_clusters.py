@@ -68,7 +68,7 @@ class FollowedClusters(KeyIndex):
                 something is selected or taken in. [batch, capacity, head_dim]
         """
         assert shape.num_kv_heads == 1, "one KV head a row"
-        self.sizes, self._scaling = sizes, scaling
+        self.sizes, self.scaling = sizes, scaling
         self.clusters = AdaptiveClusters(
             rows=batch, dim=shape.head_dim, max_tokens=max_tokens,
             max_clusters=sizes.capacity(max_tokens),
@@ -170,7 +170,7 @@ class FollowedClusters(KeyIndex):
     def _scores(self, query: Tensor, sizes: NDArray[np.int64]) -> NDArray[np.float32]:
         """Softmax over clusters per query head, mean over the row's heads; minus one where a
         cluster has nothing to offer. As `kernels.unit_selection.unit_scores`, in a few calls."""
-        asked = query.detach().float().cpu().numpy() * np.float32(self._scaling)
+        asked = query.detach().float().cpu().numpy() * np.float32(self.scaling)
         centroids = self.clusters.statistics.centroids[:, : sizes.shape[1]]
         logits: NDArray[np.float32] = asked @ centroids.transpose(0, 2, 1)
         empty = sizes == 0

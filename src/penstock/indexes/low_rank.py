@@ -1,7 +1,7 @@
 """LowRankIndex: joint-head keys projected to a few dimensions (KVSwap 3.2, Eq. 1)."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ class LowRankIndex(KeyIndex):
     then the second ones, ..., so that the maximum over a group is over whole planes.
     """
 
+    _basis: Tensor
+    _step: Tensor
+    _per_step: Tensor
+    _scaled_step: Tensor
+
     def __init__(
         self,
         shape: KVShape,
@@ -80,7 +85,7 @@ class LowRankIndex(KeyIndex):
         self._scaling = scaling
         self._device = device
         self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
-        self._ready = False
+        self._ready = self._fitted = False
         self._selection: GroupSelection | None = None
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_groups // BLOCK_GROUPS)
@@ -144,21 +149,31 @@ class LowRankIndex(KeyIndex):
 
         Differences: the paper fits offline on calibration text.
         """
-        self._use(fit_layer(sample.flatten(0, 1).flatten(1), self._rank))
+        self._use(fit_layer(sample.flatten(0, 1).flatten(1), self._rank), again=self._fitted)
+        self._fitted = True
 
-    def _use(self, adapter: LayerAdapter) -> None:
+    refits: ClassVar[bool] = True
+
+    def forget_fit(self) -> None:
+        """See `KeyIndex.forget_fit`; a basis of an adapter or a document stays."""
+        if self._fitted:
+            self._ready = False
+
+    def _use(self, adapter: LayerAdapter, *, again: bool = False) -> None:
         layer = adapter.truncated(self._rank)
         step = torch.ones_like(layer.peak)
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
-        self._take_basis(layer.basis, step)
+        self._take_basis(layer.basis, step, again=again)
 
-    def _take_basis(self, basis: Tensor, step: Tensor) -> None:
+    def _take_basis(self, basis: Tensor, step: Tensor, *, again: bool = False) -> None:
         # One matrix serves keys and queries; the quantisation step is folded into the queries.
-        self._basis = basis.to(self._device, self._shape.dtype)
-        self._step = step.float().to(self._device)
-        self._per_step = self._step.reciprocal()
-        self._scaled_step = self._step * self._scaling
+        basis, step = basis.to(self._device, self._shape.dtype), step.float().to(self._device)
+        made = [basis, step, step.reciprocal(), step * self._scaling]
+        if again:  # a CUDA graph may have the places of the former ones
+            former = [self._basis, self._step, self._per_step, self._scaled_step]
+            made = [old.copy_(new) for old, new in zip(former, made, strict=True)]
+        self._basis, self._step, self._per_step, self._scaled_step = made
         self._ready = True
         self._selection = None
 
@@ -223,6 +238,7 @@ class LowRankIndex(KeyIndex):
         assert isinstance(other, LowRankIndex)
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
+            self._fitted = other._fitted
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
             self._selection = None
         for block in range(self._codes.shape[1]):

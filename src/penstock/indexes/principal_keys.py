@@ -84,6 +84,12 @@ class ProjectedKeysIndex(KeyIndex):
         centre = torch.matmul(by_head.mean(dim=2, keepdim=True), basis)
         self._use(basis.to(self._shape.dtype).contiguous(), centre.flatten(1).unsqueeze(1))
 
+    refits: ClassVar[bool] = True
+
+    def forget_fit(self) -> None:
+        """See `KeyIndex.forget_fit`."""
+        self._basis = None
+
     def _use(self, basis: Tensor, centre: Tensor) -> None:
         self._basis, self._centre = basis, centre
         if self._codes.numel() == 0:
@@ -155,6 +161,11 @@ class SkewedKeysIndex(ProjectedKeysIndex):
     """
 
     num_prompt_queries: ClassVar[int] = 64
+
+    @property
+    def wanted_queries(self) -> int:
+        """See `KeyIndex.wanted_queries`: none once there is a basis."""
+        return 0 if self.ready else self.num_prompt_queries
 
     _seen: tuple[Tensor, Tensor] | None = None
     """Rotation, and mean magnitude of the queries' columns after it."""

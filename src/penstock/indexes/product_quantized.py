@@ -98,6 +98,10 @@ class ProductQuantizedIndex(KeyIndex):
         self._sample = PromptSample(rows, self._max_tokens, head_dim, self._centroids)
         self._ready = True
 
+    def forget_fit(self) -> None:
+        """See `KeyIndex.forget_fit`."""
+        self._ready = False
+
     def look(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.look`."""
         assert self._sample is not None, "fit() comes first"

@@ -126,6 +126,12 @@ class ShadowKeyIndex(KeyIndex):
         self._add_to_moment(sample, positions.to(sample.device))
         self._ready = True
 
+    refits: ClassVar[bool] = True
+
+    def forget_fit(self) -> None:
+        """See `KeyIndex.forget_fit`."""
+        self._ready = False
+
     def look(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.look`."""
         if first_token == 0:

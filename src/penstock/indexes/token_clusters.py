@@ -115,6 +115,10 @@ class TokenClustersIndex(KeyIndex):
         self._sample = PromptSample(rows, self._cluster_of.shape[1], head_dim, self._centroids)
         self._ready = True
 
+    def forget_fit(self) -> None:
+        """See `KeyIndex.forget_fit`."""
+        self._ready = False
+
     def look(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.look`."""
         assert self._sample is not None, "fit() comes first"

@@ -17,6 +17,7 @@ from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_options import (
     find_basis,
     limit_bytes,
@@ -177,12 +178,12 @@ class TieredCache(Cache):  # type: ignore[misc]
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
             past=past, must_tier=must_tier, sealed=sealed, device=device, progress=progress,
             prompt_tokens=prompt_tokens, index_progress=index_progress,
+            scaling=attention_scaling(model, shape.kv.head_dim),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         self._decoder_config = decoder_config(model)
         super().__init__(layers=self._make_layers(shape))
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
-        self._open = True
         if past is not None:
             self._restore(past, batch_size, past_tokens)
 
@@ -196,6 +197,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         except BaseException:
             self._release()
             raise
+        self._open = True
 
     def _restore(self, past: StoredPast, batch: int, tokens: int | None) -> None:
         try:

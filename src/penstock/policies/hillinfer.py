@@ -183,14 +183,22 @@ class HillInfer(BaselinePolicy):
     def score_settings(self, request: SizingRequest | IndexRequest) -> ScoreSettings:
         """How cold tokens are scored, for one layer of this cache."""
         tokens = request.max_tokens if isinstance(request, SizingRequest) else request.max_groups
-        return self.settings_for(request.shape, request.batch, tokens)
+        scaling = request.scaling if isinstance(request, IndexRequest) else None
+        return self.settings_for(request.shape, request.batch, tokens, scaling)
 
-    def settings_for(self, shape: KVShape, rows: int, max_tokens: int) -> ScoreSettings:
-        """How cold tokens of this shape are scored."""
+    def settings_for(
+        self, shape: KVShape, rows: int, max_tokens: int, scaling: float | None = None
+    ) -> ScoreSettings:
+        """How cold tokens of this shape are scored.
+
+        Args:
+            scaling: factor on the logits; None for 1 / sqrt(head_dim).
+        """
         return ScoreSettings(
             rows=rows, max_tokens=max_tokens, query_heads=shape.num_query_heads,
             kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-            dtype=KEY_DTYPES[shape.dtype], scaling=shape.head_dim**-0.5,
+            dtype=KEY_DTYPES[shape.dtype],
+            scaling=shape.head_dim**-0.5 if scaling is None else scaling,
             rule=self.rule, bits=self.bits, block_tokens=self.block_tokens,
             threads=self.scorer_threads,
         )  # fmt: skip

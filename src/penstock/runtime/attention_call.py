@@ -32,6 +32,22 @@ class AttentionCall:
     """False at padding; None when nothing is padded. bool [batch, past + new tokens]"""
 
 
+def first_visible(visible: Tensor | None, keys: Tensor) -> Tensor:
+    """First token of each row that is no padding; behind the last where all of it is, so far.
+
+    Args:
+        visible: as in `AttentionCall`.
+        keys: of the same rows.
+
+    Returns:
+        int64 [batch]
+    """
+    if visible is None:
+        return torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
+    first = visible.to(torch.int8).argmax(dim=1)
+    return torch.where(visible.any(dim=1), first, visible.shape[1])
+
+
 class AttentionSum:
     """One softmax over blocks that come one after the other, merged by log-sum-exp."""
 

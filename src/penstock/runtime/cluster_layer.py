@@ -290,9 +290,7 @@ class ClusterLayer(RetrievalLayer):
         start = time.perf_counter_ns()
         self.drain()
         self.forget_slots()
-        if self._prompt_queries is not None:
-            self.followed.see_queries(self._prompt_queries)
-            self._prompt_queries = None
+        self._fit.tell(self.followed)
         self.followed.begin_fit(base, end - base)
         layout, representatives = self._layout, self.representatives
         if layout is not None:
@@ -305,8 +303,8 @@ class ClusterLayer(RetrievalLayer):
             entries = self._row_entries(row, base, end)
             self.followed.fit_row(row, self.follower.keys_of(entries))
             if layout is not None:
-                budget, scaling = self.setup.plan.selected_groups, self.setup.shape.head_dim**-0.5
-                layout.place_row(row, entries, budget, scaling)
+                budget = self.setup.plan.selected_groups
+                layout.place_row(row, entries, budget, self.followed.scaling)
         self.followed.end_fit()
         self.index.fitted(end)
         if representatives is not None:

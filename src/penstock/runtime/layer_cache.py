@@ -14,7 +14,12 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.core.trace import Tracer
 from penstock.kernels.reference import NEGATIVE_INFINITY
-from penstock.runtime.attention_call import AttentionCall, AttentionSum, additive_mask
+from penstock.runtime.attention_call import (
+    AttentionCall,
+    AttentionSum,
+    additive_mask,
+    first_visible,
+)
 from penstock.runtime.prompt_indexing import PromptIndexing
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
 from penstock.runtime.unit_map import UnitMap
@@ -188,19 +193,22 @@ class LayerCache:
             visible: as in `AttentionCall`.
         """
         start, count = self.length, keys.shape[2]
-        if start == 0 and self.window.sink_slots:
-            first_visible = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
-            if visible is not None:
-                first_visible = visible.to(torch.int8).argmax(dim=1)
-            self.window.set_first_groups(first_visible // self.setup.plan.group_tokens)
         if count == 1 and start > 0 and (visible is None or bool(visible[:, -1].all())):
             self.append_one(keys, values)
             return
+        if start == 0 or visible is not None:
+            first = first_visible(visible, keys) // self.setup.plan.group_tokens
+            self._set_first_groups(first)
         self._write_groups(keys, values)
         self._window_transfer.drain()
         self.window.write_many(keys, values, start)
         self.length = start + count
         self.window.refresh(self.length, visible)
+
+    def _set_first_groups(self, first_group: Tensor) -> None:
+        """Say where each row begins (left padding). first_group: int64 [batch]"""
+        if self.window.sink_slots:
+            self.window.set_first_groups(first_group)
 
     def append_one(self, keys: Tensor, values: Tensor) -> None:
         """Take one decoded token in; the group it closes, if any, is written behind the loop."""

@@ -101,7 +101,7 @@ def _index_request(
 ) -> IndexRequest:
     return IndexRequest(
         shape=shape, batch=plan.batch, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
-        scaling=shape.head_dim**-0.5, adapter=None if config.adapter is None else config.adapter[i],
+        scaling=config.logit_scaling, adapter=None if config.adapter is None else config.adapter[i],
         device=config.device, score_tokens=plan.score_tokens, selected_groups=plan.selected_groups,
         rows_per_sequence=rows_per_sequence, rotary=config.rotary,
     )  # fmt: skip

@@ -30,7 +30,8 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
                 "or another policy"
             )
         return NearStore.open(
-            config.store, policy.settings_for(shape, batch, config.max_tokens),
+            config.store,
+            policy.settings_for(shape, batch, config.max_tokens, config.logit_scaling),
             layers=shape.num_layers, unit_bytes=shape.token_bytes, devices=policy.devices,
             timeout_s=policy.timeout_s,
         )  # fmt: skip

@@ -1,6 +1,8 @@
 """plan_cache(): divide a cache's budget, as its configuration and what it holds already want it."""
 
-from penstock.core.errors import AdapterError
+from dataclasses import replace
+
+from penstock.core.errors import AdapterError, BudgetError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.adapter import widest_ranks
 from penstock.policies.base import SelectionPolicy
@@ -10,16 +12,18 @@ from penstock.runtime.runtime_config import RuntimeConfig
 
 
 def plan_cache(
-    config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int, held: SlotPlan | None
-) -> tuple[SelectionPolicy, SlotPlan]:
+    config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int,
+    held: tuple[SelectionPolicy, SlotPlan] | None,
+) -> tuple[SelectionPolicy, SlotPlan]:  # fmt: skip
     """Divide the budget for `batch` sequences.
 
     Tokens that are held already stay where they are: a resident cache stays resident and a tiered
-    one tiered, whatever the batch. A stored past is read where it lies.
+    one tiered, whatever the batch, and its window and index keep their form; only how many tokens
+    are selected and kept follows the batch. A stored past is read where it lies.
 
     Args:
         sector_bytes: of the store; 1 where there is none.
-        held: the plan under which the cache holds tokens; None: it holds none.
+        held: the policy and the plan under which the cache holds tokens; None: it holds none.
 
     Returns:
         The policy with every open choice made, and the plan.
@@ -28,7 +32,7 @@ def plan_cache(
         BudgetError: the budget is too small.
         AdapterError: the policy wants more components a token than the adapter has.
     """
-    is_held = held is not None and not held.is_resident
+    is_held = held is not None and not held[1].is_resident
     request = SizingRequest(
         shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
         limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
@@ -37,19 +41,39 @@ def plan_cache(
         must_tier=is_held or config.shares_past or config.must_tier,
         rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
     )  # fmt: skip
-    if held is not None and held.is_resident:
+    if held is not None and held[1].is_resident:
         plan = resident_plan(request)
         request.require(plan.total_bytes, "a larger batch of a resident cache")
         return config.policy, plan
     if config.exact:
         unit_tokens = int(getattr(config.policy, "group_tokens", 1))
         return config.policy, streaming_plan(request, unit_tokens, "exact mode")
-    policy, plan = config.policy.plan(request)
+    wanted = config.policy if held is None else _as_held(config.policy, held[0])
+    policy, plan = wanted.plan(request)
+    if held is not None and _form(plan) != _form(held[1]):
+        raise BudgetError(
+            f"with {batch} rows the budget makes another window than the one that holds the "
+            "newest tokens; give more memory, or set window_tokens"
+        )
     if not plan.is_resident:
         _require_rank(policy, config)
     if not config.device_tier:
         plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
     return policy, plan
+
+
+_COUNTS = ("selected_tokens", "reuse_tokens", "hot_tokens")
+"""Choices that no token held depends on."""
+
+
+def _as_held(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:
+    """`wanted` with the choices that tokens were taken in under."""
+    open_still = {name: getattr(wanted, name) for name in _COUNTS if hasattr(wanted, name)}
+    return replace(made, **open_still)
+
+
+def _form(plan: SlotPlan) -> tuple[int, int, int]:
+    return plan.group_tokens, plan.ring_slots, plan.sink_slots
 
 
 def _require_rank(policy: SelectionPolicy, config: RuntimeConfig) -> None:

@@ -20,12 +20,10 @@ from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
 from penstock.runtime.fused_fetch import Fetch, FusedFetch
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
+from penstock.runtime.prompt_fit import PromptFit, sample_groups
 from penstock.runtime.slot_transfer import PendingRead, PoolMemory
 from penstock.tiers.pool import copy_rows
 from penstock.tiers.slot_table import SlotTable
-
-FIT_SAMPLE_TOKENS = 2048
-"""Keys of the prompt that a basis is made from when no adapter is at hand."""
 
 
 class RetrievalLayer(LayerCache):
@@ -58,7 +56,7 @@ class RetrievalLayer(LayerCache):
         self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
         self._slots_full = False
         self._visible: Tensor | None = None
-        self._prompt_queries: Tensor | None = None
+        self._fit = PromptFit()
         self.observer: Observer | None = None
         """Told what each decode step attends to (audits)."""
 
@@ -186,7 +184,8 @@ class RetrievalLayer(LayerCache):
         """See `LayerCache.attend`; one new token decodes over the selection."""
         if call.query.shape[2] != 1 or self.length == 0:
             self.drop_fetch()
-            self._keep_queries(call.query)
+            self._fit.check(self.index, self.length + call.query.shape[2], decoding=False)
+            self._fit.keep(self.index, call.query)
             return self.attend_exactly(call)
         if self._fetch is None:
             self.begin(call.query[:, :, 0])
@@ -238,12 +237,12 @@ class RetrievalLayer(LayerCache):
 
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
         """See `LayerCache.append`; remembers padding for the slots."""
-        if self.length == 0 and visible is not None:
-            group_tokens = self.setup.plan.group_tokens
-            first = visible.to(torch.int8).argmax(dim=1) // group_tokens
-            self._set_first_units(first.cpu().numpy() + self.setup.plan.sink_slots)
         self._visible = visible
         super().append(keys, values, visible)
+
+    def _set_first_groups(self, first_group: Tensor) -> None:
+        super()._set_first_groups(first_group)
+        self._set_first_units(first_group.cpu().numpy() + self.setup.plan.sink_slots)
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`."""
@@ -257,14 +256,15 @@ class RetrievalLayer(LayerCache):
             query: the first decode query, where one is known; for indexes that want queries of the
                 prompt and have seen none. [batch, num_heads, head_dim]
         """
+        self._fit.check(self.index, self.length, decoding=True)
         if self.index.ready:
             return
-        seen, start = self._prompt_queries, time.perf_counter()
+        seen, start = self._fit.queries, time.perf_counter()
         if seen is None and self.index.num_prompt_queries and query is not None:
-            self._prompt_queries = query[:, :, None]
+            self._fit.queries = query[:, :, None]
         self.setup.indexing.tell(self.layer_idx, 0.0)
         if not self.ensure_index():
-            self._prompt_queries = seen
+            self._fit.queries = seen
             return
         self.setup.indexing.tell(self.layer_idx, 1.0)
         self.setup.phase.index_s += time.perf_counter() - start
@@ -280,18 +280,15 @@ class RetrievalLayer(LayerCache):
             return False
         self.drain()
         sequences = self.setup.plan.batch // self.setup.rows_per_sequence
-        per_row = max(1, FIT_SAMPLE_TOKENS // sequences)
-        count = min(closed, max(1, per_row // self.setup.plan.group_tokens))
-        groups = np.unique(np.linspace(0, closed - 1, count).astype(np.int64))
+        groups = sample_groups(closed, sequences, self.setup.plan.group_tokens)
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
-        if self._prompt_queries is not None:
-            self.index.see_queries(self._prompt_queries)
-            self._prompt_queries = None
+        self._fit.tell(self.index)
         group_tokens = self.setup.plan.group_tokens
         positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
+        self._fit.tokens = closed * group_tokens
         if self.index.looks_first:
             for first, end, _ in self._blocks(0, closed):
                 self.index.look(self._read_keys(np.arange(first, end)), first * group_tokens)
@@ -303,13 +300,6 @@ class RetrievalLayer(LayerCache):
         for first, end, _ in self._blocks(first_group, end_group):
             keys = self._read_keys(np.arange(first, end))
             self.index.append(keys, first * self.setup.plan.group_tokens)
-
-    def _keep_queries(self, query: Tensor) -> None:
-        """Remember the newest queries of the prompt for an index that wants them."""
-        count = self.index.num_prompt_queries
-        if count:
-            held = [] if self._prompt_queries is None else [self._prompt_queries]
-            self._prompt_queries = torch.cat([*held, query], dim=2)[:, :, -count:].clone()
 
     def _read_keys(self, groups: NDArray[np.int64]) -> Tensor:
         """Keys of some groups of every row. [batch, tokens, kv_heads, head_dim]"""
@@ -374,8 +364,7 @@ class RetrievalLayer(LayerCache):
         rows_np: NDArray[np.int64] = rows.cpu().numpy()
         self._set_first_units(other._first_unit[rows_np])
         self._visible = None if other._visible is None else other._visible[rows]
-        queries = other._prompt_queries
-        self._prompt_queries = None if queries is None else queries[rows]
+        self._fit.take_rows_from(other._fit, rows)
         if other is self and not self.setup.plan.shared_pools:
             end = self.pool.slot_places
             copy_rows(self.pool.tokens[:, :end], self.pool.tokens[:, :end], rows)
@@ -383,11 +372,18 @@ class RetrievalLayer(LayerCache):
             self.table = self.table.copy_rows(rows_np)
             self.replacement = self.replacement.copy_rows(rows_np)
 
+    def crop(self, length: int) -> None:
+        """See `LayerCache.crop`."""
+        super().crop(length)
+        self._fit.crop(length)
+
     def reset(self) -> None:
         """See `LayerCache.reset`."""
         self.drop_fetch()
         super().reset()
-        self._visible = self._prompt_queries = None
+        self._fit.reset()
+        self.index.forget_fit()
+        self._visible = None
         self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
 
     def close(self) -> None:

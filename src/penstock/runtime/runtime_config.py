@@ -28,6 +28,8 @@ class RuntimeConfig:
     exact: bool
     adapter: Sequence[LayerAdapter] | None
     """One basis per tiered layer."""
+    scaling: float | None = None
+    """Factor on the model's logits; None for 1 / sqrt(head_dim)."""
     rotary: Rotary | None = None
     """The model's rotary embedding, for indexes that want keys as they were before it."""
     true_query_layers: frozenset[int] = frozenset()
@@ -48,6 +50,11 @@ class RuntimeConfig:
     """What the cache begins with, once it is restored."""
     index_progress: Callable[[float], None] | None = None
     """Called with the share of the prompt's index that is made, from 0 to 1."""
+
+    @property
+    def logit_scaling(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.shape.head_dim**-0.5 if self.scaling is None else self.scaling
 
     @property
     def shares_past(self) -> bool:

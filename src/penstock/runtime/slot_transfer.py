@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import RLock
 
 import numpy as np
 import torch
@@ -60,13 +61,15 @@ class WriteRows:
 
     def __init__(self, staging: "Staging") -> None:
         self._staging = staging
+        self.lock = staging.lock
         self._section: StagingSection | None = None
         self._under_way: deque[tuple[int, int, Future[int]]] = deque()
 
     def take(self, count: int) -> tuple[AlignedBuffer, int]:
         """Room for so many rows: a buffer, and the first of them; waits for older writes.
 
-        What failed is not said here but where the one who wrote waits for it.
+        What failed is not said here but where the one who wrote waits for it. Nobody else may have
+        the staging's lock until `hold`.
 
         Args:
             count: not more than the staging has.
@@ -90,18 +93,22 @@ class WriteRows:
         Args:
             wait: for what is under way.
         """
-        while self._under_way and (wait or self._under_way[0][2].done()):
-            self._under_way.popleft()[2].exception()
-        if self._section is not None and not self._under_way:
-            self._staging.release(self._section)
-            self._section = None
+        with self._staging.lock:
+            while self._under_way and (wait or self._under_way[0][2].done()):
+                self._under_way.popleft()[2].exception()
+            if self._section is not None and not self._under_way:
+                self._staging.release(self._section)
+                self._section = None
 
 
 class Staging:
     """A few sections, taken by transfers and given back when their bytes have moved on.
 
     Three suffice: the fetch that is attended to, the one prefetched for the next layer, and one for
-    writes (`writes`).
+    writes (`writes`). These may be two threads' (`NearLayer`).
+
+    Attributes:
+        lock: held while sections change hands, and from `WriteRows.take` to its `hold`
     """
 
     NUM_SECTIONS = 3
@@ -113,6 +120,7 @@ class Staging:
             StagingSection(rows, row_bytes, pinned=pinned) for _ in range(self.NUM_SECTIONS)
         ]
         self._free = list(self._all)
+        self.lock = RLock()
         self.writes = WriteRows(self)
 
     @classmethod
@@ -122,10 +130,11 @@ class Staging:
 
     def acquire(self) -> StagingSection:
         """Take a free section; waits for its last copy to the GPU."""
-        if not self._free:
-            self.writes.give_back(wait=True)
-        assert self._free, "more transfers in flight than staging sections"
-        section = self._free.pop()
+        with self.lock:
+            if not self._free:
+                self.writes.give_back(wait=True)
+            assert self._free, "more transfers in flight than staging sections"
+            section = self._free.pop()
         if section.copied is not None:
             section.copied.synchronize()
             section.copied = None
@@ -133,7 +142,8 @@ class Staging:
 
     def release(self, section: StagingSection) -> None:
         """Give a section back; a copy to the GPU may still be reading it."""
-        self._free.append(section)
+        with self.lock:
+            self._free.append(section)
 
 
 class PendingRead:
@@ -284,12 +294,13 @@ class SlotTransfer:
     def _write_copy(
         self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], writes: WriteRows
     ) -> None:
-        buffer, first = writes.take(len(rows))
-        places = np.arange(first, first + len(rows))
         index = torch.from_numpy(rows).to(self._memory.tensor.device)
-        source = self._memory.tensor.index_select(0, index)
-        buffer.tensor[first : first + len(rows), : self.region.unit_bytes] = source.cpu()
-        writes.hold(first, len(rows), self._queue(unit_ids, buffer, places))
+        source = self._memory.tensor.index_select(0, index).cpu()
+        with writes.lock:
+            buffer, first = writes.take(len(rows))
+            places = np.arange(first, first + len(rows))
+            buffer.tensor[first : first + len(rows), : self.region.unit_bytes] = source
+            writes.hold(first, len(rows), self._queue(unit_ids, buffer, places))
 
     def _queue(
         self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]

@@ -75,7 +75,7 @@ class TieredRuntime:
         if self._store is None and not stays:
             self._store = open_store(config, self._rows.shape, self._unit_tokens, batch)
         policy, plan = plan_cache(
-            config, self._rows, batch, held=self.plan if self.layers else None,
+            config, self._rows, batch, held=(self.policy, self.plan) if self.layers else None,
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
         )  # fmt: skip
         if plan.is_resident and self._store is not None:
@@ -321,7 +321,8 @@ class TieredRuntime:
             self._health.is_torn = False
 
     def select_rows(self, rows: Tensor) -> None:
-        """Make row i what row `rows[i]` was; the batch may grow or shrink.
+        """Make row i what row `rows[i]` was; the batch may grow or shrink: both batches' layers are
+        there meanwhile, of which the ledger has the new ones alone.
 
         Raises:
             BudgetError: the new batch does not fit the budget.

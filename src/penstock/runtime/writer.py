@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +33,8 @@ class Writer:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-writer")
         self._tracer = tracer
         self._held: list[_Write] = []
+        self._holding = Lock()
+        """The layer that is computed and the one that is prefetched write from two threads."""
 
     def submit(
         self,
@@ -57,13 +60,15 @@ class Writer:
         them, instead of each: it and the step want the interpreter in turns.
         """
         future: Future[int] = Future()
-        self._held.append(_Write(future, region, unit_ids, buffer, rows))
+        with self._holding:
+            self._held.append(_Write(future, region, unit_ids, buffer, rows))
         return future
 
     def start_held(self) -> None:
         """Begin what is held; nobody may wait for one of these futures before."""
-        if self._held:
+        with self._holding:
             held, self._held = self._held, []
+        if held:
             self._pool.submit(self._write_all, held)
 
     def run(self, job: Callable[[], Done]) -> "Future[Done]":

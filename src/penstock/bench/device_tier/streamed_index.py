@@ -85,6 +85,15 @@ class StreamedIndex(DeviceIndex):
         """See `DeviceIndex.fit`."""
         self.inner.fit(sample, positions)
 
+    @property
+    def refits(self) -> bool:
+        """See `DeviceIndex.refits`."""
+        return self.inner.refits
+
+    def forget_fit(self) -> None:
+        """See `DeviceIndex.forget_fit`."""
+        self.inner.forget_fit()
+
     def take(self, keys: Tensor, first_token: int) -> None:
         """See `DeviceIndex.take`."""
         self.inner.take(keys, first_token)
@@ -100,6 +109,10 @@ class StreamedIndex(DeviceIndex):
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
         """See `DeviceIndex.select`."""
         return self.inner.select(self.streamed_query(query, clock), clock)
+
+    def kept(self) -> Wanted | None:
+        """See `DeviceIndex.kept`."""
+        return self.inner.kept()
 
     def put(self, keys: Tensor, clock: StepClock) -> None:
         """See `DeviceIndex.put`."""

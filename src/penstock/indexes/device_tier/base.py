@@ -88,6 +88,14 @@ class DeviceIndex(ABC):
     def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
         """See `KeyIndex.fit`."""
 
+    @property
+    def refits(self) -> bool:
+        """See `KeyIndex.refits`."""
+        return False
+
+    def forget_fit(self) -> None:  # noqa: B027 - optional
+        """See `KeyIndex.forget_fit`."""
+
     @abstractmethod
     def take(self, keys: Tensor, first_token: int) -> None:
         """Take in a prompt's keys, whole units.
@@ -107,6 +115,11 @@ class DeviceIndex(ABC):
         Args:
             query: the true query, post-RoPE. [rows, heads of a row, head_dim]
         """
+
+    def kept(self) -> Wanted | None:
+        """What rows attend to that do not select anew in the next step: `due` where they have
+        selected before. None where every step selects."""
+        return None
 
     @abstractmethod
     def put(self, keys: Tensor, clock: StepClock) -> None:

@@ -40,6 +40,15 @@ class ScoredUnits(DeviceIndex):
         """See `DeviceIndex.fit`."""
         self.index.fit(sample, positions)
 
+    @property
+    def refits(self) -> bool:
+        """See `DeviceIndex.refits`."""
+        return self.index.refits
+
+    def forget_fit(self) -> None:
+        """See `DeviceIndex.forget_fit`."""
+        self.index.forget_fit()
+
     def take(self, keys: Tensor, first_token: int) -> None:
         """See `DeviceIndex.take`."""
         self.index.append(keys, first_token)

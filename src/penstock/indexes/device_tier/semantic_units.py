@@ -276,6 +276,10 @@ class DeviceSemanticUnits(DeviceIndex):
         )  # fmt: skip
         return wanted
 
+    def kept(self) -> Wanted:
+        """See `DeviceIndex.kept`: the selection of the last boundary."""
+        return self._wanted._replace(due=self._known.repeat_interleave(self._rows_per_sequence))
+
     def put(self, keys: Tensor, clock: StepClock) -> None:
         """See `DeviceIndex.put`: the open segment goes on, or a new one begins."""
         grow_units(

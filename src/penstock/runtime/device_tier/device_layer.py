@@ -2,23 +2,28 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.errors import PromptError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
-from penstock.indexes.device_tier.base import DeviceIndex, StepClock
+from penstock.indexes.device_tier.base import DeviceIndex, StepClock, Wanted
 from penstock.kernels.device.append import append_token, store_tokens
 from penstock.kernels.device.attention import pool_attention
 from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
 from penstock.kernels.reference import NEGATIVE_INFINITY, add_attention_sink
 from penstock.runtime.attended import Observer
-from penstock.runtime.attention_call import AttentionCall, AttentionSum, additive_mask
+from penstock.runtime.attention_call import (
+    AttentionCall,
+    AttentionSum,
+    additive_mask,
+    first_visible,
+)
 from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.device_tier.workspace import Workspace
-from penstock.runtime.retrieval_layer import FIT_SAMPLE_TOKENS
+from penstock.runtime.prompt_fit import PromptFit, sample_groups
 from penstock.tiers.pool import TokenPool, copy_rows
 from penstock.tiers.rolling_window import RollingWindow
 
@@ -76,7 +81,8 @@ class DeviceLayer:
         self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         wanted = max(1, plan.selected_groups)
         self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
-        self._may_step = False
+        self._may_step = self._emptied = False
+        self._fit = PromptFit()
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
         """Told what each decode step attends to (audits)."""
@@ -106,26 +112,53 @@ class DeviceLayer:
         if self.index is None or self.length == 0:
             return False
         if not self.index.ready:
-            # The prompt was less than a unit: the basis is of what there is.
-            held = self.host.tokens[:, : self.length, 0].to(self.setup.device)
-            self.index.fit(held, torch.arange(self.length))
+            self._make_index(self.index)
         if not self._may_step:
             self.index.begin_decode(self.length, self.setup.clock)
-            self._may_step = True
+            kept = self.index.kept() if self._emptied else None
+            if kept is not None:
+                self._fetch(kept)
+            self._may_step, self._emptied = True, False
         return True
 
-    def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
-        plan, clock = self.setup.plan, self.setup.clock
-        query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
-        wanted = index.select(query, clock)
+    def settle(self) -> None:
+        """Between steps, now and then: let the index tidy up, and see more of the text."""
+        if self.index is None:
+            return
+        self._fit.check(self.index, self.length, decoding=True)
+        if not self.index.ready:
+            self._make_index(self.index)
+        self.index.settle(self.length)
+
+    def _make_index(self, index: DeviceIndex) -> None:
+        """Fit the index to the text's own keys, then give it the units that have closed."""
+        _wait(self.setup.device)
+        group_tokens = self.setup.plan.group_tokens
+        closed = self.length // group_tokens
+        positions = torch.arange(self.length)  # of less than a unit: the basis is of what there is
+        if closed:
+            groups = torch.from_numpy(sample_groups(closed, len(self.unit_in), group_tokens))
+            positions = (groups[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
+        index.fit(self.host.tokens[:, positions, 0].to(self.setup.device), positions)
+        self._fit.tokens = closed * group_tokens or self.length
+        for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
+            index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
+
+    def _fetch(self, wanted: Wanted) -> None:
+        """Bring what is wanted and missing into slots."""
         plan_slots(
             wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
             self.lists,
         )  # fmt: skip
-        pool = self.pool
         gather_units(
-            self.host.units, self._units, pool.mask, clock.start, self.lists, plan.group_tokens
-        )
+            self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
+            self.setup.plan.group_tokens,
+        )  # fmt: skip
+
+    def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
+        plan, clock = self.setup.plan, self.setup.clock
+        query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
+        self._fetch(index.select(query, clock))
         append_token(
             keys, values, self.host.tokens, self.window.tokens, self.window.mask, clock.position,
             clock.start, sink_places=plan.sink_slots * plan.group_tokens,
@@ -136,6 +169,7 @@ class DeviceLayer:
         else:
             unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
         index.put(unit_keys, clock)
+        pool = self.pool
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
@@ -191,15 +225,15 @@ class DeviceLayer:
 
         Args:
             visible: bool, False at padding, None when nothing is padded. [rows, all tokens]
+
+        Raises:
+            PromptError: padding behind a row's first token.
         """
         start, group_tokens = self.length, self.setup.plan.group_tokens
-        if visible is not None:
-            # A row may be all padding so far.
-            first = visible.to(torch.int8).argmax(dim=1)
-            first = torch.where(visible.any(dim=1), first, visible.shape[1])
-        elif start == 0:
-            first = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
         if visible is not None or start == 0:
+            first = first_visible(visible, keys)
+            if visible is not None:
+                self._refuse_gaps(visible, first)
             self.setup.clock.set_start(first)
             self.window.set_first_groups(first // group_tokens)
         store_tokens(keys, values, self.host.tokens, start)
@@ -209,10 +243,22 @@ class DeviceLayer:
         self.window.refresh(self.length, visible)
         self._may_step = False
 
+    def _refuse_gaps(self, visible: Tensor, first: Tensor) -> None:
+        positions = torch.arange(visible.shape[1], device=visible.device)
+        if not torch.equal(visible, positions >= first[:, None]):
+            raise PromptError(
+                "a row is padded behind its first token, between two prompts of different lengths, "
+                "say, which the device tier cannot hide; give each row its own cache, or keep "
+                "the cache on a disk"
+            )
+
     def _index_keys(self, keys: Tensor) -> None:
         """Hand the index the units that these tokens close."""
         if self.index is None:
             return
+        self._fit.check(self.index, self.length + keys.shape[2], decoding=False)
+        if not self.index.ready:
+            return  # with the first step, of all of the prompt
         group_tokens = self.setup.plan.group_tokens
         start, end = self.length, self.length + keys.shape[2]
         first, last = start // group_tokens, end // group_tokens
@@ -223,11 +269,6 @@ class DeviceLayer:
             positions = torch.arange(first * group_tokens, start, device=keys.device)
             held = self.window.tokens[:, self.window.ring_places(positions), 0]
             closed = torch.cat([held, closed], dim=1)
-        if not self.index.ready:
-            count = min(closed.shape[1], max(1, FIT_SAMPLE_TOKENS // len(closed)))
-            places = np.linspace(0, closed.shape[1] - 1, count).astype(np.int64)
-            chosen = torch.from_numpy(places)
-            self.index.fit(closed[:, chosen.to(keys.device)], chosen + first * group_tokens)
         self.index.take(closed, first * group_tokens)
 
     # Reports ----------------------------------------------------------------------------------
@@ -245,6 +286,7 @@ class DeviceLayer:
     # Changes of shape -------------------------------------------------------------------------
 
     def _empty_slots(self) -> None:
+        self._emptied = True
         self.unit_in.fill_(-1)
         self.slot_of.fill_(-1)
         self._heads.zero_()
@@ -265,6 +307,7 @@ class DeviceLayer:
         self.window.refresh_cropped(length)
         if self.index is not None:
             self.index.crop(length)
+        self._fit.crop(length)
         self._may_step = False
 
     def take_rows_from(self, other: "DeviceLayer", rows: Tensor) -> None:
@@ -279,6 +322,7 @@ class DeviceLayer:
         self._empty_slots()
         if self.index is not None and other.index is not None:
             self.index.take_rows_from(other.index, rows)
+        self._fit.take_rows_from(other._fit, rows)
         self._may_step = False
 
     def reset(self) -> None:
@@ -288,8 +332,10 @@ class DeviceLayer:
         self.window.mask.fill_(NEGATIVE_INFINITY)
         self.lists.traffic.zero_()
         self._counted.zero_()
+        self._fit.reset()
         if self.index is not None:
             self.index.crop(0)
+            self.index.forget_fit()
         self._may_step = False
 
     def forget_slots(self) -> None:

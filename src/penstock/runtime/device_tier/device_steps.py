@@ -32,8 +32,7 @@ class DeviceSteps:
         """Let the indexes tidy up, every so many steps; never while a CUDA graph is recorded."""
         if length % SETTLE_STEPS == 0:
             for layer in self._layers:
-                if layer.index is not None:
-                    layer.index.settle(length)
+                layer.settle()
 
     def end(self, length: int, *, step: bool = False) -> None:
         """All layers hold `length` tokens.

@@ -1,0 +1,65 @@
+"""A hot and cold layer is evaluated beside the one that is computed: they share the staging."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.core.shape import KVShape
+from penstock.policies.hillinfer import HillInfer
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.slot_transfer import SlotTransfer
+from penstock.runtime.tiered_runtime import TieredRuntime
+
+SHAPE = KVShape(num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=24, dtype=torch.float32)
+BATCH, PROMPT, STEPS = 2, 300, 100
+POLICY = HillInfer(alpha=0.1, near=False, hot_tokens=200, window_tokens=16, sink_tokens=4)
+
+
+def test_what_one_layer_writes_is_not_read_over_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue: Any = SlotTransfer._queue
+
+    def dawdle(self: SlotTransfer, *args: Any) -> Any:
+        time.sleep(0.002)  # as if the interpreter went to the other thread here
+        return queue(self, *args)
+
+    monkeypatch.setattr(SlotTransfer, "_queue", dawdle)
+    config = RuntimeConfig(
+        shape=SHAPE, policy=POLICY, limit_bytes=None, store=str(tmp_path),
+        max_tokens=PROMPT + STEPS, exact=False, adapter=None, device=torch.device("cpu"),
+        must_tier=True,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(heads: int, tokens: int) -> Tensor:
+        return torch.randn(BATCH, heads, tokens, SHAPE.head_dim, generator=draw)
+
+    given: list[list[Tensor]] = [[] for _ in range(SHAPE.num_layers)]
+    runtime = TieredRuntime(config, BATCH)
+    try:
+        assert runtime.plan.staging_rows, "units that fill no sector pass through the staging"
+
+        def attend(layer: int, query: Tensor, tokens: int) -> None:
+            keys, values = normal(2, tokens), normal(2, tokens)
+            given[layer].append(torch.stack([keys, values]))
+            runtime.attend(layer, AttentionCall(query, keys, values, SHAPE.head_dim**-0.5))
+
+        for layer in range(SHAPE.num_layers):
+            attend(layer, normal(4, PROMPT), PROMPT)
+        for _ in range(STEPS):
+            queries = [normal(4, 1) for _ in range(SHAPE.num_layers)]
+            for layer in range(SHAPE.num_layers):
+                if layer + 1 < SHAPE.num_layers and runtime.wants_query(layer + 1):
+                    runtime.begin_fetch(layer + 1, queries[layer + 1][:, :, 0])
+                attend(layer, queries[layer], 1)
+        for layer, parts in enumerate(given):
+            held = runtime.read_tokens(layer, 0, PROMPT + STEPS)
+            assert torch.equal(held, torch.cat(parts, dim=3).permute(1, 3, 0, 2, 4)), layer
+    finally:
+        runtime.close()
