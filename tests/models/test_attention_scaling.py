@@ -8,7 +8,8 @@ import torch
 from penstock import TieredCache
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.model_shape import inspect_model
-from penstock.policies import HillInfer, LouisKV
+from penstock.policies.hillinfer import HillInfer
+from penstock.policies.louiskv import LouisKV
 from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import FAMILIES, tiny_model
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.core.errors import BudgetError, PromptError
 from penstock.core.shape import KVShape
 from penstock.policies import POLICIES, KVSwap, Quest, SelectionPolicy
+from penstock.policies.baselines.infinigen import InfiniGen
 from penstock.policies.baselines.loki import Loki
 from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
@@ -58,10 +59,11 @@ class Text:
         shown = None if visible is None else visible[:, :end]
         out = []
         for layer in range(SHAPE.num_layers):
-            parts = (
+            query, keys, values = (
                 each[layer][:, :, start:end] for each in (self.queries, self.keys, self.values)
             )
-            out.append(runtime.attend(layer, AttentionCall(*parts, SCALING, visible=shown)))
+            call = AttentionCall(query, keys, values, SCALING, visible=shown)
+            out.append(runtime.attend(layer, call))
         return torch.stack(out)
 
     def decode(self, runtime: TieredRuntime, start: int, steps: int, **more: Any) -> Tensor:
@@ -218,7 +220,12 @@ def test_a_basis_stays_while_a_chat_grows_by_little() -> None:
     made: list[int] = []
     index: Any = layer.index
     fit = index.fit
-    index.fit = lambda sample, positions: (made.append(len(positions)), fit(sample, positions))
+
+    def count(sample: Tensor, positions: Tensor) -> None:
+        made.append(len(positions))
+        fit(sample, positions)
+
+    index.fit = count
     text.feed(runtime, 302, 400)
     text.decode(runtime, 400, 150)
     assert not made
@@ -230,7 +237,7 @@ def test_a_basis_stays_while_a_chat_grows_by_little() -> None:
 
 
 def test_queries_of_a_second_prompt_are_not_kept_where_nobody_wants_them() -> None:
-    policy = POLICIES["infinigen"](predict=False, **BUDGET)
+    policy = InfiniGen(predict=False, **BUDGET)
     text, runtime = Text(1), make_runtime(policy, 1)
     text.feed(runtime, 0, 300)
     text.decode(runtime, 300, 2)
