@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -114,8 +115,18 @@ def _update(digest: "xxhash.xxh3_128", weight: torch.Tensor) -> None:
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    said = tokenizer.get_vocab() if backend is None else backend.to_str()
+    said = tokenizer.get_vocab() if backend is None else _said(backend)
     return _digest([said, tokenizer.special_tokens_map])
+
+
+def _said(backend: Any) -> str:
+    """A fast tokenizer as text, without truncation and padding: they are what the newest call left
+    (or the file came with), and the next call sets them anew."""
+    if backend.truncation is not None or backend.padding is not None:
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    return str(backend.to_str())
 
 
 def _adapter(adapter: LowRankAdapter) -> str:
