@@ -10,6 +10,7 @@ import pytest
 
 from penstock.models.identity import ModelIdentity
 from penstock.models.loader import LoadedModel, load
+from penstock.testing.tiny_models import tiny_model
 
 
 def digest(value: object) -> str:
@@ -76,3 +77,28 @@ def test_a_folder_whose_tokenizer_truncates(
     before = ModelIdentity.of(loaded.model, again)
     again("The grass is")
     assert before == ModelIdentity.of(loaded.model, again) == plain
+
+
+def test_how_a_model_is_run_is_no_part_of_it(tmp_path: Path) -> None:
+    made: Any = tiny_model("llama")
+    made.config.pad_token_id = 2
+    made.save_pretrained(tmp_path)
+    model: Any = type(made).from_pretrained(tmp_path)
+    plain = ModelIdentity.of(model, None)
+    as_it_was = ModelIdentity.of(made, None)
+    assert plain == as_it_was, "what is not changed is digested as it is"
+    model.config.use_cache = False
+    model.config.pad_token_id = 3
+    assert ModelIdentity.of(model, None) == plain
+    assert (model.config.use_cache, model.config.pad_token_id) == (False, 3)
+    model.config.rms_norm_eps = 1e-3
+    assert ModelIdentity.of(model, None).configuration != plain.configuration
+
+
+def test_a_model_whose_folder_has_gone(tmp_path: Path) -> None:
+    made: Any = tiny_model("llama")
+    made.save_pretrained(tmp_path / "there")
+    model = type(made).from_pretrained(tmp_path / "there")
+    there = ModelIdentity.of(model, None)
+    (tmp_path / "there").rename(tmp_path / "elsewhere")
+    assert ModelIdentity.of(model, None) == there

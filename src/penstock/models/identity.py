@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "a
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct")
 _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 """Of a configuration: says where a model came from or how it was loaded, not what it computes."""
+_RUN = ("use_cache", "pad_token_id")
+"""Of a configuration: how a model is run. Digests hold them as the model's folder has them, so that
+setting them on a loaded model changes nothing."""
 NONE = "none"
 _CHUNK_BYTES = 1 << 24
 
@@ -40,6 +43,7 @@ class ModelIdentity:
     ) -> "ModelIdentity":
         """Read the model."""
         config = decoder_config(model).to_dict()
+        config |= _as_loaded(model, [name for name in _RUN if name in config])
         rope = {name: config.pop(name, None) for name in _ROPE}
         for name in [*_PASSING, *(name for name in config if name.startswith("_"))]:
             config.pop(name, None)
@@ -95,6 +99,17 @@ def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: st
 def _digest(value: object) -> str:
     plain = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
+
+
+def _as_loaded(model: PreTrainedModel, names: Sequence[str]) -> dict[str, object]:
+    """Fields of the decoder's configuration as the model's folder has them; none if it has gone."""
+    config: Any = type(model.config)
+    try:
+        there = config.from_pretrained(model.name_or_path, local_files_only=True)
+    except (OSError, ValueError):  # made in memory, or moved away
+        return {}
+    decoder = there.get_text_config(decoder=True)
+    return {name: getattr(decoder, name, None) for name in names}
 
 
 def _weights(model: PreTrainedModel) -> str:
