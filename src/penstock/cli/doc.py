@@ -12,6 +12,7 @@ from penstock.cli.doc_options import (
     KeyOption,
     LibraryOption,
     NameArgument,
+    load_model_of,
     open_shelf,
 )
 from penstock.cli.doc_shelf import (
@@ -160,18 +161,17 @@ def ask_command(
     Answers go to stdout, everything else to stderr.
     """
     from penstock.cli.doc_screen import AnswersScreen, RepairProgress
-    from penstock.cli.screen import loading, show_report
+    from penstock.cli.screen import show_report
     from penstock.generation.sampling import SamplingParams
-    from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
-    called = shelf.model_of(name) if model is None else model
-    with loading(console, called):
-        loaded = load(called, dtype=None if dtype is None else dtype.value, device=device)
+    called, loaded = load_model_of(
+        shelf, name, model, console, device=device, dtype=None if dtype is None else dtype.value
+    )
     if keep:
         for gone in shelf.require_room(name, len(questions) * max_new_tokens):
             console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)

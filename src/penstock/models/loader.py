@@ -99,6 +99,18 @@ def load(
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
 
 
+def lasting_name(name: str) -> str:
+    """A model's name for another day and another folder: the path of a folder in full, the name
+    of a bundled, fetched or cached model as it is."""
+    if name in (BUNDLED, BUNDLED_NAME):
+        return name
+    released = released_models().get(name)
+    if released is not None and released.is_fetched:
+        return name
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if (folder / "config.json").is_file() else name
+
+
 def _read(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype | str
 ) -> tuple[Tokenizer, CausalLM]:

@@ -22,7 +22,7 @@ from penstock.generation.documents.storing import OnBytes, document_shape, store
 from penstock.generation.prompts import Prompt, make_batch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.identity import require_same
-from penstock.models.loader import LoadedModel
+from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter
@@ -65,8 +65,9 @@ def create_document(
                 base.restore_windows(cache)
             _prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
             about = About(
-                model=loaded.name, title=title, created=time.time(), tokens=len(tokens),
-                group_tokens=group_tokens, policy=policy.name, memory=memory, pending=[],
+                model=lasting_name(loaded.name), title=title, created=time.time(),
+                tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
+                memory=memory, pending=[],
                 policy_fields=stored_fields(policy, cache.policy),
                 has_index=policy.index_fields != (),
                 has_windows=any(layer.is_sliding for layer in cache.layers),
