@@ -100,15 +100,18 @@ def add_command(
         loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
-    with TokenProgress(console) as progress:
-        added = shelf.add(
-            loaded, text, name, policy=policy, memory=memory,
-            title=title or ("" if str(file) == _STDIN else file.name),
-            shares=not alone, on_tokens=progress.update,
-        )  # fmt: skip
-    with added.document as document:
-        for gone in added.evicted:
+    removed: list[str] = []
+    try:
+        with TokenProgress(console) as progress:
+            added = shelf.add(
+                loaded, text, name, policy=policy, memory=memory,
+                title=title or ("" if str(file) == _STDIN else file.name),
+                shares=not alone, on_tokens=progress.update, on_removed=removed.append,
+            )  # fmt: skip
+    finally:
+        for gone in removed:
             console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+    with added.document as document:
         shared = ""
         if added.shared_tokens:
             shared = f", {added.shared_tokens:,} of them taken over from {added.shared_with}"

@@ -1,7 +1,7 @@
 """create_document(): prefill a text, or the part of it that is not stored yet, and store it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from penstock.storage.documents import DocumentWriter
 def create_document(
     reader: Reader, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
     title: str, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
+    before_storing: Callable[[], object] = lambda: None,
 ) -> int:  # fmt: skip
     """See `Document.create`.
 
     Args:
         base: a document whose beginning may be the text's.
+        before_storing: called when everything is prefilled and nothing is written yet.
 
     Returns:
         Bytes written.
@@ -72,6 +74,7 @@ def create_document(
                 has_index=policy.index_fields != (),
                 has_windows=any(layer.is_sliding for layer in cache.layers),
             )  # fmt: skip
+            before_storing()
             none = np.empty(0, dtype=np.int64)
             store_cache(
                 cache, writer, tokens, none, identity=identity, about=about, progress=on_bytes
