@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.core.errors import StoreFullError
+from penstock.core.errors import FetchError, StoreFullError
+from penstock.generation.documents.document import Document
+from penstock.generation.documents.questions import Question
+from penstock.generation.output import RequestOutput
 from penstock.models import loader
 from penstock.models.loader import BUNDLED
 from penstock.storage.documents import DocumentWriter
@@ -68,3 +71,42 @@ def test_what_was_removed_is_said_where_storing_fails(monkeypatch: pytest.Monkey
     assert "removed green, to make room" in done.stderr
     assert "error: the disk is full" in done.stderr
     assert json.loads(doc("ls", "--json").stdout)["documents"] == []
+
+
+def test_all_questions_are_checked_before_the_first_is_answered() -> None:
+    doc("add", "recall", "text.txt", "--name", "green", "--disk", "memory")
+    long = "green " * 41000
+    for questions, words in (
+        (["The grass is", " "], "question 2 is empty"),
+        (["The grass is", "Here", long], "question 3 has "),
+    ):
+        for keep in ([], ["--keep"]):
+            done = doc("ask", "green", *questions, *keep, *FEW)
+            assert (done.exit_code, done.stdout) == (2, "")
+            assert words in done.stderr
+    [entry] = json.loads(doc("ls", "--json").stdout)["documents"]
+    assert (entry["generation"], entry["asks"]) == (1, 4)
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep"]])
+def test_answers_that_were_done_are_printed_where_a_later_one_fails(
+    keep: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doc("add", "recall", "text.txt", "--name", "green", "--disk", "memory")
+    [expected] = json.loads(doc("ask", "green", "The grass is", *FEW, "--json").stdout)
+    once = Document._ask_once
+
+    def fails_then(document: Document, question: Question, *rest: Any) -> RequestOutput:
+        if question.text == "The sun":
+            raise FetchError("the disk has failed")
+        return once(document, question, *rest)
+
+    monkeypatch.setattr(Document, "_ask_once", fails_then)
+    asked = ("ask", "green", "The grass is", "The sun", *keep, *FEW)
+    done = doc(*asked, "--json")
+    assert (done.exit_code, done.stderr) == (1, "error: the disk has failed\n")
+    [answer] = json.loads(done.stdout)
+    assert (answer["question"], answer["answer"]) == ("The grass is", expected["answer"])
+    done = doc(*asked)
+    assert done.exit_code == 1
+    assert len(done.stdout.splitlines()) == 1

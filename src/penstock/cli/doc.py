@@ -175,21 +175,25 @@ def ask_command(
     called, loaded = load_model_of(
         shelf, name, model, console, device=device, dtype=None if dtype is None else dtype.value
     )
-    if keep:
-        for gone in shelf.require_room(name, len(questions) * max_new_tokens):
-            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
-    with (
-        shelf.open(name, loaded) as document,
-        RepairProgress(console) as repair,
-        AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
-    ):
-        outputs = document.ask(
-            questions, params, on_text=screen.on_text, on_tokens=repair.update, keep=keep,
-            memory=memory, policy=policy, exact=exact,
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
-    else:
+    outputs: list[RequestOutput] = []
+    try:
+        with shelf.open(name, loaded) as document:
+            document.questions_of(questions, params, keep=keep)  # before somebody has to go
+            if keep:
+                for gone in shelf.require_room(name, len(questions) * max_new_tokens):
+                    console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+            with (
+                RepairProgress(console) as repair,
+                AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
+            ):
+                document.ask(
+                    questions, params, on_text=screen.on_text, on_tokens=repair.update,
+                    on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
+                )  # fmt: skip
+    finally:
+        if as_json and outputs:  # those that were done, whatever came then
+            typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
+    if not as_json:
         show_report(console, outputs[-1].run)
 
 
