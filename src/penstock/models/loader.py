@@ -25,6 +25,7 @@ from penstock.core.errors import (
     PenstockError,
     UnsupportedModelError,
 )
+from penstock.models.load_errors import said_of
 from penstock.models.model_shape import inspect_model
 from penstock.models.released import BUNDLED_NAME, released_models
 
@@ -77,7 +78,8 @@ def load(
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete or unreadable.
+        ModelLoadError: the folder is missing, incomplete or unreadable, or the model needs code of
+            its own.
         UnsupportedModelError: a tiered cache cannot work with it; says why.
         ConfigError: an unknown dtype, or a device that this machine does not have.
     """
@@ -95,7 +97,7 @@ def load(
     except PenstockError as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
-        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
 
 
@@ -116,13 +118,16 @@ def _read(
 ) -> tuple[Tokenizer, CausalLM]:
     # Built without memory first: what cannot work is refused before its weights are read.
     with torch.device("meta"):
-        inspect_model(AutoModelForCausalLM.from_config(config))
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         local_files_only=True,
+        trust_remote_code=False,
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])
@@ -199,9 +204,11 @@ def _find_folder(name: str) -> Path:
 
 def _load_config(name: str, folder: Path) -> PretrainedConfig:
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
-        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     if not isinstance(config, PretrainedConfig):
         raise ModelLoadError(f"{name}: config.json describes no model")
     return config
@@ -215,8 +222,3 @@ def _require_causal(name: str, config: PretrainedConfig) -> None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -9,6 +9,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as hf_logging
 
 from penstock.core.errors import ConfigError, ModelLoadError, VerifierError
+from penstock.models.load_errors import said_of
+
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class _Rated(Protocol):
@@ -33,7 +36,8 @@ class RewardModelScorer:
         device: "cpu" or "cuda".
 
     Raises:
-        ModelLoadError: the folder is missing or incomplete, or holds no sequence classifier.
+        ModelLoadError: the folder is missing or incomplete, holds no sequence classifier, or one
+            that needs code of its own.
         ConfigError: the classifier has more labels than two.
     """
 
@@ -112,15 +116,14 @@ def _load(folder: Path, name: str) -> tuple[Any, Any]:
         )
     had_bars = hf_logging.is_progress_bar_enabled()
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(folder, **_LOCAL)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **_LOCAL)
         hf_logging.disable_progress_bar()
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
+            folder, config=config, dtype="auto", output_loading_info=True, **_LOCAL
         )
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelLoadError(f"{name}: {lines[0] if lines else type(error).__name__}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     finally:
         if had_bars:
             hf_logging.enable_progress_bar()
