@@ -78,6 +78,7 @@ def test_all_questions_are_checked_before_the_first_is_answered() -> None:
     long = "green " * 41000
     for questions, words in (
         (["The grass is", " "], "question 2 is empty"),
+        (["The grass is", "a\udcff"], "a question is not UTF-8 text"),
         (["The grass is", "Here", long], "question 3 has "),
     ):
         for keep in ([], ["--keep"]):
@@ -85,7 +86,7 @@ def test_all_questions_are_checked_before_the_first_is_answered() -> None:
             assert (done.exit_code, done.stdout) == (2, "")
             assert words in done.stderr
     [entry] = json.loads(doc("ls", "--json").stdout)["documents"]
-    assert (entry["generation"], entry["asks"]) == (1, 4)
+    assert (entry["generation"], entry["asks"]) == (1, 6)
 
 
 @pytest.mark.parametrize("keep", [[], ["--keep"]])

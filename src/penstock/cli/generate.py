@@ -216,13 +216,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
     Raises:
         ConfigError: both were given, or neither.
-        PromptError: the file cannot be read.
+        PromptError: the file cannot be read, or it is no text.
     """
-    from penstock.generation.prompts import decode_text, read_text_file
+    from penstock.generation.prompts import decode_text, read_text_file, require_text
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give the prompt with either --prompt or --prompt-file")
     if prompt is not None:
+        require_text(prompt, "the prompt")
         return prompt
     assert prompt_file is not None
     if str(prompt_file) == "-":

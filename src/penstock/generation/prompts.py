@@ -57,6 +57,18 @@ def decode_text(content: bytes, what: str) -> str:
         raise PromptError(f"{what} is not UTF-8 text") from error
 
 
+def require_text(text: str, what: str) -> None:
+    """Refuse text with halves of characters, as a shell's bytes that are not UTF-8 become.
+
+    Raises:
+        PromptError: says what it is.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is not UTF-8 text") from error
+
+
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several.
 
@@ -77,10 +89,11 @@ def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
     """Token ids of a prompt; none for blank text.
 
     Raises:
-        PromptError: it is text while there is no tokenizer.
+        PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold.
     """
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
+    require_text(prompt, "the prompt")
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
     # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.

@@ -83,7 +83,7 @@ def load(
         UnsupportedModelError: a tiered cache cannot work with it; says why.
         ConfigError: an unknown dtype, or a device that this machine does not have.
     """
-    target = _device(device)
+    target = find_device(device)
     wanted = _dtype(dtype)
     name = str(name_or_path)
     folder = _find_folder(name)
@@ -151,13 +151,27 @@ def _no_progress_bars() -> Iterator[None]:
         hf_logging.enable_progress_bar()
 
 
-def _device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ConfigError: it is no name of a device, or this machine has no such device.
+    """
     try:
         target = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is not a device; write cpu or cuda") from error
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but this machine (or this build of torch) has no CUDA GPU")
+    if target.type == "meta":
+        raise ConfigError("device=meta computes nothing; write cpu or cuda")
+    try:
+        torch.empty(1, device=target)
+    except Exception as error:  # of whatever kind a backend that is not there raises
+        raise ConfigError(
+            f"device={target}, but this machine (or this build of torch) has no such device; "
+            "write cpu or cuda"
+        ) from error
     return target
 
 

@@ -10,6 +10,7 @@ from transformers.utils import logging as hf_logging
 
 from penstock.core.errors import ConfigError, ModelLoadError, VerifierError
 from penstock.models.load_errors import said_of
+from penstock.models.loader import find_device
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -38,7 +39,7 @@ class RewardModelScorer:
     Raises:
         ModelLoadError: the folder is missing or incomplete, holds no sequence classifier, or one
             that needs code of its own.
-        ConfigError: the classifier has more labels than two.
+        ConfigError: the classifier has more labels than two, or there is no such device.
     """
 
     needs_text = True
@@ -49,6 +50,7 @@ class RewardModelScorer:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.name = f"reward:{folder}"
+        self._device = find_device(device)
         self._tokenizer, self._model = _load(Path(folder).expanduser(), self.name)
         self._labels = int(self._model.config.num_labels)
         if self._labels not in (1, 2):
@@ -60,8 +62,7 @@ class RewardModelScorer:
         # A tokenizer without a limit has a huge one; some models have fewer places than positions.
         positions = getattr(self._model.config, "max_position_embeddings", None) or 1 << 30
         self._max_tokens = int(min(positions, self._tokenizer.model_max_length))
-        self._model.to(device).eval()
-        self._device = device
+        self._model.to(self._device).eval()
 
     def score(self, candidates: Sequence[_Rated]) -> list[float]:
         """One number per candidate, in their order; see `StepScorer`.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.core.errors import PromptError
-from penstock.generation.prompts import Prompt, as_prompt_list, check_prompt
+from penstock.generation.prompts import Prompt, as_prompt_list, check_prompt, require_text
 from penstock.models.loader import LoadedModel
 
 
@@ -46,6 +46,7 @@ def _encode(loaded: LoadedModel, question: Prompt) -> list[int]:
     """Token ids without those that the tokenizer puts around a text; none for blank text."""
     if not isinstance(question, str):
         return [int(token) for token in question]
+    require_text(question, "a question")
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer; ask in token ids")
     if not question.strip():
