@@ -31,7 +31,8 @@ class SamplingParams:
     """Makes sampling repeatable without touching torch's global generator state; -2**63 to
     2**64 - 1."""
     stop: str | tuple[str, ...] | None = ()
-    """The answer ends before the first of these strings; None: there are none."""
+    """The answer ends before the first of these strings, or of those that the model's own
+    `generation_config` has; None: there are none."""
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
