@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from penstock.cli import screen
 from penstock.cli.main import app
 from penstock.core.errors import FetchError, StoreFullError
 from penstock.generation.documents.document import Document
@@ -111,3 +112,14 @@ def test_answers_that_were_done_are_printed_where_a_later_one_fails(
     done = doc(*asked)
     assert done.exit_code == 1
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_storing_that_takes_a_while_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = doc("add", "recall", "text.txt", "--name", "quick", "--disk", "memory")
+    assert "store" not in done.stderr
+    monkeypatch.setattr(screen, "_QUIET_S", 0.0)
+    done = doc("add", "recall", "text.txt", "--name", "slow", "--disk", "memory")
+    lines = done.stderr.splitlines()
+    assert done.exit_code == 0, done.stderr
+    at = next(i for i, line in enumerate(lines) if line.startswith("store 100%"))
+    assert any(line.startswith("prefill 100 %") for line in lines[:at])

@@ -88,7 +88,8 @@ def add_command(
     dtype: DtypeOption = None,
 ) -> None:  # fmt: skip
     """Prefill a text and store it under a name."""
-    from penstock.cli.screen import TokenProgress, loading
+    from penstock.cli.doc_screen import AddProgress
+    from penstock.cli.screen import loading
     from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
@@ -102,11 +103,12 @@ def add_command(
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
     removed: list[str] = []
     try:
-        with TokenProgress(console) as progress:
+        with AddProgress(console) as progress:
             added = shelf.add(
                 loaded, text, name, policy=policy, memory=memory,
                 title=title or ("" if str(file) == _STDIN else file.name),
-                shares=not alone, on_tokens=progress.update, on_removed=removed.append,
+                shares=not alone, on_tokens=progress.on_tokens, on_bytes=progress.on_bytes,
+                on_removed=removed.append,
             )  # fmt: skip
     finally:
         for gone in removed:
