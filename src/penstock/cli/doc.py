@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,18 +103,12 @@ def add_command(
         loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
-    removed: list[str] = []
-    try:
-        with AddProgress(console) as progress:
-            added = shelf.add(
-                loaded, text, name, policy=policy, memory=memory,
-                title=title or ("" if str(file) == _STDIN else file.name),
-                shares=not alone, on_tokens=progress.on_tokens, on_bytes=progress.on_bytes,
-                on_removed=removed.append,
-            )  # fmt: skip
-    finally:
-        for gone in removed:
-            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+    with _told_removed(console) as on_removed, AddProgress(console) as progress:
+        added = shelf.add(
+            loaded, text, name, policy=policy, memory=memory,
+            title=title or ("" if str(file) == _STDIN else file.name), shares=not alone,
+            on_tokens=progress.on_tokens, on_bytes=progress.on_bytes, on_removed=on_removed,
+        )  # fmt: skip
     with added.document as document:
         shared = ""
         if added.shared_tokens:
@@ -177,26 +173,47 @@ def ask_command(
     called, loaded = load_model_of(
         shelf, name, model, console, device=device, dtype=None if dtype is None else dtype.value
     )
-    outputs: list[RequestOutput] = []
-    try:
-        with shelf.open(name, loaded) as document:
-            document.questions_of(questions, params, keep=keep)  # before somebody has to go
-            if keep:
-                for gone in shelf.require_room(name, len(questions) * max_new_tokens):
-                    console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
-            with (
-                RepairProgress(console) as repair,
-                AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
-            ):
-                document.ask(
-                    questions, params, on_text=screen.on_text, on_tokens=repair.update,
-                    on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
-                )  # fmt: skip
-    finally:
-        if as_json and outputs:  # those that were done, whatever came then
-            typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
+    with _collected(called if as_json else None) as outputs, shelf.open(name, loaded) as document:
+        document.questions_of(questions, params, keep=keep)  # before somebody has to go
+        if keep:
+            with _told_removed(console) as on_removed:
+                shelf.require_room(name, len(questions) * max_new_tokens, on_removed)
+        with (
+            RepairProgress(console) as repair,
+            AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
+        ):
+            document.ask(
+                questions, params, on_text=screen.on_text, on_tokens=repair.update,
+                on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
+            )  # fmt: skip
     if not as_json:
         show_report(console, outputs[-1].run)
+
+
+@contextmanager
+def _told_removed(console: Console) -> Iterator[Callable[[str], None]]:
+    """Takes the names of documents that had to go, and says them at the end, whatever came."""
+    removed: list[str] = []
+    try:
+        yield removed.append
+    finally:
+        for gone in removed:
+            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _collected(model: str | None) -> Iterator["list[RequestOutput]"]:
+    """Takes answers, and prints those that were done at the end, whatever came.
+
+    Args:
+        model: what it is called in the JSON document; None: nothing is printed.
+    """
+    outputs: list[RequestOutput] = []
+    try:
+        yield outputs
+    finally:
+        if model is not None and outputs:
+            typer.echo(json.dumps([_as_json(model, output) for output in outputs]))
 
 
 def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:

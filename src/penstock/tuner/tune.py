@@ -124,12 +124,7 @@ def tune(
     _require_policies(policies, floor)
     loaded = model if isinstance(model, LoadedModel) else load(model)
     shape = require_tunable(loaded.model)
-    positions = inspect_model(loaded.model).max_positions
-    if max_context > positions:
-        raise ConfigError(
-            f"max_context={max_context:,} is more than the {positions:,} positions of "
-            f"{loaded.name}; give at most so many"
-        )
+    _require_positions(loaded, max_context)
     limit = parse_memory(
         memory, shape.full_cache_bytes(max_batch, max_context),
         free_bytes(loaded.model.get_input_embeddings().weight.device),
@@ -180,6 +175,15 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
             raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
     if not floor > 0:
         raise ConfigError(f"--floor {floor} must be above 0 nats")
+
+
+def _require_positions(loaded: LoadedModel, max_context: int) -> None:
+    positions = inspect_model(loaded.model).max_positions
+    if max_context > positions:
+        raise ConfigError(
+            f"max_context={max_context:,} is more than the {positions:,} positions of "
+            f"{loaded.name}; give at most so many"
+        )
 
 
 def _about(

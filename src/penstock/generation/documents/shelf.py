@@ -99,19 +99,16 @@ class Shelf:
         base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
         evicted: list[str] = []
 
-        def make_space(need_bytes: int, keep: set[str]) -> None:
-            def note(gone: str) -> None:
-                evicted.append(gone)
-                on_removed(gone)
-
-            make_room(self.documents, need_bytes, limit, keep, note)
+        def note(gone: str) -> None:
+            evicted.append(gone)
+            on_removed(gone)
 
         def create(base: OpenDocument | None, keep: set[str]) -> Document:
             reader = Reader(loaded, self.settings)
             written = create_document(
                 reader, tokens, folder, policy=chosen, memory=memory, title=title, base=base,
                 on_tokens=on_tokens, on_bytes=on_bytes,
-                before_storing=lambda: make_space(need, keep),
+                before_storing=lambda: make_room(self.documents, need, limit, keep, note),
             )  # fmt: skip
             document = Document(OpenDocument.open(reader, folder))
             document.written_bytes = written
@@ -129,13 +126,12 @@ class Shelf:
             document = create(None, {name})
         try:
             self.documents.add_written(name, document.written_bytes)
-            make_space(0, {name})  # the need was an estimate; what came may be more
-        except StoreFullError:
+            # The need was an estimate; what came may be more.
+            make_room(self.documents, 0, limit, {name}, note)
+        except BaseException as error:
             document.close()
-            self.documents.remove(name)
-            raise
-        except BaseException:
-            document.close()
+            if isinstance(error, StoreFullError):
+                self.documents.remove(name)
             raise
         return Added(
             document=document, evicted=evicted, shared_tokens=shared, shared_with=base_name
@@ -194,8 +190,13 @@ class Shelf:
                 if document.written_bytes:
                     self.documents.add_written(name, document.written_bytes)
 
-    def require_room(self, name: str, tokens: int) -> list[str]:
+    def require_room(
+        self, name: str, tokens: int, on_removed: OnRemoved = lambda name: None
+    ) -> list[str]:
         """Make room for keeping so many more tokens in a document, as `add` does.
+
+        Args:
+            on_removed: as for `add`.
 
         Returns:
             Documents that had to go.
@@ -210,7 +211,8 @@ class Shelf:
         # A commit writes index and checksums anew; the former ones go when it is done.
         need = summary.side_bytes + units * summary.shape.row_bytes
         self.documents.write_budget.require(need)
-        return make_room(self.documents, need, self.documents.settings.max_disk_bytes, keep={name})
+        limit = self.documents.settings.max_disk_bytes
+        return make_room(self.documents, need, limit, {name}, on_removed)
 
     def model_of(self, name: str) -> str:
         """What the model of a document was called when the document was added.
