@@ -143,6 +143,11 @@ def test_prompt_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--prompt", "a", "--prefill-chunk", "0"], "prefill_chunk_size=0"),
         (["--prompt", "a", "--trace", "/no/such/folder/t.json"], "--trace"),
         (["--prompt", "a", "--device", "abacus"], "abacus"),
+        (["--prompt", "a", "--device", "xla"], "has no such device; write cpu or cuda"),
+        (["--prompt", "a", "--device", "meta"], "device=meta computes nothing"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature=nan must be 0"),
+        (["--prompt", "a", "--seed", "99999999999999999999"], "seed=99999999999999999999"),
+        (["--prompt", "a\udcff"], "the prompt is not UTF-8 text"),
     ],
 )
 def test_impossible_options(options: list[str], said: str) -> None:

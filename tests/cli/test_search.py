@@ -143,6 +143,7 @@ def test_a_scorer_from_the_current_folder(here: Path) -> None:
         (("--scorer", "these_scorers:none"), "module these_scorers has no none"),
         (("--scorer", "nowhere:at_all"), "module nowhere was not found"),
         (("--scorer", "reward:nowhere"), "there is no config.json in nowhere"),
+        (("--scorer", "reward:nowhere", "--device", "xla"), "has no such device"),
         (("--scorer", "these_scorers:nan", "--length-penalty", 2), "belongs to --scorer logprob"),
         (("--tree", "tree.txt"), "its name has to end in .png, .svg, .pdf"),
         (("--tree", "no/tree.png"), "does not exist"),

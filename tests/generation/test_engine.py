@@ -1,5 +1,6 @@
 """LLM gives the tokens of `model.generate`, streams them, and leaves the model as it was."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,3 +201,31 @@ def test_refusals(model: Any) -> None:
     needed = caught.value.needed_bytes
     assert needed is not None
     LLM(model, store="memory", memory=needed).generate([[5] * 400], GREEDY)
+
+
+@pytest.mark.parametrize("name", ["cache_implementation", "both"])
+def test_what_a_models_own_config_says_of_caches_is_ours(
+    name: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
+    if name == "both":  # without a tokenizer nobody knows the text of an answer
+        monkeypatch.setattr(model.generation_config, "stop_strings", ["x"])
+    outputs = LLM(model, store="memory").generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert model.generation_config.cache_implementation == "static"
+
+
+@pytest.mark.parametrize("own", ["sky", ["nothing", "sky"]])
+def test_a_models_own_stop_strings_end_an_answer(
+    own: str | list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM("recall", store="memory")
+    text = "The grass is green . The sky is blue . " * 5
+    [whole] = llm.generate(text, GREEDY)
+    assert "sky" in whole.text
+    monkeypatch.setattr(llm.model.generation_config, "stop_strings", own)
+    [stopped] = llm.generate(text, GREEDY)
+    assert (stopped.text, stopped.finish_reason) == (whole.text.partition("sky")[0], "stop")
+    [earlier] = llm.generate(text, replace(GREEDY, stop="grass"))
+    assert "grass" not in earlier.text

@@ -76,3 +76,8 @@ def test_reading_a_file(tmp_path: Path) -> None:
         read_text_file(tmp_path / "none", "letter")
     with pytest.raises(PromptError, match="Is a directory"):
         read_text_file(tmp_path)
+
+
+def test_halves_of_characters_are_no_text(recall: LoadedModel) -> None:
+    with pytest.raises(PromptError, match="the prompt is not UTF-8 text"):
+        make(recall, "The \udcff sky")

@@ -1,17 +1,25 @@
 """SamplingParams refuses what cannot be meant."""
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.core.errors import ConfigError
 from penstock.generation.sampling import SamplingParams
+from penstock.generation.search_params import SearchParams
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"temperature": 1e-40}, r"temperature=1e-40 .* from 1e-06 on"),
+        ({"seed": 1 << 64}, f"seed={1 << 64}"),
+        ({"seed": -(1 << 63) - 1}, "seed=-"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_k": -2}, "top_k=-2"),
@@ -32,4 +40,11 @@ def test_temperature_zero_is_greedy() -> None:
 def test_stop_texts_of_one_string_and_of_several() -> None:
     assert SamplingParams(stop="a b").stop_texts == ("a b",)
     assert SamplingParams(stop=("a", "b")).stop_texts == ("a", "b")
-    assert SamplingParams().stop_texts == ()
+    assert SamplingParams().stop_texts == SamplingParams(stop=None).stop_texts == ()
+    assert SearchParams(stop=None).stop_texts == ()
+
+
+def test_the_ends_of_the_ranges() -> None:
+    for seed in ((1 << 64) - 1, -(1 << 63)):
+        torch.Generator().manual_seed(SamplingParams(seed=seed).seed or 0)
+    assert SamplingParams(temperature=1e-6).temperature == 1e-6

@@ -227,3 +227,19 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing_behind(
     decoder.close()
     assert threading.active_count() == threads
     assert llama.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("strategy", ["scheduled", "layerwise", "resident"])
+@pytest.mark.parametrize("memory", ["auto", "1/1", 1.0, "100%"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_everything_holds_a_short_search(
+    memory: float | str, strategy: str, beams: int, llama: PreTrainedModel
+) -> None:
+    """What a beam takes beside its own tokens counts where everything is asked for."""
+    whole = decoder_of(llama, beams=beams, width=1, max_tokens=12, memory=None, strategy=strategy)
+    whole.close()
+    decoder = decoder_of(
+        llama, beams=beams, width=1, max_tokens=12, memory=memory, strategy=strategy
+    )
+    decoder.close()
+    assert decoder.report().limit_bytes == whole.report().limit_bytes

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from penstock.models.loader import load
+from penstock.models.loader import lasting_name, load
 
 RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
 
@@ -42,6 +42,15 @@ def test_bundled_name_wins_over_a_folder_of_that_name(
     load("recall")
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         load("./recall")
+
+
+def test_names_that_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert lasting_name("./copy") == lasting_name("copy") == str(folder)
+    assert lasting_name(str(folder)) == str(folder)
+    folder.rename(folder.parent / "recall")
+    for name in ("recall", "recall-2", "some-org/some-model", "LlamaForCausalLM", ""):
+        assert lasting_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "some-org/some-model", "no such name"])

@@ -29,7 +29,11 @@ def calibrate_command(
         typer.Option(help="Components kept per token and layer; at most 128 by default."),
     ] = None,
     window: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Longest piece that is read at once.")
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Longest piece that is read at once; never more than the model has positions.",
+        ),
     ] = 8192,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
@@ -45,6 +49,7 @@ def calibrate_command(
     from penstock.generation.prompts import encode, read_text_file
     from penstock.models.calibrate import calibrate
     from penstock.models.loader import load
+    from penstock.models.model_shape import inspect_model
 
     console = Console(stderr=True, highlight=False, markup=False)
     if window < 2:
@@ -56,6 +61,12 @@ def calibrate_command(
     for path, tokens in zip(text, texts, strict=True):
         if len(tokens) == 0:
             raise PromptError(f"text file {path} is empty: it has zero tokens")
+    positions = inspect_model(loaded.model).max_positions
+    if positions < min(window, max(map(len, texts))):
+        console.print(
+            f"note: {model} has {positions:,} positions, so that no piece is longer",
+            soft_wrap=True,
+        )
     with TokenProgress(console, "calibrate") as progress:
         adapter = calibrate(
             loaded.model, texts, rank=rank, window_tokens=window, progress=progress.update

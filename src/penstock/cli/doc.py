@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,7 @@ from penstock.cli.doc_options import (
     KeyOption,
     LibraryOption,
     NameArgument,
+    load_model_of,
     open_shelf,
 )
 from penstock.cli.doc_shelf import (
@@ -87,7 +90,8 @@ def add_command(
     dtype: DtypeOption = None,
 ) -> None:  # fmt: skip
     """Prefill a text and store it under a name."""
-    from penstock.cli.screen import TokenProgress, loading
+    from penstock.cli.doc_screen import AddProgress
+    from penstock.cli.screen import loading
     from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
@@ -99,15 +103,13 @@ def add_command(
         loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
-    with TokenProgress(console) as progress:
+    with _told_removed(console) as on_removed, AddProgress(console) as progress:
         added = shelf.add(
             loaded, text, name, policy=policy, memory=memory,
-            title=title or ("" if str(file) == _STDIN else file.name),
-            shares=not alone, on_tokens=progress.update,
+            title=title or ("" if str(file) == _STDIN else file.name), shares=not alone,
+            on_tokens=progress.on_tokens, on_bytes=progress.on_bytes, on_removed=on_removed,
         )  # fmt: skip
     with added.document as document:
-        for gone in added.evicted:
-            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
         shared = ""
         if added.shared_tokens:
             shared = f", {added.shared_tokens:,} of them taken over from {added.shared_with}"
@@ -160,34 +162,58 @@ def ask_command(
     Answers go to stdout, everything else to stderr.
     """
     from penstock.cli.doc_screen import AnswersScreen, RepairProgress
-    from penstock.cli.screen import loading, show_report
+    from penstock.cli.screen import show_report
     from penstock.generation.sampling import SamplingParams
-    from penstock.models.loader import load
 
     console = Console(stderr=True, highlight=False)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
-    called = shelf.model_of(name) if model is None else model
-    with loading(console, called):
-        loaded = load(called, dtype=None if dtype is None else dtype.value, device=device)
-    if keep:
-        for gone in shelf.require_room(name, len(questions) * max_new_tokens):
-            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
-    with (
-        shelf.open(name, loaded) as document,
-        RepairProgress(console) as repair,
-        AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
-    ):
-        outputs = document.ask(
-            questions, params, on_text=screen.on_text, on_tokens=repair.update, keep=keep,
-            memory=memory, policy=policy, exact=exact,
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps([_as_json(called, output) for output in outputs]))
-    else:
+    called, loaded = load_model_of(
+        shelf, name, model, console, device=device, dtype=None if dtype is None else dtype.value
+    )
+    with _collected(called if as_json else None) as outputs, shelf.open(name, loaded) as document:
+        document.questions_of(questions, params, keep=keep)  # before somebody has to go
+        if keep:
+            with _told_removed(console) as on_removed:
+                shelf.require_room(name, len(questions) * max_new_tokens, on_removed)
+        with (
+            RepairProgress(console) as repair,
+            AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
+        ):
+            document.ask(
+                questions, params, on_text=screen.on_text, on_tokens=repair.update,
+                on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
+            )  # fmt: skip
+    if not as_json:
         show_report(console, outputs[-1].run)
+
+
+@contextmanager
+def _told_removed(console: Console) -> Iterator[Callable[[str], None]]:
+    """Takes the names of documents that had to go, and says them at the end, whatever came."""
+    removed: list[str] = []
+    try:
+        yield removed.append
+    finally:
+        for gone in removed:
+            console.print(f"removed {gone}, to make room", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _collected(model: str | None) -> Iterator["list[RequestOutput]"]:
+    """Takes answers, and prints those that were done at the end, whatever came.
+
+    Args:
+        model: what it is called in the JSON document; None: nothing is printed.
+    """
+    outputs: list[RequestOutput] = []
+    try:
+        yield outputs
+    finally:
+        if model is not None and outputs:
+            typer.echo(json.dumps([_as_json(model, output) for output in outputs]))
 
 
 def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from penstock.core.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from penstock.generation.documents.shelf import Shelf
+    from penstock.models.loader import LoadedModel
     from penstock.storage.documents.document_library import Library
 
 LibraryOption = Annotated[
@@ -79,3 +83,31 @@ def open_shelf(
         prefill_chunk_size=prefill_chunk_size, wrap=wrap,
     )  # fmt: skip
     return Shelf(library_folder(library), settings)
+
+
+def load_model_of(
+    shelf: "Shelf", name: str, model: str | None, console: Console, *, device: str,
+    dtype: str | None,
+) -> "tuple[str, LoadedModel]":  # fmt: skip
+    """The model of a document, and what it is called.
+
+    Args:
+        model: what was given with --model; None: as the document says.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+        As for `Shelf.model_of`.
+    """
+    from penstock.cli.screen import loading
+    from penstock.models.loader import load
+
+    called = shelf.model_of(name) if model is None else model
+    try:
+        with loading(console, called):
+            return called, load(called, dtype=dtype, device=device)
+    except ModelLoadError as error:
+        if model is not None:
+            raise
+        raise ModelLoadError(
+            f"{error}; the document {name!r} says so: say with --model where its model is now"
+        ) from error

@@ -1,4 +1,4 @@
-"""Screens of `penstock doc ask` and of a repair: the answers, and what is prefilled again."""
+"""Screens of `penstock doc`: adding, the answers, and what a repair prefills again."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from penstock.cli.screen import TokenProgress
+from penstock.cli.screen import LateProgress, TokenProgress
 
 
 class AnswersScreen:
@@ -56,6 +56,39 @@ class AnswersScreen:
         if self._out is not None:
             self._out.write("\n")
             self._out.flush()
+
+
+class AddProgress:
+    """Progress of `penstock doc add`: prefill, then storing once it turns out to take a while.
+
+    A context manager, at whose end no bar is left.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._prefill = TokenProgress(console)
+        self._store = LateProgress(console, "store")
+
+    def __enter__(self) -> "AddProgress":
+        self._prefill.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._prefill.stop()
+        self._store.stop()
+
+    def on_tokens(self, done: int, total: int) -> None:
+        """For `Shelf.add(on_tokens=...)`."""
+        self._prefill.update(done, total)
+
+    def on_bytes(self, done: int, total: int) -> None:
+        """For `Shelf.add(on_bytes=...)`."""
+        self._prefill.stop()  # a terminal has one live bar
+        self._store.update(done / max(total, 1))
 
 
 class RepairProgress:

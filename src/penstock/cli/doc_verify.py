@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from penstock.cli.doc_options import load_model_of
 from penstock.cli.doc_screen import RepairProgress
-from penstock.cli.screen import loading
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import DocumentDamagedError, DocumentFormatError
 
@@ -116,11 +116,7 @@ def _repair(
     shelf: "Shelf", name: str, console: Console, *, model: str | None, device: str,
     dtype: str | None,
 ) -> bool:  # fmt: skip
-    from penstock.models.loader import load
-
-    called = shelf.model_of(name) if model is None else model
-    with loading(console, called):
-        loaded = load(called, dtype=dtype, device=device)
+    _, loaded = load_model_of(shelf, name, model, console, device=device, dtype=dtype)
     with (
         shelf.open(name, loaded, asks=False) as document,
         RepairProgress(console) as progress,

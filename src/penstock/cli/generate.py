@@ -1,6 +1,7 @@
 """`penstock generate`: answer a prompt from a file or the command line."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from enum import StrEnum
@@ -132,24 +133,36 @@ def generate_command(
             text, params, on_text=screen.on_text, on_progress=screen.on_progress,
             on_index=screen.on_index, tracer=tracer,
         )  # fmt: skip
-    if tracer is not None and trace is not None:
-        write_trace(tracer, trace)
     if as_json:
         typer.echo(json.dumps(as_document(model, output)))
     else:
         show_report(console, output.run)
+    if tracer is not None and trace is not None:
+        write_trace(tracer, trace)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written later.
+    """Refuse a file that could not be written later: it is opened, or made and removed again.
 
     Raises:
-        ConfigError: the folder is not there, or `path` is a folder.
+        ConfigError: it cannot be, its folder is not there, or `path` is a folder.
     """
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; give a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+    target = path.absolute()
+    try:
+        if target.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; give a file")
+        if not target.parent.is_dir():
+            raise ConfigError(f"{option} {path}: the folder {target.parent} does not exist")
+        target = Path(os.path.realpath(target))
+        if target.is_file():
+            target.open("ab").close()
+        elif not target.exists():
+            target.open("xb").close()
+            target.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error.strerror or error}; give another file"
+        ) from error
 
 
 def write_trace(tracer: Any, path: Path) -> None:
@@ -203,13 +216,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
     Raises:
         ConfigError: both were given, or neither.
-        PromptError: the file cannot be read.
+        PromptError: the file cannot be read, or it is no text.
     """
-    from penstock.generation.prompts import decode_text, read_text_file
+    from penstock.generation.prompts import decode_text, read_text_file, require_text
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give the prompt with either --prompt or --prompt-file")
     if prompt is not None:
+        require_text(prompt, "the prompt")
         return prompt
     assert prompt_file is not None
     if str(prompt_file) == "-":

@@ -95,14 +95,14 @@ class TokenProgress:
             self._bar.stop()
 
 
-class IndexProgress:
-    """Progress of the prompt's index, once it turns out to take a while.
+class LateProgress:
+    """Progress of something that may be done at once, when it turns out to take a while.
 
     A live bar on a terminal; in a pipe, a line whenever another tenth is done.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, what: str) -> None:
+        self._console, self._what = console, what
         self._began_s = 0.0
         self._steps_shown = 0
         self._bar: Progress | None = None
@@ -118,8 +118,8 @@ class IndexProgress:
         figures = f"{gone_s:.0f} s gone  ETA {left_s:.0f} s"
         if self._console.is_terminal:
             if self._bar is None:
-                self._bar = _bar(self._console, _INDEX)
-                self._bar.add_task(_INDEX, total=1.0, figures="")
+                self._bar = _bar(self._console, self._what)
+                self._bar.add_task(self._what, total=1.0, figures="")
                 self._bar.start()
             self._bar.update(self._bar.task_ids[0], completed=share, figures=figures)
             if share >= 1:
@@ -128,7 +128,7 @@ class IndexProgress:
         step = int(share * _STEPS_IN_A_PIPE)
         if step > self._steps_shown:
             self._steps_shown = step
-            line = f"{_INDEX} {share:4.0%}  {figures}"
+            line = f"{self._what} {share:4.0%}  {figures}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class AnswerScreen:
         self._lead = lead
         self._answered = False
         self._progress = None if console is None else TokenProgress(console)
-        self._index = None if console is None else IndexProgress(console)
+        self._index = None if console is None else LateProgress(console, _INDEX)
 
     def __enter__(self) -> "AnswerScreen":
         if self._progress is not None:

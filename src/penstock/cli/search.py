@@ -153,15 +153,15 @@ def search_command(
         )  # fmt: skip
     quiet = as_json and not console.is_terminal
     output = _search(searcher, text, params, None if quiet else console, model, as_json)
-    if tree is not None:
-        from penstock.bench.figures.search_tree import write_search_tree
-
-        write_search_tree(output, tree, model=model)
     _tell(output, model, as_json)
     if not as_json:
         from penstock.cli.search_screen import show_search
 
         show_search(console, output)
+    if tree is not None:  # when the answer has been told, whatever happens to the picture
+        from penstock.bench.figures.search_tree import write_search_tree
+
+        write_search_tree(output, tree, model=model)
 
 
 def _search(

@@ -79,7 +79,11 @@ def tune_command(
         Path, typer.Option("--output", "-o", metavar="FILE", help="The config, as JSON.")
     ],
     max_context: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Most tokens of a sequence, prompt and answer.")
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Most tokens of a sequence, prompt and answer; at most the model's positions.",
+        ),
     ] = 32768,
     max_batch: Annotated[int, typer.Option(help="Most sequences at once.")] = 1,
     memory: Annotated[

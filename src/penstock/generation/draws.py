@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.generation.sampling import check_temperature
 from penstock.runtime.beams.decoding import Choose
 
-LOWEST_TEMPERATURE = 1e-6
-"""Below it, and above 0, quotients leave the range of float32."""
 _ONE = float(1 << 40)
 """Weight of the most probable token. Weights are whole numbers, whose sums are exact in any order;
 2**22 tokens of this weight still fit int64."""
@@ -61,10 +60,7 @@ def check_draws(temperature: float, top_k: int, top_p: float) -> None:
     Raises:
         ConfigError: names the setting and its range.
     """
-    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < float("inf")):
-        raise ConfigError(
-            f"temperature={temperature} must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
-        )
+    check_temperature(temperature)
     if top_k < 0:
         raise ConfigError(f"top_k={top_k} must be 0 (all tokens) or more")
     if not 0 < top_p <= 1:

@@ -27,6 +27,10 @@ from penstock.policies.tuned_config import TunedConfig
 OnProgress = Callable[[int, int], None]
 """Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
 
+_OURS = ("cache_implementation", "stop_strings")
+"""Of a model's own generation config: the cache is ours, and `AnswerWatch` knows the strings. What
+is None in a config of a call is taken from the model's, unless it is an argument too."""
+
 
 class LLM:
     """A model with its KV cache in a fixed memory budget, under vLLM's calling conventions.
@@ -189,6 +193,7 @@ class LLM:
             StorageError: the store is full, or failed.
         """
         config, end_token_ids = self._generation_config(params)
+        params = self._with_own_stops(params)
         watch = AnswerWatch(
             self.tokenizer, params, num_rows=len(batch.token_ids), end_token_ids=end_token_ids,
             on_text=on_text,
@@ -221,6 +226,7 @@ class LLM:
                 past_key_values=cache,
                 generation_config=config,
                 stopping_criteria=[watch],
+                **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
             )
 
     def _read_ahead(self, input_ids: Tensor, cache: TieredCache) -> None:
@@ -255,6 +261,14 @@ class LLM:
         config.top_p = None if params.is_greedy else params.top_p
         config.top_k = None if params.is_greedy else max(params.top_k, 0)
         return config, end_token_ids
+
+    def _with_own_stops(self, params: SamplingParams) -> SamplingParams:
+        """With the strings that end an answer by the model's own generation config."""
+        own = getattr(self.model.generation_config, "stop_strings", None) or ()
+        if self.tokenizer is None:
+            return params
+        own = [own] if isinstance(own, str) else own
+        return replace(params, stop=(*params.stop_texts, *filter(None, own)))
 
     def _report(
         self,

@@ -57,6 +57,18 @@ def decode_text(content: bytes, what: str) -> str:
         raise PromptError(f"{what} is not UTF-8 text") from error
 
 
+def require_text(text: str, what: str) -> None:
+    """Refuse text with halves of characters, as a shell's bytes that are not UTF-8 become.
+
+    Raises:
+        PromptError: says what it is.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is not UTF-8 text") from error
+
+
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several.
 
@@ -77,10 +89,11 @@ def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
     """Token ids of a prompt; none for blank text.
 
     Raises:
-        PromptError: it is text while there is no tokenizer.
+        PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold.
     """
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
+    require_text(prompt, "the prompt")
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
     # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
@@ -105,10 +118,9 @@ def make_batch(
             positions, or is text while there is no tokenizer.
     """
     token_ids = [encode(loaded, prompt) for prompt in prompts]
-    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     for row, ids in enumerate(token_ids):
         which = "the prompt" if len(token_ids) == 1 else f"prompt {row}"
-        _check(loaded, which, ids, new_tokens=new_tokens, vocabulary=int(vocabulary))
+        check_prompt(loaded, which, ids, new_tokens=new_tokens)
     longest = max(len(ids) for ids in token_ids)
     input_ids = torch.full((len(token_ids), longest), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
@@ -123,17 +135,28 @@ def make_batch(
     )
 
 
-def _check(
-    loaded: LoadedModel, which: str, ids: list[int], *, new_tokens: int, vocabulary: int
+def check_prompt(
+    loaded: LoadedModel, which: str, ids: Sequence[int], *, new_tokens: int, held_tokens: int = 0
 ) -> None:
+    """Refuse what cannot be run, by name.
+
+    Args:
+        which: prompt it is, for the message.
+        held_tokens: of a stored text in front of it.
+
+    Raises:
+        PromptError: it has no tokens, holds an unknown token id, or does not fit the positions.
+    """
     if not ids:
         raise PromptError(f"{which} is empty: it has zero tokens")
+    vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise PromptError(f"{which} holds token id {wrong}, but {loaded.name} has {vocabulary}")
-    limit = inspect_model(loaded.model).max_positions
-    if len(ids) + new_tokens > limit:
+    limit, total = inspect_model(loaded.model).max_positions, held_tokens + len(ids)
+    if total + new_tokens > limit:
+        behind = f" behind {held_tokens:,} of the text" if held_tokens else ""
         raise PromptError(
-            f"{which} has {len(ids):,} tokens and {new_tokens:,} more are asked for, but "
-            f"{loaded.name} has {limit:,} positions; take away {len(ids) + new_tokens - limit:,}"
+            f"{which} has {len(ids):,} tokens{behind} and {new_tokens:,} more are asked for, but "
+            f"{loaded.name} has {limit:,} positions; take away {total + new_tokens - limit:,}"
         )

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 
+LOWEST_TEMPERATURE = 1e-6
+"""Below it, and above 0, quotients leave the range of float32."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -25,19 +28,22 @@ class SamplingParams:
     max_tokens: int = 16
     """Most new tokens per prompt."""
     seed: int | None = None
-    """Makes sampling repeatable without touching torch's global generator state."""
-    stop: str | tuple[str, ...] = ()
-    """The answer ends before the first of these strings."""
+    """Makes sampling repeatable without touching torch's global generator state; -2**63 to
+    2**64 - 1."""
+    stop: str | tuple[str, ...] | None = ()
+    """The answer ends before the first of these strings, or of those that the model's own
+    `generation_config` has; None: there are none."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        check_temperature(self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
         if self.top_k < -1:
             raise ConfigError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise ConfigError(f"seed={self.seed} must lie in -2**63 to 2**64 - 1")
         if any(not text for text in self.stop_texts):
             raise ConfigError("stop holds an empty string, which would end every answer at once")
 
@@ -49,4 +55,17 @@ class SamplingParams:
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that nothing can be sampled with.
+
+    Raises:
+        ConfigError: says which can.
+    """
+    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < float("inf")):
+        raise ConfigError(
+            f"temperature={temperature} must be 0 (greedy), or a number from "
+            f"{LOWEST_TEMPERATURE:g} on"
+        )

@@ -35,8 +35,8 @@ class SearchParams:
     """Sample among the most probable tokens that hold this share of the mass, in (0, 1]."""
     seed: int | None = None
     """0 to 2**64 - 1; None draws one, which the output names."""
-    stop: str | tuple[str, ...] = ()
-    """A beam is finished before the first of these strings."""
+    stop: str | tuple[str, ...] | None = ()
+    """A beam is finished before the first of these strings; None: there are none."""
     ignore_end: bool = False
     """Go on behind the end token, as a measurement of a given length does."""
 
@@ -76,7 +76,7 @@ class SearchParams:
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def check_room(prompt_tokens: int, params: SearchParams, max_tokens: int) -> None:

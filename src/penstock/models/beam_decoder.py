@@ -14,7 +14,7 @@ from penstock.core.ledger import MemoryReport
 from penstock.core.trace import Tracer
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
-from penstock.models.cache_options import limit_bytes
+from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
 from penstock.models.model_shape import decoder_config
 from penstock.runtime.beams.beam_memory import BeamMemory
@@ -246,7 +246,7 @@ def make_decoder(
     device = model.get_input_embeddings().weight.device
     full = -(-max_tokens // block_tokens) * beams * shape.block_bytes
     everything = strategy == "resident" and memory == "auto"
-    limit = None if everything else limit_bytes(memory, full, device)
+    limit = None if everything else beams_limit_bytes(memory, full, device)
     made = make_memory(MemoryRequest(
         shape=shape, beams=beams, max_tokens=max_tokens, device=device, store=str(store),
         limit_bytes=limit, strategy=strategy, prefetch=prefetch,

@@ -95,10 +95,28 @@ def limit_bytes(
     if memory is None:
         return None
     limit = parse_memory(memory, full_bytes, free_bytes(device))
-    # A share of one, and "auto" with memory to spare, mean everything: the full cache's mask
-    # comes on top of its keys and values.
-    whole = not isinstance(memory, int) and limit == full_bytes
-    return limit + full_bytes // 64 + 4096 if whole else limit
+    # The full cache's mask comes on top of its keys and values.
+    return limit + full_bytes // 64 + 4096 if _is_whole(memory, limit, full_bytes) else limit
+
+
+def beams_limit_bytes(
+    memory: int | float | str | None, full_bytes: int, device: torch.device
+) -> int | None:
+    """The same for the beams of a search, of which everything is more than keys and values; None:
+    as much as that takes.
+
+    Raises:
+        ConfigError: it means nothing.
+    """
+    if memory is None:
+        return None
+    limit = parse_memory(memory, full_bytes, free_bytes(device))
+    return None if _is_whole(memory, limit, full_bytes) else limit
+
+
+def _is_whole(memory: int | float | str, limit: int, full_bytes: int) -> bool:
+    """Whether everything was meant: a share of one, or "auto" with memory to spare."""
+    return not isinstance(memory, int) and limit == full_bytes
 
 
 def free_bytes(device: torch.device) -> int:

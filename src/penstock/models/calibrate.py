@@ -43,7 +43,8 @@ def calibrate(
         model: the model, on any device.
         texts: token ids of separate documents, int64. Each [tokens]
         rank: components to keep; default 128, or the whole width if that is less.
-        window_tokens: longest piece of a text that is read at once.
+        window_tokens: longest piece of a text that is read at once; never more than the model has
+            positions.
         path: where to save the adapter, if anywhere.
         progress: called with (tokens done, tokens in all) over both passes, those that are read
             again among them (32 for every layer and every 8 components of the rank).
@@ -52,13 +53,16 @@ def calibrate(
         The adapter, with the model's fingerprint.
 
     Raises:
-        ConfigError: the rank is not possible.
+        ConfigError: the rank or the window is not possible.
         PromptError: there is no text.
     """
     shape = inspect_model(model)
     rank = min(DEFAULT_RANK, shape.kv.joint_dim) if rank is None else rank
     if not 1 <= rank <= shape.kv.joint_dim:
         raise ConfigError(f"rank={rank} must be between 1 and {shape.kv.joint_dim}")
+    if window_tokens < 2:
+        raise ConfigError(f"window_tokens={window_tokens} must be at least 2")
+    window_tokens = min(window_tokens, shape.max_positions)
     windows = [piece for text in texts for piece in torch.split(text.flatten(), window_tokens)]
     windows = [piece for piece in windows if len(piece) > 1]
     if not windows:

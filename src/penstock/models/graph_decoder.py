@@ -23,6 +23,9 @@ _PLAIN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use
           "return_dict", "logits_to_keep", "cache_position"}  # fmt: skip
 """Arguments of `forward` under which a replay says the same as a call."""
 
+_OWN = "_penstock_own"
+"""Attribute of a decoder's `forward`: what the model had of its own in that place."""
+
 
 class GraphDecoder:
     """Stands before a model's `forward` while its cache is open.
@@ -39,6 +42,9 @@ class GraphDecoder:
         """Put it before `model.forward`; `remove` takes it away again."""
         self._model: Any = model
         self._cache, self._runtime = cache, runtime
+        own = model.__dict__.get("forward")
+        # Of several decoders on one model, the first to go takes all of them off.
+        self._own = getattr(own, "__dict__", {}).get(_OWN, own)
         self._forward = model.forward
         self._takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -51,11 +57,16 @@ class GraphDecoder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
+        setattr(forward, _OWN, self._own)
         model.forward = forward
 
     def remove(self) -> None:
-        """Give the model its own `forward` back and the graph's memory with it."""
-        self._model.__dict__.pop("forward", None)
+        """Give the model back the `forward` that it had, its class's or one that somebody set on
+        it, and the graph's memory with it."""
+        if self._own is None:
+            self._model.__dict__.pop("forward", None)
+        else:
+            self._model.forward = self._own
         self._graph, self._layers = None, None
         self._logits = torch.empty(0)
 

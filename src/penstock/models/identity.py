@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -17,6 +18,9 @@ FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "a
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct")
 _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 """Of a configuration: says where a model came from or how it was loaded, not what it computes."""
+_RUN = ("use_cache", "pad_token_id")
+"""Of a configuration: how a model is run. Digests hold them as the model's folder has them, so that
+setting them on a loaded model changes nothing."""
 NONE = "none"
 _CHUNK_BYTES = 1 << 24
 
@@ -39,6 +43,7 @@ class ModelIdentity:
     ) -> "ModelIdentity":
         """Read the model."""
         config = decoder_config(model).to_dict()
+        config |= _as_loaded(model, [name for name in _RUN if name in config])
         rope = {name: config.pop(name, None) for name in _ROPE}
         for name in [*_PASSING, *(name for name in config if name.startswith("_"))]:
             config.pop(name, None)
@@ -96,6 +101,17 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
 
 
+def _as_loaded(model: PreTrainedModel, names: Sequence[str]) -> dict[str, object]:
+    """Fields of the decoder's configuration as the model's folder has them; none if it has gone."""
+    config: Any = type(model.config)
+    try:
+        there = config.from_pretrained(model.name_or_path, local_files_only=True)
+    except (OSError, ValueError):  # made in memory, or moved away
+        return {}
+    decoder = there.get_text_config(decoder=True)
+    return {name: getattr(decoder, name, None) for name in names}
+
+
 def _weights(model: PreTrainedModel) -> str:
     digest = xxhash.xxh3_128()
     for name, weight in sorted(model.state_dict().items()):
@@ -114,8 +130,18 @@ def _update(digest: "xxhash.xxh3_128", weight: torch.Tensor) -> None:
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    said = tokenizer.get_vocab() if backend is None else backend.to_str()
+    said = tokenizer.get_vocab() if backend is None else _said(backend)
     return _digest([said, tokenizer.special_tokens_map])
+
+
+def _said(backend: Any) -> str:
+    """A fast tokenizer as text, without truncation and padding: they are what the newest call left
+    (or the file came with), and the next call sets them anew."""
+    if backend.truncation is not None or backend.padding is not None:
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    return str(backend.to_str())
 
 
 def _adapter(adapter: LowRankAdapter) -> str:

@@ -41,7 +41,7 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
 
     Raises:
         ConfigError: neither a known name nor a folder with a config.json, or an unknown dtype.
-        ModelLoadError: config.json cannot be read.
+        ModelLoadError: config.json cannot be read, or the model needs code of its own.
         UnsupportedModelError: the model has no KV cache of this kind; says why.
     """
     if dtype is not None and dtype not in _DTYPES:
@@ -63,14 +63,16 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
 def _read_shape(folder: Path) -> KVShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from penstock.models.load_errors import said_of
     from penstock.models.model_shape import inspect_model
 
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         with torch.device("meta"):  # no weights: only what the classes say
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
-        raise ModelLoadError(f"{folder}: {line or type(error).__name__}") from error
+        raise ModelLoadError(f"{folder}: {said_of(error)}") from error
     shape = inspect_model(model)
     return shape.kv.of_layers(len(shape.layer_types))

@@ -25,6 +25,7 @@ from penstock.core.errors import (
     PenstockError,
     UnsupportedModelError,
 )
+from penstock.models.load_errors import said_of
 from penstock.models.model_shape import inspect_model
 from penstock.models.released import BUNDLED_NAME, released_models
 
@@ -77,11 +78,12 @@ def load(
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete or unreadable.
+        ModelLoadError: the folder is missing, incomplete or unreadable, or the model needs code of
+            its own.
         UnsupportedModelError: a tiered cache cannot work with it; says why.
         ConfigError: an unknown dtype, or a device that this machine does not have.
     """
-    target = _device(device)
+    target = find_device(device)
     wanted = _dtype(dtype)
     name = str(name_or_path)
     folder = _find_folder(name)
@@ -95,8 +97,20 @@ def load(
     except PenstockError as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
-        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
+
+
+def lasting_name(name: str) -> str:
+    """A model's name for another day and another folder: the path of a folder in full, the name
+    of a bundled, fetched or cached model as it is."""
+    if name in (BUNDLED, BUNDLED_NAME):
+        return name
+    released = released_models().get(name)
+    if released is not None and released.is_fetched:
+        return name
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if (folder / "config.json").is_file() else name
 
 
 def _read(
@@ -104,13 +118,16 @@ def _read(
 ) -> tuple[Tokenizer, CausalLM]:
     # Built without memory first: what cannot work is refused before its weights are read.
     with torch.device("meta"):
-        inspect_model(AutoModelForCausalLM.from_config(config))
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         local_files_only=True,
+        trust_remote_code=False,
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])
@@ -134,13 +151,27 @@ def _no_progress_bars() -> Iterator[None]:
         hf_logging.enable_progress_bar()
 
 
-def _device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ConfigError: it is no name of a device, or this machine has no such device.
+    """
     try:
         target = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is not a device; write cpu or cuda") from error
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but this machine (or this build of torch) has no CUDA GPU")
+    if target.type == "meta":
+        raise ConfigError("device=meta computes nothing; write cpu or cuda")
+    try:
+        torch.empty(1, device=target)
+    except Exception as error:  # of whatever kind a backend that is not there raises
+        raise ConfigError(
+            f"device={target}, but this machine (or this build of torch) has no such device; "
+            "write cpu or cuda"
+        ) from error
     return target
 
 
@@ -187,9 +218,11 @@ def _find_folder(name: str) -> Path:
 
 def _load_config(name: str, folder: Path) -> PretrainedConfig:
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
-        raise ModelLoadError(f"{name}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     if not isinstance(config, PretrainedConfig):
         raise ModelLoadError(f"{name}: config.json describes no model")
     return config
@@ -203,8 +236,3 @@ def _require_causal(name: str, config: PretrainedConfig) -> None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -9,6 +9,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as hf_logging
 
 from penstock.core.errors import ConfigError, ModelLoadError, VerifierError
+from penstock.models.load_errors import said_of
+from penstock.models.loader import find_device
+
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class _Rated(Protocol):
@@ -33,8 +37,9 @@ class RewardModelScorer:
         device: "cpu" or "cuda".
 
     Raises:
-        ModelLoadError: the folder is missing or incomplete, or holds no sequence classifier.
-        ConfigError: the classifier has more labels than two.
+        ModelLoadError: the folder is missing or incomplete, holds no sequence classifier, or one
+            that needs code of its own.
+        ConfigError: the classifier has more labels than two, or there is no such device.
     """
 
     needs_text = True
@@ -45,6 +50,7 @@ class RewardModelScorer:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.name = f"reward:{folder}"
+        self._device = find_device(device)
         self._tokenizer, self._model = _load(Path(folder).expanduser(), self.name)
         self._labels = int(self._model.config.num_labels)
         if self._labels not in (1, 2):
@@ -56,8 +62,7 @@ class RewardModelScorer:
         # A tokenizer without a limit has a huge one; some models have fewer places than positions.
         positions = getattr(self._model.config, "max_position_embeddings", None) or 1 << 30
         self._max_tokens = int(min(positions, self._tokenizer.model_max_length))
-        self._model.to(device).eval()
-        self._device = device
+        self._model.to(self._device).eval()
 
     def score(self, candidates: Sequence[_Rated]) -> list[float]:
         """One number per candidate, in their order; see `StepScorer`.
@@ -112,15 +117,14 @@ def _load(folder: Path, name: str) -> tuple[Any, Any]:
         )
     had_bars = hf_logging.is_progress_bar_enabled()
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(folder, **_LOCAL)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **_LOCAL)
         hf_logging.disable_progress_bar()
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
+            folder, config=config, dtype="auto", output_loading_info=True, **_LOCAL
         )
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelLoadError(f"{name}: {lines[0] if lines else type(error).__name__}") from error
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
     finally:
         if had_bars:
             hf_logging.enable_progress_bar()

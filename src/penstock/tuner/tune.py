@@ -21,6 +21,7 @@ from penstock.models.cache_options import free_bytes
 from penstock.models.calibrate import calibrate
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
+from penstock.models.model_shape import inspect_model
 from penstock.policies import POLICIES
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import fields_of
@@ -97,7 +98,8 @@ def tune(
 
     Args:
         model: "recall", a folder, or what `load` returned.
-        max_context: most tokens of a sequence, prompt and answer (S_max).
+        max_context: most tokens of a sequence, prompt and answer (S_max); at most the model's
+            positions.
         max_batch: most sequences at once (b_max).
         memory: budget for the KV of all of them: bytes, "2200MiB", or a share of the full cache.
         disk: where the KV will lie, as `store` of `TieredCache`: a folder, "auto", or "nvme",
@@ -122,6 +124,7 @@ def tune(
     _require_policies(policies, floor)
     loaded = model if isinstance(model, LoadedModel) else load(model)
     shape = require_tunable(loaded.model)
+    _require_positions(loaded, max_context)
     limit = parse_memory(
         memory, shape.full_cache_bytes(max_batch, max_context),
         free_bytes(loaded.model.get_input_embeddings().weight.device),
@@ -172,6 +175,15 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
             raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
     if not floor > 0:
         raise ConfigError(f"--floor {floor} must be above 0 nats")
+
+
+def _require_positions(loaded: LoadedModel, max_context: int) -> None:
+    positions = inspect_model(loaded.model).max_positions
+    if max_context > positions:
+        raise ConfigError(
+            f"max_context={max_context:,} is more than the {positions:,} positions of "
+            f"{loaded.name}; give at most so many"
+        )
 
 
 def _about(

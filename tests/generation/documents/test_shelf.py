@@ -10,10 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock import ConfigError, KVSwap, PromptError, SamplingParams
-from penstock.core.errors import DocumentKeyError, DocumentMismatchError, StoreFullError
+from penstock.core.errors import (
+    BudgetError,
+    DocumentKeyError,
+    DocumentMismatchError,
+    StoreFullError,
+)
 from penstock.generation.documents import shelf as module
 from penstock.generation.documents.settings import DocumentSettings
 from penstock.generation.documents.shelf import Added, Shelf
+from penstock.policies.baselines.h2o import H2O
 from penstock.storage.documents.document_library import Entry
 from penstock.storage.documents.quota import LibrarySettings
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -211,6 +217,42 @@ def test_what_turns_out_too_large_is_not_kept(
         add(shelf, model, "new")
     assert not entries(shelf)
     assert shelf.documents.write_budget.today_bytes > 10_000, "it was written all the same"
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C."""
+
+
+def test_nothing_goes_before_everything_is_prefilled(asked: Shelf, model: PreTrainedModel) -> None:
+    def interrupt(done: int, total: int) -> None:
+        assert sorted(entries(asked)) == ["a", "b", "c", "d"]
+        if done == total:
+            raise Interrupted
+
+    removed: list[str] = []
+    failures: list[tuple[type[Exception], Any]] = [
+        (Interrupted, {"on_tokens": interrupt}),
+        (ConfigError, {"policy": H2O()}),
+        (BudgetError, {"memory": "4KiB"}),
+    ]
+    for error, options in failures:
+        wanted = {"policy": POLICY, "memory": None, "shares": False, **options}
+        with pytest.raises(error):
+            asked.add(model, TEXT, "d", on_removed=removed.append, **wanted)
+        assert sorted(entries(asked)) == ["a", "b", "c"], error
+    assert removed == []
+
+
+def test_what_went_is_told_where_storing_fails(asked: Shelf, model: PreTrainedModel) -> None:
+    removed: list[str] = []
+
+    def fail(done: int, total: int) -> None:
+        assert removed == ["b"]
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        add(asked, model, "d", shares=False, on_bytes=fail, on_removed=removed.append)
+    assert (removed, sorted(entries(asked))) == (["b"], ["a", "c"])
 
 
 def test_the_days_writes_are_refused_before_prefill(shelf: Shelf, model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError, DocumentBusyError, StorageError, S
 from penstock.storage import store
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
 from penstock.storage.documents.document_library import Library
-from penstock.storage.documents.quota import LibrarySettings, make_room
+from penstock.storage.documents.quota import LibrarySettings, check_room, make_room
 from penstock.storage.documents.write_budget import WriteBudget
 
 SHAPE = Shape(layers=1, unit_bytes=4096)
@@ -86,6 +86,17 @@ def test_nobody_goes_while_there_is_room(library: Library, four: dict[str, int])
     assert make_room(library, 10, held + 10, set()) == []
     assert make_room(library, 1 << 60, None, set()) == []
     assert sizes(library) == four
+
+
+def test_looking_for_room_removes_nobody(library: Library, four: dict[str, int]) -> None:
+    held = sum(four.values())
+    check_room(library, held, held)
+    check_room(library, 1 << 60, None)
+    with pytest.raises(StoreFullError, match="no room for"):
+        check_room(library, held, held, {"a"})
+    assert sizes(library) == four
+    seen: list[str] = []
+    assert make_room(library, four["c"] + 1, held, on_removed=seen.append) == seen == ["c", "a"]
 
 
 def test_the_least_recently_asked_go_first(library: Library, four: dict[str, int]) -> None:

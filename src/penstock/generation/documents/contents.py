@@ -30,7 +30,7 @@ class About:
     """The JSON part of what a document says of itself, beside its identity."""
 
     model: str
-    """What the user called it."""
+    """What the user called it; the whole path where that is a folder."""
     title: str
     created: float
     """Epoch seconds."""

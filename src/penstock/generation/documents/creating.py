@@ -1,7 +1,7 @@
 """create_document(): prefill a text, or the part of it that is not stored yet, and store it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.generation.documents.storing import OnBytes, document_shape, store
 from penstock.generation.prompts import Prompt, make_batch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.identity import require_same
-from penstock.models.loader import LoadedModel
+from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter
@@ -31,11 +31,13 @@ from penstock.storage.documents import DocumentWriter
 def create_document(
     reader: Reader, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
     title: str, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
+    before_storing: Callable[[], object] = lambda: None,
 ) -> int:  # fmt: skip
     """See `Document.create`.
 
     Args:
         base: a document whose beginning may be the text's.
+        before_storing: called when everything is prefilled and nothing is written yet.
 
     Returns:
         Bytes written.
@@ -65,12 +67,14 @@ def create_document(
                 base.restore_windows(cache)
             _prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
             about = About(
-                model=loaded.name, title=title, created=time.time(), tokens=len(tokens),
-                group_tokens=group_tokens, policy=policy.name, memory=memory, pending=[],
+                model=lasting_name(loaded.name), title=title, created=time.time(),
+                tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
+                memory=memory, pending=[],
                 policy_fields=stored_fields(policy, cache.policy),
                 has_index=policy.index_fields != (),
                 has_windows=any(layer.is_sliding for layer in cache.layers),
             )  # fmt: skip
+            before_storing()
             none = np.empty(0, dtype=np.int64)
             store_cache(
                 cache, writer, tokens, none, identity=identity, about=about, progress=on_bytes

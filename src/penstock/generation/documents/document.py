@@ -1,6 +1,6 @@
 """Document: a stored text of one model; answers questions behind it without prefilling it again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
-from penstock.core.errors import ConfigError, DocumentDamagedError, PromptError
+from penstock.core.errors import ConfigError, DocumentDamagedError
 from penstock.generation.answer_watch import OnText
 from penstock.generation.documents.contents import About, needed
 from penstock.generation.documents.creating import create_document
 from penstock.generation.documents.opened import OpenDocument
+from penstock.generation.documents.questions import Question, encode_questions
 from penstock.generation.documents.recovery import (
     OnTokens,
     Ranges,
@@ -30,7 +31,7 @@ from penstock.generation.documents.settings import (
 from penstock.generation.documents.storing import OnBytes, store_cache
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
-from penstock.generation.prompts import Prompt, as_prompt_list
+from penstock.generation.prompts import Prompt
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_options import named_policy
@@ -200,7 +201,8 @@ class Document:
 
     def ask(
         self, questions: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None,
-        *, on_text: OnText | None = None, on_tokens: OnTokens = _unseen, keep: bool = False,
+        *, on_text: OnText | None = None, on_tokens: OnTokens = _unseen,
+        on_answer: Callable[[RequestOutput], object] = lambda answer: None, keep: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answer questions, each behind the same text and unaware of the others.
@@ -212,12 +214,14 @@ class Document:
             questions: texts or token ids, read behind the text with nothing between.
             on_text: called with the number of the question and each piece of its answer.
             on_tokens: told of what is prefilled again.
+            on_answer: called with each answer when it is done, and kept if it is to be.
             keep: append question and answer to the document, so that the next question comes
                 behind them, in this call too: a chat.
             options: `memory`, `policy`, `exact` and others of `cache`.
 
         Raises:
-            PromptError: a question is empty, or too long behind this text.
+            PromptError: a question is empty, or too long behind this text; before any is answered,
+                as far as that can be known then.
             DocumentDamagedError: damage that cannot be mended.
             DocumentBusyError: an answer is to be kept, or damage mended, while somebody else writes
                 to the document, or after they did.
@@ -227,13 +231,14 @@ class Document:
         if keep and (options.get("policy") is not None or options.get("exact")):
             raise ConfigError("answers are kept under the document's own policy alone")
         answers = []
-        for number, question in enumerate(as_prompt_list(questions)):
+        for number, question in enumerate(self.questions_of(questions, params, keep=keep)):
             attempt = _Attempt(number, on_text)
             answers.append(self._ask(question, params, attempt, on_tokens, keep, options))
+            on_answer(answers[-1])
         return answers
 
     def _ask(
-        self, question: Prompt, params: SamplingParams, attempt: "_Attempt", on_tokens: OnTokens,
+        self, question: Question, params: SamplingParams, attempt: "_Attempt", on_tokens: OnTokens,
         keep: bool, options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         recomputed = 0
@@ -248,14 +253,14 @@ class Document:
         return self._ask_once(question, params, attempt, recomputed, keep, options)
 
     def _ask_once(
-        self, question: Prompt, params: SamplingParams, attempt: "_Attempt", recomputed: int,
+        self, question: Question, params: SamplingParams, attempt: "_Attempt", recomputed: int,
         keep: bool, options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         opened = self._opened
         llm = LLM(opened.loaded, prefill_chunk_size=opened.settings.prefill_chunk_size)
-        ids = self._question_ids(question)
+        ids = [*opened.about.pending, *question.token_ids]  # first what a kept answer left
         batch = llm.batch_of([[*opened.tokens, *ids]], params)
-        batch = replace(batch, texts=[question if isinstance(question, str) else None])
+        batch = replace(batch, texts=[question.text])
         with ExitStack() as stack:
             writer = stack.enter_context(self._extend()) if keep else None  # or refused at once
             cache = self.cache(new_tokens=len(ids) + params.max_tokens, **options)
@@ -270,19 +275,19 @@ class Document:
             self._reopen()
         return output
 
-    def _question_ids(self, question: Prompt) -> list[int]:
-        """Tokens behind the text: what a kept answer left, then the question."""
-        loaded = self._opened.loaded
-        if not isinstance(question, str):
-            ids = [int(token) for token in question]
-        elif loaded.tokenizer is None:
-            raise PromptError(f"{loaded.name} came without a tokenizer; ask in token ids")
-        else:
-            encoded: Any = loaded.tokenizer(question, add_special_tokens=False, verbose=False)
-            ids = [int(token) for token in encoded["input_ids"]] if question.strip() else []
-        if not ids:
-            raise PromptError("the question is empty: it has zero tokens")
-        return [*self.about.pending, *ids]
+    def questions_of(
+        self, questions: Prompt | Sequence[Prompt], params: SamplingParams, *, keep: bool = False
+    ) -> list[Question]:
+        """Encode questions and check them all, as `ask` does before it answers the first.
+
+        Raises:
+            PromptError: as for `ask`.
+        """
+        held = self.about.tokens + len(self.about.pending)
+        return encode_questions(
+            self._opened.loaded, questions, held_tokens=held, new_tokens=params.max_tokens,
+            adds_up=keep,
+        )  # fmt: skip
 
     def _extend(self) -> DocumentWriter:
         opened = self._opened

@@ -1,9 +1,10 @@
 """Shelf: documents of a library by name, within its limits of room and writing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from penstock.core.errors import (
     ConfigError,
@@ -12,7 +13,7 @@ from penstock.core.errors import (
     PenstockError,
     StoreFullError,
 )
-from penstock.generation.documents.creating import shared_tokens
+from penstock.generation.documents.creating import create_document, shared_tokens
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.recovery import OnTokens
@@ -31,11 +32,14 @@ from penstock.models.model_shape import inspect_model
 from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter, read_summary
 from penstock.storage.documents.document_library import Library
-from penstock.storage.documents.quota import make_room
+from penstock.storage.documents.quota import check_room, make_room
 
 _INDEX_SHARE = 8
 """The rows of an index take about one part in so many of what keys and values take."""
 _SIDE_BYTES = 64 << 10
+
+OnRemoved: TypeAlias = Callable[[str], None]
+"""Called with the name of a document that had to go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +72,18 @@ class Shelf:
         policy: str | SelectionPolicy = "kvswap", memory: Memory = "auto", title: str = "",
         shares: bool = True, on_tokens: OnTokens = lambda done, total: None,
         on_bytes: OnBytes = lambda done, total: None,
+        on_removed: OnRemoved = lambda name: None,
     ) -> Added:  # fmt: skip
         """Prefill a text and store it under a name.
 
         Where another document of the same model begins with the same tokens, only the rest is
         prefilled. Where the library would pass its limit, the documents that were asked least
-        recently go.
+        recently go; not before everything is prefilled and about to be stored.
 
         Args:
             shares: look for such a document.
+            on_removed: told the name of each document that had to go, as soon as it has gone: also
+                where storing fails behind it.
 
         Raises:
             ConfigError: the name cannot be or is taken, or today's writes would pass their limit.
@@ -88,46 +95,52 @@ class Shelf:
         [tokens] = make_batch(loaded, [text], new_tokens=0, pad_token_id=0).token_ids
         need = _need_bytes(loaded, chosen, len(tokens))
         self.documents.write_budget.require(need)
-        base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
         limit = self.documents.settings.max_disk_bytes
+        base_name, shared, base = self._longest(loaded, tokens) if shares else (None, 0, None)
         evicted: list[str] = []
 
-        def create(base: Document | None) -> Document:
-            return Document.create(
-                loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
-                settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
+        def note(gone: str) -> None:
+            evicted.append(gone)
+            on_removed(gone)
+
+        def create(base: OpenDocument | None, keep: set[str]) -> Document:
+            reader = Reader(loaded, self.settings)
+            written = create_document(
+                reader, tokens, folder, policy=chosen, memory=memory, title=title, base=base,
+                on_tokens=on_tokens, on_bytes=on_bytes,
+                before_storing=lambda: make_room(self.documents, need, limit, keep, note),
             )  # fmt: skip
+            document = Document(OpenDocument.open(reader, folder))
+            document.written_bytes = written
+            return document
 
         document = None
         if base is not None and base_name is not None:
+            keep = {name, base_name}
             with base, suppress(DocumentDamagedError):  # then without it
-                if self._makes_room(need, limit, {name, base_name}, evicted):
-                    document = create(base)
+                if self._can_make_room(need, limit, keep):
+                    document = create(base._opened, keep)
         if document is None:
             base_name, shared = None, 0
-            evicted += make_room(self.documents, need, limit, keep={name})
-            document = create(None)
+            check_room(self.documents, need, limit, {name})
+            document = create(None, {name})
         try:
             self.documents.add_written(name, document.written_bytes)
             # The need was an estimate; what came may be more.
-            evicted += make_room(self.documents, 0, limit, keep={name})
-        except StoreFullError:
+            make_room(self.documents, 0, limit, {name}, note)
+        except BaseException as error:
             document.close()
-            self.documents.remove(name)
-            raise
-        except BaseException:
-            document.close()
+            if isinstance(error, StoreFullError):
+                self.documents.remove(name)
             raise
         return Added(
             document=document, evicted=evicted, shared_tokens=shared, shared_with=base_name
         )
 
-    def _makes_room(
-        self, need_bytes: int, limit_bytes: int | None, keep: set[str], evicted: list[str]
-    ) -> bool:
-        """Whether there is room beside what is kept; who had to go for it is added to `evicted`."""
+    def _can_make_room(self, need_bytes: int, limit_bytes: int | None, keep: set[str]) -> bool:
+        """Whether there is room beside what is kept, or would be if others went."""
         try:
-            evicted += make_room(self.documents, need_bytes, limit_bytes, keep)
+            check_room(self.documents, need_bytes, limit_bytes, keep)
         except StoreFullError:
             return False
         return True
@@ -177,8 +190,13 @@ class Shelf:
                 if document.written_bytes:
                     self.documents.add_written(name, document.written_bytes)
 
-    def require_room(self, name: str, tokens: int) -> list[str]:
+    def require_room(
+        self, name: str, tokens: int, on_removed: OnRemoved = lambda name: None
+    ) -> list[str]:
         """Make room for keeping so many more tokens in a document, as `add` does.
+
+        Args:
+            on_removed: as for `add`.
 
         Returns:
             Documents that had to go.
@@ -193,7 +211,8 @@ class Shelf:
         # A commit writes index and checksums anew; the former ones go when it is done.
         need = summary.side_bytes + units * summary.shape.row_bytes
         self.documents.write_budget.require(need)
-        return make_room(self.documents, need, self.documents.settings.max_disk_bytes, keep={name})
+        limit = self.documents.settings.max_disk_bytes
+        return make_room(self.documents, need, limit, {name}, on_removed)
 
     def model_of(self, name: str) -> str:
         """What the model of a document was called when the document was added.

@@ -1,7 +1,7 @@
 """A library's limits: kept in a file of their own, and who has to go so that a document fits."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,9 +61,22 @@ def _is_limit(value: object) -> bool:
     return value is None or (is_count(value) and value > 0)
 
 
-def make_room(
+def check_room(
     library: "Library", need_bytes: int, max_disk_bytes: int | None, keep: Collection[str] = ()
-) -> list[str]:
+) -> None:
+    """Refuse what `make_room` could not make room for; removes nothing.
+
+    Raises:
+        StoreFullError, StorageError: as for `make_room`.
+    """
+    if max_disk_bytes is not None:
+        _choose(library, need_bytes, max_disk_bytes, keep, {})
+
+
+def make_room(
+    library: "Library", need_bytes: int, max_disk_bytes: int | None, keep: Collection[str] = (),
+    on_removed: Callable[[str], None] = lambda name: None,
+) -> list[str]:  # fmt: skip
     """Remove documents, the least recently asked first, until `need_bytes` more fit.
 
     A document that was never asked counts from its creation. Documents that are open are passed
@@ -72,6 +85,7 @@ def make_room(
     Args:
         max_disk_bytes: for the whole library; None for no limit.
         keep: names that stay.
+        on_removed: told each name as soon as that document has gone.
 
     Returns:
         The names of what was removed, in that order.
@@ -91,6 +105,7 @@ def make_room(
             try:
                 library.remove(name)
                 evicted.append(name)
+                on_removed(name)
             except DocumentBusyError:
                 stuck[name] = "in use"
             except StorageError:

@@ -1,0 +1,59 @@
+"""Calibration never reads past the positions that a model has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.core.errors import ConfigError
+from penstock.models.calibrate import calibrate
+from penstock.models.loader import LoadedModel, load
+from penstock.testing.tiny_models import VOCABULARY, tiny_model
+from penstock.tuner.tune import tune
+
+POSITIONS = 512
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_windows_are_no_longer_than_the_positions(family: str) -> None:
+    model = tiny_model(family)
+    text = torch.randint(3, VOCABULARY, (POSITIONS + 300,), generator=torch.Generator())
+    made = calibrate(model, [text], rank=16)
+    within = calibrate(model, [text], rank=16, window_tokens=POSITIONS)
+    assert made.tokens == within.tokens == len(text)
+    for layer, other in zip(made.layers, within.layers, strict=True):
+        assert torch.equal(layer.basis, other.basis)
+    with pytest.raises(ConfigError, match="window_tokens=1 must be at least 2"):
+        calibrate(model, [text], rank=16, window_tokens=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The bundled model with fewer positions, and a text that is longer."""
+    loaded = load("recall", dtype="float32")
+    model: Any = loaded.model
+    tokenizer: Any = loaded.tokenizer
+    model.config.max_position_embeddings = POSITIONS
+    model.save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    (tmp_path / "text").write_text("The grass is green . The sky is blue . " * 60)
+    return tmp_path / "short"
+
+
+def test_the_command_says_so(folder: Path, tmp_path: Path) -> None:
+    options = ["--text", str(tmp_path / "text"), "-o", str(tmp_path / "adapter")]
+    for given, is_said in (([], True), (["--window", "256"], False)):
+        done = CliRunner().invoke(app, ["calibrate", str(folder), *options, *given])
+        assert done.exit_code == 0, done.output
+        assert ("has 512 positions, so that no piece is longer" in done.stderr) == is_said
+
+
+def test_tuning_for_more_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_context=32,768 is more than the 512 positions"):
+        tune(str(folder))
+    model = tiny_model("opt")
+    with pytest.raises(ConfigError, match="more than the 512 positions of it; give at most"):
+        tune(LoadedModel(model=model, tokenizer=None, name="it"))
