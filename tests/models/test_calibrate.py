@@ -1,5 +1,6 @@
 """Calibration never reads past the positions that a model has."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.core.errors import ConfigError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import LoadedModel, load
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -53,7 +54,20 @@ def test_the_command_says_so(folder: Path, tmp_path: Path) -> None:
 
 def test_tuning_for_more_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_context=32,768 is more than the 512 positions"):
-        tune(str(folder))
+        tune(str(folder), max_context=32768)
     model = tiny_model("opt")
     with pytest.raises(ConfigError, match="more than the 512 positions of it; give at most"):
-        tune(LoadedModel(model=model, tokenizer=None, name="it"))
+        tune(LoadedModel(model=model, tokenizer=None, name="it"), max_context=2048)
+
+
+def test_tuning_is_for_the_positions_that_there_are() -> None:
+    loaded = load("recall")
+    model: Any = loaded.model
+    few = copy.copy(model.config)
+    few.max_position_embeddings = 4096
+    model.config = few
+    with pytest.raises(BudgetError, match=r"4,?096"):
+        tune(loaded, memory=4096)
+    few.max_position_embeddings = 512
+    with pytest.raises(ConfigError, match="512 must be at least 1024"):
+        tune(loaded)

@@ -79,12 +79,13 @@ def tune_command(
         Path, typer.Option("--output", "-o", metavar="FILE", help="The config, as JSON.")
     ],
     max_context: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Most tokens of a sequence, prompt and answer; at most the model's positions.",
+            help="Most tokens of a sequence, prompt and answer; default: 32768, or the model's "
+            "positions where they are fewer.",
         ),
-    ] = 32768,
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences at once.")] = 1,
     memory: Annotated[
         str,

@@ -44,6 +44,8 @@ from penstock.tuner.tuning_task import (
     require_tunable,
 )
 
+MOST_CONTEXT = 32768
+"""That is tuned for where nobody says more or less."""
 FORCED_TOKENS = 64
 """Decoded at the end of every calibration text."""
 MOST_TEXT_TOKENS = 8192
@@ -87,7 +89,7 @@ class Tuned:
 
 
 def tune(
-    model: str | Path | LoadedModel, *, max_context: int = 32768, max_batch: int = 1,
+    model: str | Path | LoadedModel, *, max_context: int | None = None, max_batch: int = 1,
     memory: int | float | str = "1/13", disk: str | Path = "auto",
     policies: Sequence[str] = (KVSwap.name,), texts: Sequence[Path] = (),
     tables: LookupTables | str | Path | None = None, floor: float = KL_FLOOR,
@@ -98,8 +100,8 @@ def tune(
 
     Args:
         model: "recall", a folder, or what `load` returned.
-        max_context: most tokens of a sequence, prompt and answer (S_max); at most the model's
-            positions.
+        max_context: most tokens of a sequence, prompt and answer (S_max); default: 32,768, or the
+            model's positions where they are fewer.
         max_batch: most sequences at once (b_max).
         memory: budget for the KV of all of them: bytes, "2200MiB", or a share of the full cache.
         disk: where the KV will lie, as `store` of `TieredCache`: a folder, "auto", or "nvme",
@@ -120,11 +122,12 @@ def tune(
         UnsupportedModelError: a tiered cache cannot work with the model.
         StorageError: the disk or the journal cannot be used.
     """
-    require_sizes(max_context, max_batch)
+    require_sizes(MOST_CONTEXT if max_context is None else max_context, max_batch)
     _require_policies(policies, floor)
     loaded = model if isinstance(model, LoadedModel) else load(model)
     shape = require_tunable(loaded.model)
-    _require_positions(loaded, max_context)
+    max_context = _within_positions(loaded, max_context)
+    require_sizes(max_context, max_batch)
     limit = parse_memory(
         memory, shape.full_cache_bytes(max_batch, max_context),
         free_bytes(loaded.model.get_input_embeddings().weight.device),
@@ -177,13 +180,16 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
         raise ConfigError(f"--floor {floor} must be above 0 nats")
 
 
-def _require_positions(loaded: LoadedModel, max_context: int) -> None:
+def _within_positions(loaded: LoadedModel, max_context: int | None) -> int:
     positions = inspect_model(loaded.model).max_positions
+    if max_context is None:
+        return min(MOST_CONTEXT, positions)
     if max_context > positions:
         raise ConfigError(
             f"max_context={max_context:,} is more than the {positions:,} positions of "
             f"{loaded.name}; give at most so many"
         )
+    return max_context
 
 
 def _about(

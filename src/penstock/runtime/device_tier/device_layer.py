@@ -123,7 +123,7 @@ class DeviceLayer:
 
     def settle(self) -> None:
         """Between steps, now and then: let the index tidy up, and see more of the text."""
-        if self.index is None:
+        if self.index is None or self.length == 0:
             return
         self._fit.check(self.index, self.length, decoding=True)
         if not self.index.ready:
