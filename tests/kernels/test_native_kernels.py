@@ -158,6 +158,8 @@ def test_int8_linear(with_bias: bool, dtype: torch.dtype) -> None:
     assert (layer(x).float() - true).abs().max() < 0.02 * true.abs().max()
     held = layer.weight.nbytes + layer.scale.nbytes + (0 if bias is None else 4 * 37)
     assert held == Int8Linear.num_bytes(weight, bias)
+    view = Int8Linear(weight.t().contiguous().t(), bias)  # the same, column by column
+    torch.testing.assert_close(view(x), layer(x))
 
 
 @needs

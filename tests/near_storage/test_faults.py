@@ -1,7 +1,9 @@
 """Devices that die, hang, are slow or talk nonsense: typed errors in bounded time, and recovery."""
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -99,3 +101,48 @@ def test_a_full_disk_is_said_by_its_name(tmp_path: Path) -> None:
             rig.store.devices[0].ensure_alive()
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_reads_of_one_device_end_where_another_is_lost(tmp_path: Path) -> None:
+    with NearRig(tmp_path, rows=2, tokens=400, devices=2) as rig:
+        rig.fill()
+        units = rig.units.reshape(-1)[:200]
+        whole, lost = rig.store.devices
+        free = whole.sections.qsize()
+        for _ in range(free + 1):
+            process = lost.process_id
+            assert process is not None
+            os.kill(process, signal.SIGKILL)
+            time.sleep(0.1)
+            with contextlib.suppress(ScorerError):
+                rig.read(units)
+            assert whole.sections.qsize() == free
+            assert not whole.reads._exchanges
+            rig.store.scorer.ensure_alive()
+        rig.read(units)
+
+
+def test_nobody_scores_before_a_restarted_device_knows_its_maps(tmp_path: Path) -> None:
+    with NearRig(tmp_path, rows=2, tokens=400) as rig:
+        rig.fill()
+        assert not np.isnan(rig.score(400)).any()
+        device = rig.store.devices[0]
+        restore, begun = device.restore, threading.Event()
+
+        def dawdle() -> None:
+            begun.set()
+            time.sleep(0.3)
+            restore()
+
+        device.restore = dawdle
+        process = device.process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+        device.give_up(ScorerError("killed"))
+        writer = threading.Thread(target=device.ensure_alive)
+        writer.start()
+        assert begun.wait(60)
+        rig.store.scorer.ensure_alive()
+        assert not np.isnan(rig.score(400)).any()
+        writer.join()

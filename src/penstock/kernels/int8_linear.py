@@ -27,7 +27,7 @@ class Int8Linear:
         """
         wide = weight.detach().float()
         self.scale = wide.abs().amax(dim=1).clamp_min(1e-30).div_(127.0)
-        self.weight = (wide / self.scale[:, None]).round_().to(torch.int8)
+        self.weight = (wide / self.scale[:, None]).round_().to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach().float()
 
     @staticmethod

@@ -82,6 +82,7 @@ class NearDevice:
         """For `write_section`."""
         self._share_memory()
         self._start()
+        self._state.is_ready = True
 
     # Life -------------------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class NearDevice:
 
     def _start(self) -> None:
         state = self._state
+        state.is_ready = False  # until whoever keeps state with the device has sent it anew
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
         state.failure = None
         state.channels = [Channel(ours, self) for ours, _ in pairs]
@@ -147,9 +149,10 @@ class NearDevice:
             _stop(self._state)
             self._start()
             self.restore()
+            self._state.is_ready = True
 
     def _is_alive(self) -> bool:
-        return self._state.failure is None
+        return self._state.is_ready and self._state.failure is None
 
     def renew(self, settings: DeviceSettings) -> None:
         """Stop the process and start it anew for other settings (another batch); files stay."""
@@ -162,6 +165,7 @@ class NearDevice:
             )  # fmt: skip
             self._share_memory()
             self._start()
+            self._state.is_ready = True
 
     def give_up(self, error: ScorerError) -> None:
         """End all channels: whoever waits gets `error`, and the process is killed."""
@@ -218,6 +222,7 @@ class _State:
         self.process: subprocess.Popen[bytes] | None = None
         self.channels: list[Channel] = []
         self.failure: ScorerError | None = None
+        self.is_ready = False
         self.memory = -1
         self.closed = False
 

@@ -61,6 +61,7 @@ class NearIndex(KeyIndex):
         self.leavers: tuple[NDArray[np.int64], NDArray[np.int64]] = (_NONE, _NONE)
         """Rows and tokens that leave the ring with this step: hot, in no slot yet, and wanted."""
         self._places: Places | None = None
+        self._first_unit = np.zeros(rows, dtype=np.int64)
         self._mapped = 0
         self._closed = 0
         self._promoted: list[NDArray[np.int64]] = []
@@ -80,6 +81,10 @@ class NearIndex(KeyIndex):
     def attach(self, places: Places) -> None:
         """Show the index its layer."""
         self._places = places
+
+    def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
+        """See `KeyIndex.begin_step`."""
+        self._first_unit = first_unit
 
     # Taking tokens in -------------------------------------------------------------------------
 
@@ -129,6 +134,11 @@ class NearIndex(KeyIndex):
             self._mapped = self._closed
         rows, tokens = self.leavers
         leaving = rows * self.settings.max_tokens + tokens
+        # Sinks are in the pool, and padding nowhere: neither is cold.
+        first = first if self._generation == places.scorer.generation else 0
+        hidden = np.arange(first, max(first, self._mapped)) < self._first_unit[:, None]
+        rows, tokens = hidden.nonzero()
+        leaving = np.concatenate([leaving, rows * self.settings.max_tokens + first + tokens])
         if self._generation != places.scorer.generation:
             self._generation = places.scorer.generation
             in_rows, slots = (places.table.unit_in != ABSENT).nonzero()
@@ -168,11 +178,14 @@ class NearIndex(KeyIndex):
         held = places.table.unit_in[rows, slots]
         out[rows, held] = self._hot(logits, normalisers)[rows, slots]
         out[self.leavers] = math.inf
+        hidden = np.arange(num_units) < self._first_unit[:, None]
+        out[:, :num_units][hidden] = -math.inf
         host_s += time.perf_counter() - begun
         if np.isnan(out[:, :num_units]).any():
             raise ScorerError("a near-storage device left tokens without a score")
         hot = len(rows)
-        self.measured = Measured(hot, host_s, len(out) * num_units - hot, device_s)
+        cold = hidden.size - int(hidden.sum()) - hot
+        self.measured = Measured(hot, host_s, cold, device_s)
         return torch.from_numpy(out[:, :num_units])
 
     def _hot(self, logits: Tensor, normalisers: NDArray[np.float32] | None) -> NDArray[np.float32]:

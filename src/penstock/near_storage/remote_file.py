@@ -142,10 +142,18 @@ class RemoteFile(KVFile):
         self.device, self.layer = device, layer
         self.sector_bytes, self.is_direct = device.sector_bytes, device.is_direct
         self.simulated = device.settings.simulate or None
-        section = device.settings.section_bytes
-        self.lists_bytes = -(-section // 16 // _PAGE_BYTES) * _PAGE_BYTES
-        """Of a section, for offsets and lengths; the rest is for what is read."""
-        self.room = (self.lists_bytes // 16, section - self.lists_bytes)
+
+    @property
+    def lists_bytes(self) -> int:
+        """Of a section, for offsets and lengths; the rest is for what is read. Another batch has
+        other sections."""
+        return -(-self.device.settings.section_bytes // 16 // _PAGE_BYTES) * _PAGE_BYTES
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Most pieces, and most bytes, of one request."""
+        lists = self.lists_bytes
+        return lists // 16, self.device.settings.section_bytes - lists
 
     def reserve(self, num_bytes: int) -> None:
         """See `KVFile.reserve`."""

@@ -1,7 +1,10 @@
 """StripedFile: one layer's file, its units dealt out over several devices' files."""
 
+import contextlib
+
 import numpy as np
 
+from penstock.core.errors import StorageError
 from penstock.near_storage.stripes import Stripes
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
 
@@ -73,13 +76,19 @@ class StripedFile(KVFile):
         run, starts, sizes, units = self._cut(offsets, lengths)
         owner, local = self._stripes.owner(units), self._stripes.local(units) * self._stride
         targets = addresses[run] + starts
-        tickets = []
-        for i, file in enumerate(self._files):
-            mine = owner == i
-            if mine.any():
-                tickets.append(
-                    file.submit_reads(local[mine], sizes[mine], targets[mine], keep_alive)
-                )
+        tickets: list[Ticket] = []
+        try:
+            for i, file in enumerate(self._files):
+                mine = owner == i
+                if mine.any():
+                    tickets.append(
+                        file.submit_reads(local[mine], sizes[mine], targets[mine], keep_alive)
+                    )
+        except BaseException:
+            # What the others have begun ends before anybody lets go of the memory it lands in.
+            with contextlib.suppress(StorageError):
+                StripedTicket(tickets).wait()
+            raise
         return StripedTicket(tickets)
 
     def write_at(self, offset: int, data: ByteArray) -> None:
