@@ -85,21 +85,28 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [item for item in items if not isinstance(item, int)]
 
 
-def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
+def encode(
+    loaded: LoadedModel, prompt: Prompt, *, what: str = "the prompt", alone: bool = True
+) -> list[int]:
     """Token ids of a prompt; none for blank text.
+
+    Args:
+        what: it is, for messages.
+        alone: with the tokens that the tokenizer puts around a text.
 
     Raises:
         PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold.
     """
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
-    require_text(prompt, "the prompt")
+    require_text(prompt, what)
     if loaded.tokenizer is None:
-        raise PromptError(f"{loaded.name} came without a tokenizer; give the prompt as token ids")
+        raise PromptError(f"{loaded.name} came without a tokenizer; give {what} as token ids")
     # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
     if not prompt.strip():
         return []
-    return [int(token) for token in loaded.tokenizer(prompt, verbose=False)["input_ids"]]
+    encoded = loaded.tokenizer(prompt, add_special_tokens=alone, verbose=False)
+    return [int(token) for token in encoded["input_ids"]]
 
 
 def make_batch(

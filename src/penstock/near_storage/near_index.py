@@ -178,13 +178,14 @@ class NearIndex(KeyIndex):
         held = places.table.unit_in[rows, slots]
         out[rows, held] = self._hot(logits, normalisers)[rows, slots]
         out[self.leavers] = math.inf
-        hidden = np.arange(num_units) < self._first_unit[:, None]
-        out[:, :num_units][hidden] = -math.inf
+        end = min(num_units, int(self._first_unit.max()))
+        hidden = np.arange(end) < self._first_unit[:, None]
+        out[:, :end][hidden] = -math.inf
         host_s += time.perf_counter() - begun
         if np.isnan(out[:, :num_units]).any():
             raise ScorerError("a near-storage device left tokens without a score")
         hot = len(rows)
-        cold = hidden.size - int(hidden.sum()) - hot
+        cold = len(out) * num_units - int(hidden.sum()) - hot
         self.measured = Measured(hot, host_s, cold, device_s)
         return torch.from_numpy(out[:, :num_units])
 

@@ -31,13 +31,12 @@ from penstock.storage.documents import DocumentWriter
 def create_document(
     reader: Reader, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
     title: str, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
-    before_storing: Callable[[], object] = lambda: None,
+    before_storing: Callable[[], object],
 ) -> int:  # fmt: skip
     """See `Document.create`.
 
     Args:
         base: a document whose beginning may be the text's.
-        before_storing: called when everything is prefilled and nothing is written yet.
 
     Returns:
         Bytes written.

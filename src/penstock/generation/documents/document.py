@@ -76,6 +76,7 @@ class Document:
         policy: str | SelectionPolicy = "kvswap", memory: Memory = "auto", title: str = "",
         begins_as: "Document | None" = None, settings: DocumentSettings | None = None,
         on_tokens: OnTokens = _unseen, on_bytes: OnBytes = _unseen,
+        before_storing: Callable[[], object] = lambda: None,
     ) -> "Document":  # fmt: skip
         """Prefill a text and store it in a folder of its own, all or nothing.
 
@@ -90,6 +91,7 @@ class Document:
                 from it, and only the rest is prefilled.
             on_tokens: called with the tokens that are in and all of them.
             on_bytes: called with the bytes stored and all of them.
+            before_storing: called when everything is prefilled and nothing is written yet.
 
         Raises:
             PromptError: the text is empty, or does not fit the model.
@@ -103,7 +105,7 @@ class Document:
         base = None if begins_as is None else begins_as._opened
         written = create_document(
             reader, text, Path(path), policy=named_policy(policy), memory=memory, title=title,
-            base=base, on_tokens=on_tokens, on_bytes=on_bytes,
+            base=base, on_tokens=on_tokens, on_bytes=on_bytes, before_storing=before_storing,
         )  # fmt: skip
         document = cls(OpenDocument.open(reader, Path(path)))
         document.written_bytes = written

@@ -1,10 +1,9 @@
 """Questions behind a stored text: encoding, and the checks that come before the first answer."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from penstock.core.errors import PromptError
-from penstock.generation.prompts import Prompt, as_prompt_list, check_prompt, require_text
+from penstock.generation.prompts import Prompt, as_prompt_list, check_prompt, encode
 from penstock.models.loader import LoadedModel
 
 
@@ -35,21 +34,8 @@ def encode_questions(
     encoded = []
     for number, prompt in enumerate(prompts):
         which = "the question" if len(prompts) == 1 else f"question {number + 1}"
-        ids = _encode(loaded, prompt)
+        ids = encode(loaded, prompt, what="a question", alone=False)
         check_prompt(loaded, which, ids, new_tokens=new_tokens, held_tokens=held_tokens)
         held_tokens += len(ids) if adds_up else 0
         encoded.append(Question(prompt if isinstance(prompt, str) else None, ids))
     return encoded
-
-
-def _encode(loaded: LoadedModel, question: Prompt) -> list[int]:
-    """Token ids without those that the tokenizer puts around a text; none for blank text."""
-    if not isinstance(question, str):
-        return [int(token) for token in question]
-    require_text(question, "a question")
-    if loaded.tokenizer is None:
-        raise PromptError(f"{loaded.name} came without a tokenizer; ask in token ids")
-    if not question.strip():
-        return []
-    encoded: Any = loaded.tokenizer(question, add_special_tokens=False, verbose=False)
-    return [int(token) for token in encoded["input_ids"]]

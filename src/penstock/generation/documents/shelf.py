@@ -13,7 +13,7 @@ from penstock.core.errors import (
     PenstockError,
     StoreFullError,
 )
-from penstock.generation.documents.creating import create_document, shared_tokens
+from penstock.generation.documents.creating import shared_tokens
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.recovery import OnTokens
@@ -103,23 +103,19 @@ class Shelf:
             evicted.append(gone)
             on_removed(gone)
 
-        def create(base: OpenDocument | None, keep: set[str]) -> Document:
-            reader = Reader(loaded, self.settings)
-            written = create_document(
-                reader, tokens, folder, policy=chosen, memory=memory, title=title, base=base,
-                on_tokens=on_tokens, on_bytes=on_bytes,
+        def create(base: Document | None, keep: set[str]) -> Document:
+            return Document.create(
+                loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
+                settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
                 before_storing=lambda: make_room(self.documents, need, limit, keep, note),
             )  # fmt: skip
-            document = Document(OpenDocument.open(reader, folder))
-            document.written_bytes = written
-            return document
 
         document = None
         if base is not None and base_name is not None:
             keep = {name, base_name}
             with base, suppress(DocumentDamagedError):  # then without it
                 if self._can_make_room(need, limit, keep):
-                    document = create(base._opened, keep)
+                    document = create(base, keep)
         if document is None:
             base_name, shared = None, 0
             check_room(self.documents, need, limit, {name})
