@@ -130,6 +130,11 @@ def test_an_interrupted_run_is_taken_up(
     assert capsys.readouterr().err.splitlines()[-1].startswith("100%")
     with pytest.raises(ConfigError, match="cannot resume"):
         accuracy.run([*arguments, "--resume", "--seed=1"])
+    with pytest.raises(ConfigError, match=r"cannot resume.*dtype=None, not bfloat16"):
+        accuracy.run([*arguments, "--resume", "--dtype=bfloat16"])
+    with pytest.raises(ConfigError, match="kvswap@1/2, single_essay, 300 tokens, which"):
+        accuracy.run([*arguments[:4], "--settings=full", arguments[-1], "--resume"])
+    assert json.loads(out.read_text())["figures"]["cells"] == whole
 
 
 def test_workers_answer_as_one_process_does(tmp_path: Path) -> None:

@@ -65,13 +65,17 @@ def test_a_result_is_gone_on_with(result: Result, tmp_path: Path) -> None:
     again = program.run([*SMALL, "--out", str(out), "--resume"])
     assert {**again.figures, "minutes": 0} == {**result.figures, "minutes": 0}
     assert json.loads(out.read_text())["kind"] == "documents"
+    for wrong, why in (("--questions=5", "questions=3, not 5"), ("--seed=9", "seed=0, not 9")):
+        with pytest.raises(ConfigError, match=f"cannot resume.*{why}"):
+            program.run([*SMALL, wrong, "--out", str(out), "--resume"])
+    assert Result.load(out).settings == result.settings
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--parts", "reopen,close"], "no 'close'"),
-        (["--lengths", "many"], "numbers with commas"),
+        (["--lengths", "many"], "takes numbers"),
         (["--lengths", "100"], "512 at least"),
         (["--rounds", "0"], "above 0"),
         (["--gigabytes", "-1"], "above 0"),

@@ -238,13 +238,15 @@ def test_cases() -> None:
 
 def test_bad_input() -> None:
     for arguments, said in (
-        (["--lengths=a"], "list of numbers"), (["--lengths=64"], "at least"),
-        (["--devices=tape"], "tape"), (["--alphas=1.5"], "below 1"), (["--resume"], "--out"),
+        (["--lengths=a"], "takes numbers"), (["--lengths=64"], "at least"),
+        (["--devices=tape"], "tape"), (["--alphas=1.5"], "below 1"),
         (["--methods=none"], "no policy"), (["--steps=2"], "--steps from"),
         (["--sizes=2"], "--sizes 3"), (["--hot-share=1"], "below 1"), (["--warm=1"], "--warm"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             decode.parse_arguments(arguments)
+    with pytest.raises(ConfigError, match="--out; name it"):
+        decode.run(["--resume"])
 
 
 # Sums ---------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_tables_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for arguments, why in (
         (["--hot=0.1", "--alphas=0.2"], "must hold"), (["--hot=2"], "at most 1"),
         (["--hot=x"], "takes numbers"), (["--decay=x"], "takes numbers"),
-        (["--decay=-1"], "negative"), (["--short=3"], "at least 16"), (["--pool=0"], "above 0"),
+        (["--decay=-1"], "from 0 on"), (["--short=3"], "at least 16"), (["--pool=0"], "above 0"),
         (["--prompt=3"], "at least 16"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):

@@ -141,7 +141,7 @@ def test_an_interrupted_grid_goes_on(
     for wrong, reason in [
         ("--seed=1", "seed=0"), ("--lengths=300", "at 400 tokens"),
         ("--task=single_noise", "task=single_essay"), ("--batch=1", "batch=2"),
-        ("--depths=4", "depth 0.5"),
+        ("--depths=4", "depth 0.5"), ("--dtype=bfloat16", "dtype=None"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"cannot resume.*{reason}"):
             needles.run([*arguments, "--samples=3", "--depths=3", "--resume", wrong])
@@ -176,8 +176,8 @@ def test_the_time_limit(asked: Asked, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ("--lengths=many", "2048,4096"),
-        ("--lengths=0", "lengths start at 1"),
+        ("--lengths=many", "--lengths takes numbers"),
+        ("--lengths=0", "--lengths takes numbers from 1"),
         ("--depths=0", "at least one depth"),
         ("--task=copy", "no task with one needle"),
         ("--settings=magic", "no policy"),

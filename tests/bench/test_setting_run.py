@@ -17,7 +17,7 @@ from penstock.bench.settings.methods import (
     plan_whole,
     planned,
 )
-from penstock.bench.settings.table import rate_of, ratios_of
+from penstock.bench.settings.table import rate_of, ratios_of, ratios_text
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.policies import KVSwap, Quest
@@ -121,6 +121,27 @@ def test_ratios_by_floors_leave_out_the_drift_of_the_machine() -> None:
     assert ratios_of(rows, same_batch=False)[0]["by_floors"] is None
 
 
+def test_other_sittings_are_compared_in_floors() -> None:
+    rows = [
+        row("kvswap", 1, 8.0, whole_ms=125.0, floor_ms=20.0, sitting=2),
+        row("loki", 1, 4.0, whole_ms=250.0, floor_ms=80.0, sitting=1),
+        row("leoam", 1, 6.0, whole_ms=167.0, floor_ms=20.0, sitting=2),
+        row("quest", 1, 7.0, whole_ms=143.0, floor_ms=None, sitting=1),
+    ]
+    [ratio] = ratios_of(rows, same_batch=True)
+    assert (ratio["best"], ratio["of_other_sittings"]) == ("loki", ["loki", "loki"])
+    assert ratio["ratio"] == pytest.approx(0.5), "four times as fast a machine for kvswap"
+    assert ratio["by_floors"] == pytest.approx(0.5)
+    text = ratios_text([ratio])
+    assert text.count("loki, 1024 tokens, batch 1, of another sitting, by floors") == 4
+    rows[1]["sitting"] = 2
+    [ratio] = ratios_of(rows, same_batch=True)
+    assert (ratio["best"], ratio["ratio"]) == ("leoam", pytest.approx(8 / 6))
+    assert ratio["of_other_sittings"] == []
+    rows[1].update(sitting=1, batch=2)
+    assert ratios_of(rows, same_batch=False)[0]["best"] == "leoam", "no floors of one batch"
+
+
 def test_a_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.json"
     arguments = [
@@ -131,8 +152,10 @@ def test_a_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     result = settings.run([*arguments, "--methods=kvswap,full,infinigen-star", "--resume"])
     rows = {r["method"]: r for r in result.figures["rows"]}
     assert list(rows) == ["kvswap", "full", "infinigen-star"]
+    assert [r["sitting"] for r in result.figures["rows"]] == [1, 1, 2]
     saved = json.loads(out.read_text())
     assert saved["figures"]["rows"] == result.figures["rows"]
+    assert saved["settings"]["methods"] == "kvswap,full,infinigen-star"
     ours, star = rows["kvswap"], rows["infinigen-star"]
     assert ours["hit_rate"] == pytest.approx(0.77, abs=0.05)
     assert star["hit_rate"] == 0
@@ -145,6 +168,12 @@ def test_a_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "nvme (simulated), kvswap over the best" in printed.out
     with pytest.raises(ConfigError, match="cannot resume"):
         settings.run([*arguments, "--resume", "--overlap=0.5"])
+    with pytest.raises(ConfigError, match="steps=2, not 3"):
+        settings.run([*arguments, "--resume", "--steps=3"])
+    settings.run([*arguments, "--resume", "--methods=full"])
+    left = json.loads(out.read_text())
+    assert left["figures"]["rows"] == saved["figures"]["rows"]
+    assert left["settings"]["methods"] == saved["settings"]["methods"]
 
 
 def test_steps_that_would_take_too_long_are_predicted_instead() -> None:
@@ -165,7 +194,8 @@ def test_steps_that_would_take_too_long_are_predicted_instead() -> None:
         (["--devices=floppy"], "no device 'floppy'"),
         (["--methods=magic"], "no policy 'magic'"),
         (["--config=llama-3.1-8b", "--layers=3"], "--layers must be 4 to 32"),
-        (["--batches=0"], "at least 1"),
+        (["--batches=0"], "--batches takes numbers from 1"),
+        (["--contexts=x"], "--contexts takes"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str) -> None:

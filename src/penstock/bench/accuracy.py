@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +18,17 @@ from penstock.bench.accuracy_jobs import Examination, Examiner, Job
 from penstock.bench.accuracy_settings import PAPER_SUITE, parse_settings
 from penstock.bench.accuracy_workers import default_workers, run_here, run_jobs
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.bench.sitting import say
+from penstock.bench.resuming import check_same, digest_of
+from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.generation.prompts import read_text_file
 
+_SAME_WHEN_RESUMED = (
+    "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
+)  # fmt: skip
 KEEP_S = 15.0
 """A long job is saved this often."""
 
@@ -45,7 +49,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--tasks", default="all",
         help="names separated by commas; all: of the recall tasks, what the bundled model answers",
     )  # fmt: skip
-    add("--tokens", type=_lengths, help="lengths of the prompts (default 16384; suite 8192,16384)")
+    add("--tokens", help="lengths of the prompts (default 16384; suite 8192,16384)")
     add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")
     add(
         "--settings", action="append",
@@ -71,9 +75,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         args.batch = min(args.samples, 16) if suite else 10
     if args.workers is None:
         args.workers = default_workers(args.device) if suite else 1
-    args.tokens = args.tokens or ([8192, 16384] if suite else [16384])
-    if min(args.samples, args.batch, args.chunk, args.workers, *args.tokens) < 1:
-        raise ConfigError("--tokens, --samples, --batch, --chunk and --workers must be at least 1")
+    tokens = args.tokens or ("8192,16384" if suite else "16384")
+    args.tokens = whole_numbers(tokens, "--tokens")
+    if min(args.samples, args.batch, args.chunk, args.workers) < 1:
+        raise ConfigError("--samples, --batch, --chunk and --workers must be at least 1")
     return args
 
 
@@ -89,10 +94,6 @@ def _chosen(text: str, names: Sequence[str], default: Sequence[str]) -> list[str
             raise ConfigError(f"no task is called {word!r}; there are {', '.join(names)}")
         tasks |= dict.fromkeys([word] if word in names else default)
     return list(tasks)
-
-
-def _lengths(text: str) -> list[int]:
-    return list(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
 
 
 class Benchmark:
@@ -118,6 +119,7 @@ class Benchmark:
         )  # fmt: skip
         alone = args.workers == 1
         here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
+        self.weights = here.weights
         names = list(here.tasks)
         self._examiner = here if alone else None  # the workers have models of their own
         tasks = _chosen(args.tasks, names, here.default_tasks)
@@ -130,23 +132,25 @@ class Benchmark:
         self._at = {cell.key: cell for cell in self.cells}
         self._groups = [(length, task) for length in args.tokens for task in tasks]
 
-    def take_up(self, result: Result) -> None:
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
         """Go on with what an interrupted run has answered.
 
+        Args:
+            settings: of this run.
+
         Raises:
-            ConfigError: that run asked for something else.
+            ConfigError: that run asked for something else, or for cells that would be lost.
         """
-        for name in ("batch", "chunk", "dtype", "own_prefill", "chat"):
-            if result.settings.get(name) != getattr(self._args, name):
+        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        for plain in former.figures["cells"]:
+            cell = Cell(**plain)
+            if cell.key in self._at:
+                self._at[cell.key].__dict__.update(cell.__dict__)
+            elif cell.scores:
                 raise ConfigError(
-                    f"cannot resume: the result was made with {name}={result.settings.get(name)}"
+                    f"cannot resume: the result has {cell.setting}, {cell.task}, {cell.length} "
+                    "tokens, which this command leaves out"
                 )
-        if result.seed != self._args.seed:
-            raise ConfigError(f"cannot resume: the result was made with seed={result.seed}")
-        for plain in result.figures["cells"]:
-            former = Cell(**plain)
-            if former.key in self._at:
-                self._at[former.key].__dict__.update(former.__dict__)
 
     def run(self, keep: Callable[[], None] = lambda: None) -> None:
         """Answer everything, or as much as the time allows.
@@ -230,22 +234,18 @@ def run(arguments: Sequence[str]) -> Result:
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
-    benchmark = Benchmark(args)
+    sitting, benchmark = Sitting(result, args), Benchmark(args)
+    texts = [args.data] if args.data else args.haystack
+    result.settings |= {"weights": benchmark.weights, "texts": digest_of(texts)}
     if len(args.tokens) == 1:
         result.settings["tokens"] = args.tokens[0]
     result.settings["settings"] = [setting.text for setting in benchmark.settings]
-    began, minutes = time.perf_counter(), 0.0
-    if args.resume and args.out and Path(args.out).exists():
-        former = Result.load(args.out)
-        benchmark.take_up(former)
-        minutes = former.figures["minutes"]
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former, result.settings)
 
     def keep() -> None:
-        result.figures = figures_of(benchmark.cells, args.samples)
-        result.figures["minutes"] = minutes + (time.perf_counter() - began) / 60
-        result.figures["shared_prefill"] = not args.own_prefill
-        if args.out:
-            result.save(args.out)
+        figures = figures_of(benchmark.cells, args.samples)
+        sitting.keep({**figures, "shared_prefill": not args.own_prefill})
 
     interrupted = False
     try:
@@ -261,8 +261,7 @@ def run(arguments: Sequence[str]) -> Result:
     )
     for line in not_run_lines(result.figures["not_run"]):
         print(line)
-    if args.json:
-        print(json.dumps(result.as_dict()))
+    closed(result, args)
     if interrupted:
         raise KeyboardInterrupt
     return result

@@ -8,6 +8,7 @@ from penstock.bench.accuracy_settings import Setting, parse_settings
 from penstock.bench.answers import SharedPrefill, answer, ask
 from penstock.bench.tasks import FileTasks, GeneratedTasks, TaskSource
 from penstock.core.errors import BudgetError, ConfigError
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 
 
@@ -73,6 +74,11 @@ class Examiner:
             self._source = GeneratedTasks(
                 tokenizer, chat=examination.chat, texts=examination.haystack
             )
+
+    @property
+    def weights(self) -> str:
+        """The model's fingerprint: folders of one name may hold different ones."""
+        return fingerprint(self._loaded.model)
 
     @property
     def tasks(self) -> Sequence[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from penstock.core.processor import processor_name
 from penstock.storage.file_space import default_directory, file_system
 
 Facts = dict[str, str | int | float | None]
@@ -25,7 +26,7 @@ def describe_machine(store: str = "auto") -> Facts:
     """
     directory = default_directory() if store == "auto" else store
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
         "allowed_cores": _allowed_cores(),
         "threads": torch.get_num_threads(),
@@ -73,13 +74,3 @@ def _allowed_cores() -> int | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
     return len(os.sched_getaffinity(0))
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, UnicodeDecodeError):
-        pass
-    return platform.processor() or platform.machine()

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,16 +17,22 @@ from penstock.bench.needle_cells import (
     needles_not_run,
     summarise_needles,
 )
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same, digest_of
+from penstock.bench.sitting import Sitting, closed
 from penstock.bench.tasks import GeneratedTasks, Sample, even_depths, grid, judge
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.generation.prompts import read_text_file
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 
 _TASKS = ("single_essay", "single_2")
 """A needle in random text: the recall task, and its English counterpart."""
-_SAME_WHEN_RESUMED = ("task", "batch", "chunk", "dtype", "chat")
+_SAME_WHEN_RESUMED = (
+    "task", "model", "device", "dtype", "weights", "texts", "batch", "chunk", "chat",
+)  # fmt: skip
 
 _PREFILL_WORK = 10
 """Reading a prompt, in answers by one setting: for the time left, not to be exact."""
@@ -73,8 +78,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         args.batch = 2 if args.device == "cpu" else 24
     if min(args.samples, args.batch, args.chunk) < 1:
         raise ConfigError("--samples, --batch and --chunk must be at least 1")
-    if args.resume and not args.out:
-        raise ConfigError("--resume goes on with the file of --out; name it")
     return args
 
 
@@ -85,6 +88,7 @@ class NeedleGrid:
         cells: setting by setting, length by length, depth by depth.
         settings: the ways of answering.
         task: the task's name.
+        weights: the model's fingerprint: folders of one name may hold different ones.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -99,11 +103,12 @@ class NeedleGrid:
             args.settings or ["full,kvswap@1/13,kvswap@1/34,streaming_llm@1/13"]
         )
         self._depths = even_depths(args.depths)
-        self._lengths = _lengths(args.lengths)
+        self._lengths = whole_numbers(args.lengths, "--lengths")
         points = grid(self._lengths, self._depths)
         self._loaded: LoadedModel = load(args.model, dtype=args.dtype, device=args.device)
         if self._loaded.tokenizer is None:
             raise ConfigError(f"{args.model} has no tokenizer")
+        self.weights = fingerprint(self._loaded.model)
         self._source = GeneratedTasks(
             self._loaded.tokenizer, chat=args.chat,
             texts=[read_text_file(path, "haystack") for path in args.haystack],
@@ -120,21 +125,17 @@ class NeedleGrid:
             for point in points
         ]
 
-    def take_up(self, result: Result) -> None:
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
         """Go on with what an interrupted run has answered; the grid may have grown.
+
+        Args:
+            settings: of this run.
 
         Raises:
             ConfigError: that run asked for something else, or for cells that would be lost.
         """
-        wanted = {**vars(self._args), "task": self.task}
-        for name in _SAME_WHEN_RESUMED:
-            if result.settings.get(name) != wanted[name]:
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={result.settings.get(name)}"
-                )
-        if result.seed != self._args.seed:
-            raise ConfigError(f"cannot resume: the result was made with seed={result.seed}")
-        done = {_key(cell): cell for cell in (NeedleCell(**c) for c in result.figures["cells"])}
+        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        done = {_key(cell): cell for cell in (NeedleCell(**c) for c in former.figures["cells"])}
         lost = [cell for cell in done.values() if cell.scores]
         here = {_key(cell) for cell in self.cells}
         lost = [cell for cell in lost if _key(cell) not in here]
@@ -241,23 +242,19 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input, or no room for the caches.
     """
     args = parse_arguments(arguments)
-    measured = NeedleGrid(args)
     private = ("out", "store", "json", "haystack", "resume")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
-    settings |= {"task": measured.task, "settings": [s.text for s in measured.settings]}
     result = Result.begin("needles", arguments, settings, seed=args.seed, store=args.store)
-    began, minutes = time.perf_counter(), 0.0
-    if args.resume and Path(args.out).exists():
-        former = Result.load(args.out)
-        measured.take_up(former)
-        minutes = former.figures["minutes"]
+    sitting, measured = Sitting(result, args), NeedleGrid(args)
+    settings = result.settings
+    settings |= {"task": measured.task, "settings": [s.text for s in measured.settings]}
+    settings |= {"weights": measured.weights, "texts": digest_of(args.haystack)}
+    if sitting.former is not None:
+        measured.take_up(sitting.former, settings)
 
     def keep() -> None:
-        spent = minutes + (time.perf_counter() - began) / 60
-        result.figures = {**figures_of(measured.cells, args.samples), "minutes": spent}
-        if args.out:
-            result.save(args.out)
+        sitting.keep(figures_of(measured.cells, args.samples))
 
     interrupted = False
     try:
@@ -272,8 +269,7 @@ def run(arguments: Sequence[str]) -> Result:
             f"not run: {row['setting']}, {row['tokens']:,} tokens: {row['samples']} of "
             f"{row['wanted']} samples ({row['why']})"
         )
-    if args.json:
-        print(json.dumps(result.as_dict()))
+    closed(result, args)
     if interrupted:
         raise KeyboardInterrupt
     return result
@@ -295,18 +291,6 @@ def _key(cell: NeedleCell) -> tuple[int, float, str]:
 def _work(tokens: int, places: Sequence[Place]) -> int:
     """What a batch costs: attention over long prompts is most of it, and has no unit."""
     return len(places) * tokens * tokens
-
-
-def _lengths(text: str) -> list[int]:
-    """Numbers separated by commas, each once.
-
-    Raises:
-        ConfigError: something else.
-    """
-    try:
-        return list(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"--lengths {text}: give numbers such as 2048,4096") from error
 
 
 def _span(places: Sequence[Place]) -> str:

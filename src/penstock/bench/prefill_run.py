@@ -11,6 +11,7 @@ import torch
 from penstock.bench.process_memory import PeakMemory
 from penstock.bench.targets import Target
 from penstock.bench.throughput_run import Say
+from penstock.core.errors import PenstockError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
@@ -36,10 +37,13 @@ class PrefillRow:
     """Most memory beyond what was held before the cache was made, activations included."""
     ledger_bytes: int | None = None
 
+    skipped: str = ""
+    """Why there are no times."""
+
     @property
-    def ttft_s(self) -> float:
+    def ttft_s(self) -> float | None:
         """Time to first token, of the best round."""
-        return min(self.ttfts_s)
+        return min(self.ttfts_s, default=None)
 
     @property
     def label(self) -> str:
@@ -71,6 +75,8 @@ def run_prefill(
     peak = PeakMemory(device)
     for number in range(rounds):
         for row in rows if number % 2 == 0 else rows[::-1]:
+            if row.skipped:
+                continue
             say(f"prefill of {tokens} tokens: {row.label}")
             peak.start()
             if row.name == PLAIN:
@@ -78,12 +84,16 @@ def run_prefill(
                 seconds, ttft_s = _pass(plain, ids, cache, row.chunk)
                 del cache
             else:
-                with TieredCache(
-                    tiered, memory=memory, store=store, adapter=adapter,
-                    max_tokens=max(context, tokens + 1),
-                ) as ours:  # fmt: skip
-                    seconds, ttft_s = _pass(tiered, ids, ours, row.chunk)
-                    row.ledger_bytes = ours.report().used_bytes
+                try:
+                    with TieredCache(
+                        tiered, memory=memory, store=store, adapter=adapter,
+                        max_tokens=max(context, tokens + 1),
+                    ) as ours:  # fmt: skip
+                        seconds, ttft_s = _pass(tiered, ids, ours, row.chunk)
+                        row.ledger_bytes = ours.report().used_bytes
+                except PenstockError as error:
+                    row.skipped = str(error)
+                    continue
             row.seconds.append(seconds)
             row.ttfts_s.append(ttft_s)
             growth = peak.growth_bytes()
@@ -124,7 +134,7 @@ def judge_prefill(rows: Sequence[PrefillRow]) -> list[Target]:
     found = []
     for row in rows:
         same = next((r for r in rows if r.name == PLAIN and r.chunk == row.chunk), None)
-        if row.name == PLAIN or same is None:
+        if row.name == PLAIN or row.skipped or same is None:
             continue
         ratios = [ours / theirs for ours, theirs in zip(row.seconds, same.seconds, strict=True)]
         name, value = f"prefill, {row.label} / plain, time", float(np.median(ratios))

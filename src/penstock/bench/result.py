@@ -13,7 +13,8 @@ from penstock.bench.machine import (
     describe_libraries,
     describe_machine,
 )
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, StorageError
+from penstock.core.whole_file import write_whole
 
 FORMAT = "penstock-result-1"
 _PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup", "--haystack", "--data")
@@ -63,10 +64,18 @@ class Result:
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Write the document, making its folder if need be."""
+        """Write the document, making its folder if need be; one that is there is replaced whole.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(self.as_dict(), indent=1) + "\n"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(text, target)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Result":

@@ -4,9 +4,11 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same
 from penstock.core.errors import ConfigError
 
 
@@ -18,21 +20,35 @@ class Sitting:
     """
 
     def __init__(self, result: Result, args: argparse.Namespace) -> None:
-        """Start the clock and read what is gone on with; a file that is no result counts as none.
+        """Start the clock and read what is gone on with; without a file there is nothing.
 
         Args:
             result: of this run; its figures come with `keep`.
             args: have `out`, `resume` and `json`.
+
+        Raises:
+            ConfigError: no file is named; or it is no result of this program, or of another seed.
         """
         self.result, self._args = result, args
         self._began = time.perf_counter()
         self.former: Result | None = None
-        if args.resume and args.out:
-            try:
-                self.former = Result.load(args.out)
-            except ConfigError:
-                self.former = None
+        if args.resume and not args.out:
+            raise ConfigError("--resume goes on with the file of --out; name it")
+        if args.resume and Path(args.out).exists():
+            self.former = self._goes_on(args.out)
         self._minutes = 0.0 if self.former is None else float(self.former.figures["minutes"])
+
+    def _goes_on(self, path: str) -> Result:
+        try:
+            former = Result.load(path)
+        except ConfigError as error:
+            raise ConfigError(f"cannot resume: {error}; name another --out") from error
+        if former.kind != self.result.kind:
+            raise ConfigError(
+                f"cannot resume: {path} is a result of {former.kind}, not of {self.result.kind}"
+            )
+        check_same({"seed": former.seed}, {"seed": self.result.seed}, ["seed"])
+        return former
 
     def keep(self, figures: dict[str, Any]) -> None:
         """Take figures in place of those before, with the minutes of all runs; save them."""

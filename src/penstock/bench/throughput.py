@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from penstock.bench.bench_model import BenchModel, open_model
 from penstock.bench.decode_loop import Bench
 from penstock.bench.entry import run_program
 from penstock.bench.limited_decode import run_limited
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.prefill_run import (
     PrefillRow,
     as_figures,
@@ -106,6 +107,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    args.batch = whole_numbers(args.batch, "--batch")
+    args.prefill_chunks = whole_numbers(args.prefill_chunks, "--prefill-chunks")
     return args
 
 
@@ -142,9 +145,13 @@ def read_stream(text: str, seed: int = 0) -> SelectionStream | None:
 
 def run_decode(
     args: argparse.Namespace, opened: BenchModel, stream: SelectionStream | None,
-    disk: DeviceProfile,
+    disk: DeviceProfile, keep: Callable[[list[RowResult]], None],
 ) -> list[RowResult]:  # fmt: skip
-    """All rows at all batch sizes."""
+    """All rows at all batch sizes.
+
+    Args:
+        keep: given all rows after each batch.
+    """
     model, adapter = opened.model, opened.adapter
     devices = args.devices.split(",")
     for device in devices:
@@ -166,7 +173,7 @@ def run_decode(
     )  # fmt: skip
     results: list[RowResult] = []
     number = 0
-    for batch in (int(text) for text in args.batch.split(",")):
+    for batch in args.batch:
         sessions, refused = pack(
             rows, shape, Room.now(args.store), batch=batch, memory=args.memory,
             max_tokens=args.context + new_tokens(args), too_fast=too_fast,
@@ -185,6 +192,7 @@ def run_decode(
                 found.append(new_result(row, batch))
                 found[-1].skipped = refused[row.name]
         results += found
+        keep(results)
     return results
 
 
@@ -247,34 +255,40 @@ def run(arguments: Sequence[str]) -> Result:
     opened = open_model(args.config, max_positions=positions, seed=args.seed, device=args.on)
     result.settings["config"], result.settings["weights"] = opened.name, opened.weights
     disk = measure_disk(args.store, args.disk_file_mib << 20)
-    results = run_decode(args, opened, stream, disk)
     prefill: list[PrefillRow] = []
+    limited: dict[str, Any] | None = None
+
+    def keep(results: Sequence[RowResult]) -> None:
+        targets = [*judge(results), *judge_prefill(prefill)]
+        result.figures = {
+            "rows": [dataclasses.asdict(row) for row in results], "prefill": as_figures(prefill),
+            "targets": [{**dataclasses.asdict(t), "passed": t.passed} for t in targets],
+            "limited": limited, "memory_measured_by": HOW,
+            "minutes": (time.perf_counter() - began) / 60,
+            "disk": {
+                "request_s": disk.request_s, "bytes_per_s": disk.bandwidth,
+                "latency_s": disk.latency_s,
+            },
+        }  # fmt: skip
+        if args.out:
+            result.save(args.out)
+
+    results = run_decode(args, opened, stream, disk, keep)
     if args.prefill_tokens:
         prefill = run_prefill(
             opened.model, opened.adapter, tokens=args.prefill_tokens, context=args.context,
             memory=args.memory, store=args.store, rounds=args.prefill_rounds, seed=args.seed,
-            chunks=[int(c) for c in args.prefill_chunks.split(",")], say=say_on_stderr,
+            chunks=args.prefill_chunks, say=say_on_stderr,
         )  # fmt: skip
-    targets = [*judge(results), *judge_prefill(prefill)]
+        keep(results)
     del opened
-    limited = None
     if args.memory_cgroup is not None:
         say_on_stderr("decoding under a memory limit")
-        keep = ("config", "context", "memory", "store", "seed")
-        options = [f"--{name}={getattr(args, name)}" for name in keep]
+        names = ("config", "context", "memory", "store", "seed")
+        options = [f"--{name}={getattr(args, name)}" for name in names]
         limited = run_limited([*options, f"--group={args.memory_cgroup}"])
-    result.figures = {
-        "rows": [dataclasses.asdict(row) for row in results], "prefill": as_figures(prefill),
-        "targets": [{**dataclasses.asdict(t), "passed": t.passed} for t in targets],
-        "limited": limited, "memory_measured_by": HOW,
-        "minutes": (time.perf_counter() - began) / 60,
-        "disk": {
-            "request_s": disk.request_s, "bytes_per_s": disk.bandwidth, "latency_s": disk.latency_s,
-        },
-    }  # fmt: skip
-    show(results, prefill, targets, limited)
-    if args.out:
-        result.save(args.out)
+    keep(results)
+    show(results, prefill, [*judge(results), *judge_prefill(prefill)], limited)
     if args.json:
         print(json.dumps(result.as_dict()))
     return result

@@ -54,6 +54,9 @@ def prefill_table(rows: Sequence[PrefillRow]) -> str:
     """The ways to prefill."""
     out = []
     for row in rows:
+        if row.ttft_s is None:
+            out.append([row.label, row.skipped])
+            continue
         seconds = min(row.seconds)
         peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
         ledger = "" if row.ledger_bytes is None else format_bytes(row.ledger_bytes)

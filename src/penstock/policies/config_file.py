@@ -2,35 +2,28 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.plain_data import fits
+from penstock.core.whole_file import write_whole
 
 FORMAT = "penstock-config-1"
 _FAMILY = "penstock-config-"
 
 
-def write_whole(text: str, path: Path) -> None:
+def write_config(text: str, path: Path) -> None:
     """Write a file, or leave the old one as it is.
 
     Raises:
         StorageError: it cannot be written.
     """
-    target = path.resolve()
-    if target.exists() and not target.is_file():
+    if path.exists() and not path.is_file():
         raise StorageError(f"cannot write the config to {path}: that is not a file")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(text, path)
     except OSError as error:
         raise StorageError(f"cannot write the config to {path}: {error.strerror}") from error
 

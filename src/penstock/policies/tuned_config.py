@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from penstock.core.errors import ConfigError
 from penstock.policies.base import SelectionPolicy
-from penstock.policies.config_file import FORMAT, checked, read_document, write_whole
+from penstock.policies.config_file import FORMAT, checked, read_document, write_config
 from penstock.policies.search_space import policy_from
 
 AUTO = "auto"
@@ -205,7 +205,7 @@ class TunedConfig:
         for name in _IN_MEMORY:
             del content[name]
         text = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n"
-        write_whole(text, Path(path))
+        write_config(text, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "TunedConfig":

@@ -3,13 +3,10 @@
 Source: KVSwap (arXiv 2511.11907), section 3.5, Fig. 4 and appendix A, widened to every policy.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from penstock.core.byte_size import parse_memory
@@ -29,6 +26,7 @@ from penstock.policies.tuned_config import TunedConfig
 from penstock.tuner.build_tables import build_tables
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.candidates import CalibratedTables
+from penstock.tuner.circumstances import circumstances
 from penstock.tuner.fidelity import KL_FLOOR, Reference
 from penstock.tuner.journal import Journal
 from penstock.tuner.kvswap_search import KVSwapSearch
@@ -135,11 +133,13 @@ def tune(
     pieces = calibration_tokens(
         loaded, texts, tokens=min(max_context, MOST_TEXT_TOKENS), forced=FORCED_TOKENS
     )[:MOST_TEXTS]
-    about = _about(loaded, str(disk), max_context, max_batch, limit, floor, pieces)
+    about = circumstances(
+        loaded, pieces, adapter=adapter, tables=tables, disk=str(disk), max_context=max_context,
+        max_batch=max_batch, limit=limit, floor=floor,
+    )  # fmt: skip
     kept = Journal(None if journal is None else Path(journal), about)
     progress = _forwards(progress)
-    progress(0.0, "measuring the disk")
-    device = DeviceProfile(**kept.measured({"run": "disk"}, lambda: asdict(device_of(str(disk)))))
+    device = _device(str(disk), kept, progress)
     basis, own = _adapter(loaded, adapter, pieces, progress)
     known = _tables(loaded, tables, pieces, basis, progress)
     reference, prefill = _read(loaded, pieces, progress)
@@ -156,6 +156,11 @@ def tune(
     config = config_of(task, search, others, refused, fingerprint=fingerprint(loaded.model))
     progress(1.0, "done")
     return Tuned(config=config, adapter=own, tables=known, refused=refused, kept=kept)
+
+
+def _device(disk: str, kept: Journal, progress: Say) -> DeviceProfile:
+    progress(0.0, "measuring the disk")
+    return DeviceProfile(**kept.measured({"run": "disk"}, lambda: asdict(device_of(disk))))
 
 
 def _forwards(progress: Say) -> Say:
@@ -190,23 +195,6 @@ def _within_positions(loaded: LoadedModel, max_context: int | None) -> int:
             f"{loaded.name}; give at most so many"
         )
     return max_context
-
-
-def _about(
-    loaded: LoadedModel, disk: str, max_context: int, max_batch: int, limit: int, floor: float,
-    pieces: Sequence[Tensor],
-) -> dict[str, object]:  # fmt: skip
-    """What must be the same for measurements to hold."""
-    return {
-        "fingerprint": fingerprint(loaded.model), "disk": disk, "max_context": max_context,
-        "max_batch": max_batch, "limit": limit, "floor": floor,
-        "texts": [_digest(piece) for piece in pieces],
-        "versions": {name: version(name) for name in ("penstock", "torch", "transformers")},
-    }  # fmt: skip
-
-
-def _digest(tokens: Tensor) -> str:
-    return hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest()[:16]
 
 
 def _adapter(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
-from penstock.bench.clusters.end_to_end_merge import KIND, check_same, grow, merged
+from penstock.bench.clusters.end_to_end_merge import GROWING, KIND, SHARED, merged
 from penstock.bench.clusters.end_to_end_run import (
     CACHE,
     DISK,
@@ -40,8 +40,10 @@ from penstock.bench.clusters.end_to_end_table import (
 from penstock.bench.clusters.program import model_name
 from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import real_numbers, whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result, without_path
+from penstock.bench.resuming import GroupedRows, check_same, grow
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.devices.measure import fit_profile
@@ -91,7 +93,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="measure nothing: put these results into the one in --out")  # fmt: skip
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
-    args.lengths, args.ratios = numbers_of(args.lengths, int), numbers_of(args.ratios, float)
+    args.lengths = whole_numbers(args.lengths, "--lengths", may_be_empty=True)
+    args.ratios = real_numbers(args.ratios, "--ratios", may_be_empty=True)
     args.devices = args.devices.split(",")
     args.methods = [setting.text for setting in parse_settings([args.methods])]
     for device in args.devices:
@@ -109,18 +112,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if min([*args.lengths, args.cache_length or least]) < least:
         raise ConfigError(f"lengths must be at least {least}: so much is decoded, and a prompt")
     return args
-
-
-def numbers_of(text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers with commas between them; none for an empty text.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    try:
-        return [kind(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of numbers like 1024,2048") from error
 
 
 def pace_of(args: argparse.Namespace) -> Pace:
@@ -192,7 +183,7 @@ class EndToEnd:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what is to be measured; nothing is loaded yet."""
         self._args = args
-        self.rows: list[dict[str, Any]] = []
+        self.held = GroupedRows(key_of)
         self.groups: dict[tuple[Any, ...], list[Case]] = {}
         for case in all_cases(args):
             self.groups.setdefault(case.group, []).append(case)
@@ -206,14 +197,10 @@ class EndToEnd:
         Raises:
             ConfigError: that run was another one.
         """
-        check_same(former.settings, settings, "resume")
-        grow(settings, former.settings)
-        found = {key_of(row) for row in former.figures["rows"] if "error" not in row}
-        again = {
-            case.key for cases in self.groups.values()
-            if not {case.key for case in cases} <= found for case in cases
-        }  # fmt: skip
-        self.rows = [row for row in former.figures["rows"] if key_of(row) not in again]
+        check_same(former.settings, settings, SHARED)
+        grow(settings, former.settings, GROWING)
+        groups = [[case.key for case in cases] for cases in self.groups.values()]
+        self.held.take_up(former.figures["rows"], groups)
 
     def run(self, loaded: LoadedModel, keep: Callable[[], None]) -> None:
         """Measure what is left.
@@ -221,16 +208,17 @@ class EndToEnd:
         Args:
             keep: called after each group.
         """
-        pace, done = pace_of(self._args), {key_of(row) for row in self.rows}
+        pace = pace_of(self._args)
 
         def measure(
             group: Sequence[Case], text: ForcedText, say: Say, step: Callable[[int], None]
         ) -> None:
             live = [partial(LiveRow, case, text, loaded, pace) for case in group]
-            self.rows += run_group(group, live, pace, say, step)
+            rows = run_group(group, live, pace, say, step)
+            self.held.put(rows, [case.key for case in group])
             keep()
 
-        run_groups(self.groups.values(), done, loaded, self._args, measure)
+        run_groups(self.groups.values(), self.held.done, loaded, self._args, measure)
 
 
 def run_groups(
@@ -307,7 +295,7 @@ def run(arguments: Sequence[str]) -> Result:
         disk = measured_disk()
 
     def keep() -> None:
-        name, rows = model_name(args.model), bench.rows
+        name, rows = model_name(args.model), bench.held.rows
         sitting.keep({"model": name, "disk": disk, "rows": rows, **summary(rows)})
 
     try:

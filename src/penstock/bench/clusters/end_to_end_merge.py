@@ -7,35 +7,14 @@ from typing import Any
 from penstock.bench.clusters.end_to_end_run import key_of
 from penstock.bench.clusters.end_to_end_table import summary
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same, grow
 from penstock.core.errors import ConfigError
 
 KIND = "clusters.end_to_end"
-SHARED = ("model", "text", "warm", "rounds", "steps", "threads", "cache_ratio", "seed")
+SHARED = ("model", "text", "warm", "rounds", "steps", "threads", "chunk", "cache_ratio", "seed")
 """Settings that results which become one must have in common."""
 GROWING = ("lengths", "ratios", "devices", "methods")
 """Settings that may differ: a result then has what either run was asked for."""
-
-
-def check_same(
-    former: dict[str, Any], settings: dict[str, Any], what: str, shared: Sequence[str] = SHARED
-) -> None:
-    """Refuse results that were made otherwise.
-
-    Raises:
-        ConfigError: a setting that they must share differs.
-    """
-    for name in shared:
-        if former.get(name) != settings[name]:
-            raise ConfigError(f"cannot {what}: the result was made with {name}={former.get(name)}")
-
-
-def grow(
-    settings: dict[str, Any], former: dict[str, Any], growing: Sequence[str] = GROWING
-) -> None:
-    """Let settings say what either run was asked for, the former's first."""
-    for name in growing:
-        kept = former[name]
-        settings[name] = [*kept, *(one for one in settings[name] if one not in kept)]
 
 
 def merged(out: str | Path, pieces: Sequence[str]) -> Result:
@@ -60,8 +39,8 @@ def merged(out: str | Path, pieces: Sequence[str]) -> Result:
     rows: list[dict[str, Any]] = list(base.figures["rows"])
     minutes = base.figures["minutes"]
     for other in others:
-        check_same(other.settings, base.settings, "merge")
-        grow(base.settings, dict(other.settings))
+        check_same(other.settings, base.settings, SHARED, "merge")
+        grow(base.settings, other.settings, GROWING)
         held = {_group(row) for row in rows}
         place = {} if _place(other) == _place(base) else {"machine": _place(other)}
         rows += [row | place for row in other.figures["rows"] if _group(row) not in held]

@@ -14,7 +14,7 @@ import torch
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.answers import Question, SharedPrefill
 from penstock.bench.clusters.read_watch import Reads, ReadWatch
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.generation.prompts import make_batch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import LoadedModel
@@ -269,6 +269,7 @@ def _note(row: dict[str, Any], error: Exception) -> None:
     first = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, PenstockError):
         row["error"] = first
+        row["refused"] = isinstance(error, ConfigError)  # and would be again
         return
     row["error"] = f"{type(error).__name__}: {first}"
     traceback.print_exception(error, file=sys.stderr)

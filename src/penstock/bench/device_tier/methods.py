@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,15 +120,3 @@ def parse_method(text: str, pattern: Pattern) -> Method:
         text=text, policy=dataclasses.replace(policy, **defaults), memory=setting.memory,
         flags=frozenset(flags),
     )  # fmt: skip
-
-
-def parse_batches(text: str) -> Sequence[int]:
-    """Read `1,4,8`.
-
-    Raises:
-        ConfigError: one of them is not a number from 1 on.
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--batches {text!r} must be numbers from 1 on, as in 1,4,8")
-    return [int(word) for word in words]

@@ -20,14 +20,15 @@ from penstock.bench.device_tier.methods import (
     ABLATION,
     Pattern,
     method_texts,
-    parse_batches,
     parse_method,
     parse_patterns,
 )
 from penstock.bench.device_tier.speed_table import speed_table
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
 from penstock.models.model_shape import inspect_model
@@ -79,7 +80,7 @@ class SpeedBenchmark:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what is to be measured; the model is built by `run`."""
         self._args = args
-        patterns, batches = parse_patterns(args.patterns), parse_batches(args.batches)
+        patterns, batches = parse_patterns(args.patterns), whole_numbers(args.batches, "--batches")
         texts = list(ABLATION) if args.ablation else method_texts(args.methods)
         self._max_tokens = max(pattern.prompt + pattern.output for pattern in patterns)
         # Rows of one pattern and batch follow on one another: they pin the same memory.
@@ -96,11 +97,7 @@ class SpeedBenchmark:
         Raises:
             ConfigError: that run was another one.
         """
-        for name in _SHARED:
-            if former.settings.get(name) != getattr(self._args, name):
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
-                )
+        check_same(former.settings, vars(self._args), _SHARED)
         jobs, rows = {_job_key(job) for job in self.jobs}, former.figures["rows"]
         failed = {_key(row) for row in rows if "error" in row}
         self.rows = [row for row in rows if "error" not in row or _key(row) not in jobs]

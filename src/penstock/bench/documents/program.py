@@ -15,7 +15,9 @@ from typing import Any
 from penstock.bench.documents.rates import measure_encryption, measure_verify
 from penstock.bench.documents.reopen import Case, measure
 from penstock.bench.documents.table import documents_table
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same, grow
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.models.loader import load
@@ -53,11 +55,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for part in args.parts:
         if part not in PARTS:
             raise ConfigError(f"--parts: there is no {part!r}; take of {', '.join(PARTS)}")
-    try:
-        args.lengths = [int(each) for each in args.lengths.split(",")]
-        args.units = [int(each) for each in args.units.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--lengths and --units are numbers with commas: {error}") from error
+    args.lengths = whole_numbers(args.lengths, "--lengths")
+    args.units = whole_numbers(args.units, "--units")
     small = [args.questions, args.rounds, args.gigabytes, *args.units]
     if min(args.lengths) < 512 or min(small) <= 0:
         raise ConfigError("--lengths are 512 at least, and all other numbers above 0")
@@ -78,7 +77,12 @@ def run(arguments: Sequence[str]) -> Result:
     settings |= {"model": "recall", "chunk": _CHUNK}
     result = Result.begin(KIND, arguments, settings, seed=args.seed, store=args.store)
     sitting = Sitting(result, args)
-    figures: dict[str, Any] = {} if sitting.former is None else dict(sitting.former.figures)
+    figures: dict[str, Any] = {}
+    if sitting.former is not None:
+        former = sitting.former
+        check_same(former.settings, settings, [name for name in settings if name != "parts"])
+        grow(settings, former.settings, ["parts"])
+        figures = dict(former.figures)
     sitting.keep(figures)
     place = None if args.store == "auto" else args.store
     with tempfile.TemporaryDirectory(prefix="penstock-documents-", dir=place) as folder:

@@ -21,11 +21,9 @@ import torch
 from penstock.bench.accuracy_settings import parse_setting, parse_settings
 from penstock.bench.clusters.end_to_end import (
     measured_disk,
-    numbers_of,
     pace_of,
     run_groups,
 )
-from penstock.bench.clusters.end_to_end_merge import check_same, grow
 from penstock.bench.clusters.end_to_end_run import DISK, ForcedText, Say
 from penstock.bench.clusters.program import model_name
 from penstock.bench.clusters.texts import RING_WALK
@@ -41,7 +39,9 @@ from penstock.bench.near_storage.decode_cases import (
 )
 from penstock.bench.near_storage.decode_run import run_near_group
 from penstock.bench.near_storage.decode_table import decode_table, summary
+from penstock.bench.number_lists import real_numbers, whole_numbers
 from penstock.bench.result import Result, without_path
+from penstock.bench.resuming import GroupedRows, check_same, grow
 from penstock.bench.sitting import Sitting, closed
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
@@ -54,9 +54,13 @@ METHODS = (
 )  # fmt: skip
 LEAST_SIZES = 3
 _PRIVATE = ("out", "json", "resume", "minutes", "prompt_file")
-_SAME = ("model", "text", "warm", "rounds", "steps", "threads", "memory", "hot_share", "seed")
+_SAME = (
+    "model", "text", "warm", "rounds", "steps", "threads", "chunk", "memory", "hot_share", "seed",
+)  # fmt: skip
 """Settings that a run must share with the one that it goes on with."""
-_GROWING = ("lengths", "alphas", "devices", "methods", "split_lengths", "split_devices")
+_GROWING = (
+    "lengths", "alphas", "devices", "methods", "split_lengths", "split_devices", "split_alphas",
+)  # fmt: skip
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -94,10 +98,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
-    for name, kind in (
-        ("lengths", int), ("alphas", float), ("split_lengths", int), ("split_alphas", float),
-    ):  # fmt: skip
-        setattr(args, name, numbers_of(getattr(args, name), kind))
+    args.lengths = whole_numbers(args.lengths, "--lengths", may_be_empty=True)
+    args.alphas = real_numbers(args.alphas, "--alphas", may_be_empty=True)
+    args.split_lengths = whole_numbers(args.split_lengths, "--split-lengths", may_be_empty=True)
+    args.split_alphas = real_numbers(args.split_alphas, "--split-alphas", may_be_empty=True)
     args.devices = args.devices.split(",")
     args.split_devices = (args.split_devices or ",".join(args.devices)).split(",")
     args.methods = [setting.text for setting in parse_settings([args.methods])]
@@ -116,8 +120,6 @@ def _check(args: argparse.Namespace) -> None:
     shares = [*args.alphas, *args.split_alphas, args.most]
     if not all(0 < share < 1 for share in shares) or not 0 <= args.hot_share < 1:
         raise ConfigError("shares of the tokens are above 0 and below 1")
-    if args.resume and not args.out:
-        raise ConfigError("--resume goes on with the file of --out; name it")
     least = pace_of(args).decoded + 64
     if min([*args.lengths, *args.split_lengths, least]) < least:
         raise ConfigError(f"lengths must be at least {least}: so much is decoded, and a prompt")
@@ -149,7 +151,7 @@ class Decode:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what is to be measured; nothing is loaded yet."""
         self._args = args
-        self.rows: list[dict[str, Any]] = []
+        self.held = GroupedRows(near_key)
         self.groups: dict[tuple[Any, ...], list[NearCase]] = {}
         for case in all_cases(args):
             self.groups.setdefault(case.group, []).append(case)
@@ -163,14 +165,10 @@ class Decode:
         Raises:
             ConfigError: that run was another one.
         """
-        check_same(former.settings, settings, "resume", _SAME)
+        check_same(former.settings, settings, _SAME)
         grow(settings, former.settings, _GROWING)
-        found = {near_key(row) for row in former.figures["rows"]}
-        again = {
-            case.key for cases in self.groups.values()
-            if not {case.key for case in cases} <= found for case in cases
-        }  # fmt: skip
-        self.rows = [row for row in former.figures["rows"] if near_key(row) not in again]
+        groups = [[case.key for case in cases] for cases in self.groups.values()]
+        self.held.take_up(former.figures["rows"], groups)
 
     def run(self, loaded: LoadedModel, keep: Callable[[], None]) -> None:
         """Measure what is left.
@@ -178,16 +176,17 @@ class Decode:
         Args:
             keep: called after each group.
         """
-        args, pace, done = self._args, pace_of(self._args), {near_key(row) for row in self.rows}
+        args, pace = self._args, pace_of(self._args)
 
         def measure(
             group: Sequence[NearCase], text: ForcedText, say: Say, step: Callable[[int], None]
         ) -> None:
-            self.rows += run_near_group(group, text, loaded, pace, args.row_seconds, say, step)
-            self.rows.sort(key=section_order)
+            rows = run_near_group(group, text, loaded, pace, args.row_seconds, say, step)
+            self.held.put(rows, [case.key for case in group])
+            self.held.rows.sort(key=section_order)
             keep()
 
-        run_groups(self.groups.values(), done, loaded, args, measure)
+        run_groups(self.groups.values(), self.held.done, loaded, args, measure)
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -212,7 +211,7 @@ def run(arguments: Sequence[str]) -> Result:
         disk = measured_disk()
 
     def keep() -> None:
-        name, rows = model_name(args.model), bench.rows
+        name, rows = model_name(args.model), bench.held.rows
         sitting.keep({"model": name, "disk": disk, "rows": rows, **summary(rows)})
 
     try:

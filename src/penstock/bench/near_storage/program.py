@@ -20,6 +20,7 @@ from penstock.bench.near_storage.placement import (
 )
 from penstock.bench.near_storage.premises import measure_premises
 from penstock.bench.near_storage.table import agreement_table, placement_table
+from penstock.bench.number_lists import real_numbers, whole_numbers
 from penstock.bench.result import Result, without_path
 from penstock.core.errors import ConfigError
 from penstock.models.loader import LoadedModel, load
@@ -72,27 +73,9 @@ def shares(text: str, option: str) -> list[float]:
     Raises:
         ConfigError: they are not.
     """
-    try:
-        found = sorted({float(number) for number in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(f"{option} takes numbers like 0.1,0.2, not {text!r}") from error
+    found = sorted(real_numbers(text, option))
     if not 0 < found[0] <= found[-1] <= 1:
         raise ConfigError(f"{option} takes shares above 0 and at most 1, not {text}")
-    return found
-
-
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Numbers of steps, ascending; none for an empty text.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    try:
-        found = sorted({int(number) for number in text.split(",") if number})
-    except ValueError as error:
-        raise ConfigError(f"{option} takes numbers like 0,16,64, not {text!r}") from error
-    if found and found[0] < 0:
-        raise ConfigError(f"{option} must not be negative: {text}")
     return found
 
 
@@ -127,7 +110,7 @@ def run(arguments: Sequence[str]) -> Result:
     """
     args = parse_arguments(arguments)
     hot, alphas = shares(args.hot, "--hot"), shares(args.alphas, "--alphas")
-    decays = whole_numbers(args.decay, "--decay")
+    decays = sorted(whole_numbers(args.decay, "--decay", least=0, may_be_empty=True))
     if hot[-1] < alphas[0]:
         raise ConfigError("a hot pool must hold what a step selects: --hot is below --alphas")
     torch.manual_seed(args.seed)

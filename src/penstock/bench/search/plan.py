@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.result import Result
-from penstock.bench.search.speed import numbers
 from penstock.bench.sitting import closed
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import parse_bytes
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> Result:
             prompt_tokens=args.prompt_tokens, new_tokens=args.tokens,
             memory_bytes=parse_bytes(args.memory),
         )
-        for tokens in numbers(args.steps, "--steps")
+        for tokens in whole_numbers(args.steps, "--steps")
     ]  # fmt: skip
     rows = [_row(requests[0], 0, None, token_by_token(requests[0]))]
     rows += [

@@ -20,8 +20,10 @@ import torch
 from penstock.bench.clusters.program import model_name
 from penstock.bench.device_tier.decode_bench import is_lost
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same
 from penstock.bench.search.search_row import SearchBench, measure_row
 from penstock.bench.search.speed_table import speed_table
 from penstock.bench.search.variants import VARIANTS, SearchCase
@@ -40,7 +42,7 @@ QUICK = {
 """A run of seconds, to see that everything works."""
 _SHARED = (
     "model", "layers", "dtype", "device", "width", "prompt_tokens", "tokens", "memory", "store",
-    "lengths", "repeat", "lead_in", "block_tokens", "seed",
+    "lengths", "repeat", "lead_in", "block_tokens", "no_moves", "eager",
 )  # fmt: skip
 """Settings that a result which is gone on with must have in common."""
 
@@ -105,18 +107,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers from 1 on, in their order.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{option} takes numbers like 16,32, not {text!r}")
-    return [int(part) for part in dict.fromkeys(parts)]
-
-
 def variant_names(text: str, option: str) -> list[str]:
     """Variants in the order of `VARIANTS`; "all" for all of them.
 
@@ -140,13 +130,14 @@ class SearchBenchmark:
             ConfigError: a number or a name makes no sense.
         """
         self._args = args
-        steps, names = numbers(args.steps, "--steps"), variant_names(args.variants, "--variants")
+        steps = whole_numbers(args.steps, "--steps")
+        names = variant_names(args.variants, "--variants")
         self._whole = set(variant_names(args.whole, "--whole"))
-        self._lengths = numbers(args.lengths, "--lengths")
+        self._lengths = whole_numbers(args.lengths, "--lengths")
         self.rows: list[dict[str, Any]] = []
         self.jobs: list[Key] = [
             (beams, step, name)
-            for beams in numbers(args.beams, "--beams") for step in steps for name in names
+            for beams in whole_numbers(args.beams, "--beams") for step in steps for name in names
             if VARIANTS[name].in_steps or step == steps[0]
         ]  # fmt: skip
         for beams, step, name in self.jobs:
@@ -167,11 +158,7 @@ class SearchBenchmark:
         Raises:
             ConfigError: that run was another one.
         """
-        for name in _SHARED:
-            if former.settings.get(name) != settings[name]:
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
-                )
+        check_same(former.settings, settings, _SHARED)
         jobs = set(self.jobs)
         self.rows = [
             row for row in former.figures["rows"]

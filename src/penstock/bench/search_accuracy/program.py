@@ -10,6 +10,7 @@ from typing import Any
 from penstock.bench.clusters.program import model_name
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same
 from penstock.bench.search_accuracy.searches import (
     Plan,
     answer_document,
@@ -74,8 +75,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             f"--checked-beams {args.checked_beams} is none of the searches of --beams; name one "
             "of them, or --checked 0"
         )
-    if args.resume and not args.out:
-        raise ConfigError("--resume goes on with the file of --out; name it")
     return args
 
 
@@ -106,13 +105,7 @@ class _Work:
             ConfigError: it was made with other settings.
         """
         now = settings_of(self._args)
-        for name, value in now.items():
-            if name not in _MAY_GROW and former.settings.get(name) != value:
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={former.settings.get(name)}"
-                )
-        if former.seed != self._args.seed:
-            raise ConfigError(f"cannot resume: the result was made with seed={former.seed}")
+        check_same(former.settings, now, [name for name in now if name not in _MAY_GROW])
         self.records = list(former.figures["documents"])
         last = max((one["document"] for one in self.records), default=0)
         if last >= self._args.documents:

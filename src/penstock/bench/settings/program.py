@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from penstock.bench.accuracy_settings import parse_settings
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
+from penstock.bench.resuming import check_same
 from penstock.bench.settings.cases import Floor, Measurement, measure_case
 from penstock.bench.settings.methods import (
     BATCHES,
@@ -38,6 +40,10 @@ from penstock.policies import KVSwap
 from penstock.workloads.selection_streams import PAPER_OVERLAP
 
 TOTALS, SHARES = "2000MiB,800MiB", "1/13,1/34"
+_SAME_WHEN_RESUMED = (
+    "setting", "config", "on", "overlap", "memory", "layers", "steps", "step_seconds",
+)  # fmt: skip
+_GROWING = ("contexts", "batches", "totals", "shares", "devices")
 LEAST_LAYERS = 4
 """First, two inner ones, last."""
 
@@ -69,13 +75,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for device in args.devices.split(","):
         if device not in PRESETS:
             raise ConfigError(f"no device {device!r}; choose from {', '.join(PRESETS)}")
-    if min(args.steps, *_numbers(args.contexts), *_numbers(args.batches)) < 1:
-        raise ConfigError("--steps, --contexts and --batches must be at least 1")
+    whole_numbers(args.contexts, "--contexts")
+    whole_numbers(args.batches, "--batches")
+    if args.steps < 1:
+        raise ConfigError("--steps must be at least 1")
     return args
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 class SettingBenchmark:
@@ -88,7 +92,7 @@ class SettingBenchmark:
             ConfigError: a method does not exist, or too few layers were asked for.
         """
         self._args = args
-        contexts, devices = _numbers(args.contexts), args.devices.split(",")
+        contexts, devices = whole_numbers(args.contexts, "--contexts"), args.devices.split(",")
         methods = [setting.text for setting in parse_settings([args.methods])]
         new_tokens = (args.steps + 2) * len(devices) + 4
         whole = ARCHITECTURES[args.config](max(contexts) + new_tokens)
@@ -117,9 +121,8 @@ class SettingBenchmark:
             most_s=args.step_seconds, seed=args.seed,
         )  # fmt: skip
         if args.setting == "A":
-            self.cases = cases_of_a(
-                methods, devices, contexts, _numbers(args.batches), args.memory, self.machine
-            )
+            batches = whole_numbers(args.batches, "--batches")
+            self.cases = cases_of_a(methods, devices, contexts, batches, args.memory, self.machine)
         else:
             self.cases = cases_of_b(
                 methods, devices, contexts, args.totals.split(","), args.shares.split(","),
@@ -128,19 +131,25 @@ class SettingBenchmark:
         # One document of a batch serves all of its cases.
         self.cases.sort(key=lambda case: (case.context, case.batch))
         self.rows: list[dict[str, Any]] = []
+        self._sitting = 1
 
-    def take_up(self, result: Result) -> None:
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
         """Keep what an interrupted run has measured.
+
+        Args:
+            settings: of the result; what the earlier run was asked for is added.
 
         Raises:
             ConfigError: that run asked for something else.
         """
-        for name in ("setting", "config", "on", "overlap", "memory"):
-            if result.settings.get(name) != getattr(self._args, name):
-                raise ConfigError(
-                    f"cannot resume: the result was made with {name}={result.settings.get(name)}"
-                )
-        self.rows = list(result.figures["rows"])
+        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        for name in _GROWING:
+            texts = former.settings[name].split(","), settings[name].split(",")
+            settings[name] = ",".join(dict.fromkeys(word for words in texts for word in words))
+        asked = parse_settings([former.settings["methods"], settings["methods"]])
+        settings["methods"] = ",".join(method.text for method in asked)
+        self.rows = list(former.figures["rows"])
+        self._sitting = 1 + max((row.get("sitting", 0) for row in self.rows), default=0)
 
     def run(self, keep: Any) -> None:
         """Measure what is left."""
@@ -159,7 +168,8 @@ class SettingBenchmark:
                 if floor is not None:
                     floor.close()
                 floor = Floor(self.bench, case.batch)
-            self.rows += measure_case(self.bench, case, floor)
+            rows = measure_case(self.bench, case, floor)
+            self.rows += [{**row, "sitting": self._sitting} for row in rows]
             progress.step(_weight(case))
             keep()
         if floor is not None:
@@ -202,7 +212,7 @@ def run(arguments: Sequence[str]) -> Result:
         result.machine["gpu"] = torch.cuda.get_device_name()
     sitting = Sitting(result, args)
     if sitting.former is not None:
-        benchmark.take_up(sitting.former)
+        benchmark.take_up(sitting.former, result.settings)
 
     def keep() -> None:
         ratios = ratios_of(benchmark.rows, same_batch=args.setting == "A")

@@ -1,6 +1,7 @@
 """Tables of settings A and B, and KVSwap's ratio to the best method beside it."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from penstock.bench.settings.methods import PAPER_BASELINES, UNLIMITED, is_kvswap
@@ -39,31 +40,41 @@ def ratios_of(rows: Sequence[dict[str, Any]], *, same_batch: bool) -> list[dict[
 
     Setting A compares rows of one context and batch (`same_batch`), setting B of one context and
     total budget.
-    A baseline that was too slow to be run counts with what is predicted from its reads.
+    A baseline that was too slow to be run counts with what is predicted from its reads. One of
+    another sitting counts with its rate in floors of its own, brought to the floors of KVSwap's
+    row: machines differ from sitting to sitting. Without floors, or with another batch, it does not
+    count.
 
     Returns:
-        One entry for each case of KVSwap. `ratio` is of the rates as measured; `by_floors` is the
-        same with each step taken in floors of its own, which were decoded before and behind it: it
-        leaves out the machine's drift, and has the floors' own noise (None across batches).
+        One entry for each case of KVSwap. `ratio` is of the rates as measured within one sitting
+        (`of_other_sittings`: which of the best are of others); `by_floors` is the same with each
+        step taken in floors of its own, which were decoded before and behind it: it leaves out the
+        machine's drift, and has the floors' own noise (None across batches).
     """
     found = []
     for ours in rows:
         if not is_kvswap(ours["method"]) or not ours.get(RATE):
             continue
-        beside = [r for r in rows if _is_beside(r, ours, same_batch) and rate_of(r)]
+        rates = [
+            (_rate_beside(r, ours), r) for r in rows if _is_beside(r, ours, same_batch)
+        ]  # fmt: skip
+        beside = [(rate, r) for rate, r in rates if rate]
         if not beside:
             continue
-        best = max(beside, key=rate_of)
-        of_paper = [r for r in beside if r["method"] in PAPER_BASELINES]
-        best_of_paper = max(of_paper, key=rate_of, default=None)
+        rate, best = max(beside, key=itemgetter(0))
+        of_paper = [(rate, r) for rate, r in beside if r["method"] in PAPER_BASELINES]
+        paper_rate, best_of_paper = max(of_paper, key=itemgetter(0), default=(0.0, None))
         found.append({
             "method": ours["method"], "device": ours["device"], "context": ours["context"],
             "batch": ours["batch"], "budget": ours["budget"], "kvswap_tokens_per_s": ours[RATE],
-            "best": best["method"], "ratio": ours[RATE] / rate_of(best),
+            "best": best["method"], "ratio": ours[RATE] / rate,
             "by_floors": _by_floors(ours, best),
+            "of_other_sittings": [
+                r["method"] for r in (best, best_of_paper) if r and not _is_one_sitting(r, ours)
+            ],
             "best_of_paper": None if best_of_paper is None else best_of_paper["method"],
             "ratio_of_paper":
-                None if best_of_paper is None else ours[RATE] / rate_of(best_of_paper),
+                None if best_of_paper is None else ours[RATE] / paper_rate,
         })  # fmt: skip
     return found
 
@@ -80,6 +91,18 @@ def _is_beside(row: dict[str, Any], ours: dict[str, Any], same_batch: bool) -> b
         return False
     same = ["device", "context", "budget", *(["batch"] if same_batch else [])]
     return all(row[name] == ours[name] for name in same)
+
+
+def _is_one_sitting(row: dict[str, Any], ours: dict[str, Any]) -> bool:
+    return bool(row.get("sitting", 0) == ours.get("sitting", 0))
+
+
+def _rate_beside(row: dict[str, Any], ours: dict[str, Any]) -> float:
+    """A row's tokens per second in the sitting of ours; 0 where that is not known."""
+    if _is_one_sitting(row, ours):
+        return rate_of(row)
+    known = row.get("floor_ms") and ours.get("floor_ms") and row["batch"] == ours["batch"]
+    return rate_of(row) * row["floor_ms"] / ours["floor_ms"] if known else 0.0
 
 
 def rate_of(row: dict[str, Any]) -> float:
@@ -106,4 +129,5 @@ def ratios_text(ratios: Sequence[dict[str, Any]]) -> str:
 
 
 def _where(ratio: dict[str, Any], name: str) -> str:
-    return f"{ratio[name]}, {ratio['context']} tokens, batch {ratio['batch']}"
+    other = ", of another sitting, by floors" if ratio[name] in ratio["of_other_sittings"] else ""
+    return f"{ratio[name]}, {ratio['context']} tokens, batch {ratio['batch']}{other}"

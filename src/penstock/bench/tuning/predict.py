@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.bench.entry import run_program
+from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
 from penstock.bench.result import Result
-from penstock.bench.search.speed import numbers
 from penstock.bench.sitting import closed, say
 from penstock.bench.tuning.options import (
     PRIVATE,
@@ -56,8 +56,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     check_options(args)
     require_positive(args, ("settings", "steps"))
-    args.contexts = sorted(numbers(args.contexts, "--contexts"))
-    args.batches = sorted(numbers(args.batches, "--batches"))
+    args.contexts = sorted(whole_numbers(args.contexts, "--contexts"))
+    args.batches = sorted(whole_numbers(args.batches, "--batches"))
     return args
 
 

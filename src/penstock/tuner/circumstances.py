@@ -1,0 +1,59 @@
+"""What must be the same for a tuning's measurements to hold: the head of its journal."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.processor import processor_name
+from penstock.models.fingerprint import fingerprint
+from penstock.models.loader import LoadedModel
+from penstock.tuner.lookup_tables import LookupTables
+
+
+def circumstances(
+    loaded: LoadedModel, pieces: Sequence[Tensor], *, adapter: str | Path | None,
+    tables: LookupTables | str | Path | None, **asked: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The model, the machine, the texts and what else was given, as plain data.
+
+    Args:
+        pieces: token ids of the texts.
+        adapter, tables: as given to `tune`; what comes with the package or is made from the texts
+            is told apart by version and texts.
+        asked: sizes and limits.
+    """
+    weight = loaded.model.get_input_embeddings().weight
+    return {
+        **asked, "fingerprint": fingerprint(loaded.model), "dtype": str(weight.dtype),
+        "machine": _machine(weight.device),
+        "texts": [_digest(piece.to(torch.int64).numpy().tobytes()) for piece in pieces],
+        "adapter": _digest_of(adapter), "tables": _digest_of(tables),
+        "versions": {name: version(name) for name in ("penstock", "torch", "transformers")},
+    }  # fmt: skip
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": processor_name(), "cores": cores, "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }  # fmt: skip
+
+
+def _digest_of(given: LookupTables | str | Path | None) -> str | None:
+    if isinstance(given, LookupTables):
+        return _digest(repr(given).encode())
+    try:
+        return None if given is None else _digest(Path(given).read_bytes())
+    except OSError:
+        return "unreadable"  # which is said where it is loaded
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
