@@ -103,6 +103,28 @@ def test_decode_attention(
 
 @vectors
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 5, 40])
+def test_decode_attention_hides_no_nan(dtype: torch.dtype, bad: float, place: int) -> None:
+    """What is not finite shows, as it does in torch: an answer of zeros would look like one."""
+    torch.manual_seed(0)
+    tokens, query = torch.randn(2, 41, 2, 2, 32).to(dtype), torch.randn(2, 4, 1, 32).to(dtype)
+    mask = torch.zeros(2, 41, dtype=dtype)
+    tokens[0, place, 0, 1, 3] = bad
+    fast = attention.decode_attention(query, tokens, mask, 0.2)
+    wide = [each.float() for each in (query, tokens, mask)]
+    slow = attention.decode_attention_reference(*wide, 0.2)
+    assert torch.equal(fast.isnan(), slow.isnan())
+    assert not fast[1].isnan().any()
+    assert not fast[0, :2].isnan().any(), "the other head's"
+    if bad != float("-inf"):
+        assert fast.isnan().any()
+    query[1, 0, 0, 0] = float("nan")
+    assert attention.decode_attention(query, tokens, mask, 0.2)[1, 0].isnan().all()
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_query_steps(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, 3, 64).to(dtype), torch.randn(64).to(dtype)

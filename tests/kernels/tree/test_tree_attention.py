@@ -51,6 +51,21 @@ def test_any_tree_is_plain_attention(tree_case: Any, form: str, data: st.DataObj
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_shows(
+    tree_case: Any, form: str, share: bool, dtype: torch.dtype
+) -> None:
+    case = tree_case([[0, 1, 2, 3], [0, 1, 4, 5]], share=share, dtype=dtype, kv_heads=1)
+    case.query[1, 2:] = float("nan")
+    out, lse = form_of(form)(case.query, case.slots, case.work, case.lengths, case.scaling)
+    assert not out[0].isnan().any()
+    assert not out[1, :2].isnan().any()
+    assert out[1, 2:].isnan().all()
+    assert lse[1, 2:].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("share", [False, True])
 def test_long_paths(tree_case: Any, form: str, share: bool) -> None:
     """Many tiles and many queries of one piece."""
     shared = list(range(40))

@@ -33,7 +33,7 @@ AVX512 INLINE void store(char *to, int64_t index, __m512 value, int kind) {
     __m256i half;
     if (kind == FLOAT16) {
         half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    } else { /* to the nearest, ties to even; values are finite */
+    } else { /* to the nearest, ties to even; no NaN has all bits set */
         const __m512i bits = _mm512_castps_si512(value);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
@@ -42,9 +42,9 @@ AVX512 INLINE void store(char *to, int64_t index, __m512 value, int kind) {
     _mm256_storeu_si256((__m256i *)((uint16_t *)to + index), half);
 }
 
-/* exp(x) for x <= 0. */
+/* exp(x) for x <= 0; NaN for NaN. */
 AVX512 INLINE __m512 exp_negative_512(__m512 x) {
-    const __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);

@@ -101,7 +101,9 @@ AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int ki
                 const __m512 x = _mm512_mask_loadu_ps(least, used, logits[row + q]);
                 const float before = largest[row + q], block_max = _mm512_reduce_max_ps(x);
                 const float now = block_max > before ? block_max : before;
-                const __m512 w = exp_negative_512(_mm512_sub_ps(x, _mm512_set1_ps(now)));
+                /* No maximum yet: all are NaN, or minus infinity. */
+                const __m512 base = _mm512_set1_ps(now == -INFINITY ? 0.0f : now);
+                const __m512 w = exp_negative_512(_mm512_sub_ps(x, base));
                 _mm512_storeu_ps(logits[row + q], w);
                 const float shrink = before == now ? 1.0f : expf(before - now);
                 totals[row + q] = totals[row + q] * shrink + _mm512_reduce_add_ps(w);
@@ -125,7 +127,7 @@ AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int ki
         }
     }
     for (int64_t i = 0; i < count; i++) {
-        const __m512 inverse = _mm512_set1_ps(totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f);
+        const __m512 inverse = _mm512_set1_ps(totals[i] == 0.0f ? 0.0f : 1.0f / totals[i]);
         for (int64_t d = 0; d < dim; d += 16)
             store(call->out + (first * queries + i) * dim * bytes, d,
                   _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + d), inverse), kind);

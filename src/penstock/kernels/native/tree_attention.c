@@ -100,8 +100,10 @@ AVX512 INLINE float weigh(const call_t *call, const tile_t *tile, const lane_t *
     b = _mm512_mask_mov_ps(least, (__mmask16)(seen >> 16), b);
     const float before = lane->stats[0], most = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
     const float now = most > before ? most : before;
-    a = exp_negative_512(_mm512_sub_ps(a, _mm512_set1_ps(now)));
-    b = exp_negative_512(_mm512_sub_ps(b, _mm512_set1_ps(now)));
+    /* No maximum yet: all are NaN, or minus infinity. */
+    const __m512 base = _mm512_set1_ps(now == -INFINITY ? 0.0f : now);
+    a = exp_negative_512(_mm512_sub_ps(a, base));
+    b = exp_negative_512(_mm512_sub_ps(b, base));
     _mm512_store_ps(logits, a);
     _mm512_store_ps(logits + 16, b);
     const float shrink = before == now ? 1.0f : expf(before - now);
@@ -263,7 +265,7 @@ AVX512 INLINE void merge(const call_t *call, int64_t row, int kind) {
             weights[k] = most == -INFINITY ? 0.0f : expf(stats[k * heads * 2] - most);
             total += weights[k] * stats[k * heads * 2 + 1];
         }
-        const __m512 inverse = _mm512_set1_ps(total > 0.0f ? 1.0f / total : 0.0f);
+        const __m512 inverse = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);
         for (int64_t d = 0; d < dim; d += 16) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t k = 0; k < parts; k++)
@@ -272,7 +274,7 @@ AVX512 INLINE void merge(const call_t *call, int64_t row, int kind) {
             store(call->out + (row * heads + head) * dim * bytes, d, _mm512_mul_ps(sum, inverse),
                   kind);
         }
-        call->lse[row * heads + head] = total > 0.0f ? most + logf(total) : -INFINITY;
+        call->lse[row * heads + head] = total == 0.0f ? -INFINITY : most + logf(total);
     }
 }
 
