@@ -145,6 +145,18 @@ def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) ->
         assert torch.allclose(expected, play(cache), atol=1e-4)
 
 
+@pytest.mark.parametrize("none", [torch.tensor([], dtype=torch.long), torch.zeros(2).bool()])
+def test_a_batch_of_no_rows_is_refused(
+    none: torch.Tensor, model: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    with tiered(model, "kvswap", 2) as cache:
+        run(model, cache, ids)
+        with pytest.raises(CacheStateError, match="no rows"):
+            cache.batch_select_indices(none)
+        with torch.no_grad():
+            assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
 def test_reset_and_reuse(model: PreTrainedModel, ids: torch.Tensor) -> None:
     expected = run(model, plain(model), ids)
     with tiered(model, "kvswap", 2) as cache:

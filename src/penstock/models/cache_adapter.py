@@ -283,9 +283,15 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._select_rows(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` only."""
+        """Keep the rows `indices` only (numbers, or a boolean for each row).
+
+        Raises:
+            CacheStateError: no row would be left.
+        """
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
+        if not len(indices):
+            raise CacheStateError("a batch of no rows; close the cache, or reset() it for others")
         self._select_rows(indices, lambda layer: layer.batch_select_indices(indices))
 
     def _select_rows(self, rows: Tensor, other: Callable[[Any], None]) -> None:
