@@ -112,8 +112,9 @@ def test_decode_attention_hides_no_nan(dtype: torch.dtype, bad: float, place: in
     mask = torch.zeros(2, 41, dtype=dtype)
     tokens[0, place, 0, 1, 3] = bad
     fast = attention.decode_attention(query, tokens, mask, 0.2)
-    wide = [each.float() for each in (query, tokens, mask)]
-    slow = attention.decode_attention_reference(*wide, 0.2)
+    slow = attention.decode_attention_reference(
+        query.float(), tokens.float(), mask.float(), 0.2
+    )  # fmt: skip
     assert torch.equal(fast.isnan(), slow.isnan())
     assert not fast[1].isnan().any()
     assert not fast[0, :2].isnan().any(), "the other head's"
