@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def other_seeds(others: Sequence[Path]) -> str:
         if not path.is_file():
             raise ConfigError(f"{run} has no evaluation.json; run training.evaluate first")
         result = Result.load(path)
-        cells = result.figures["cells"]
+        cells = sorted(result.figures["cells"], key=itemgetter("tokens"))
         parts.append(
             f"{sittings(runs, logs)}\n\nExact match, {asked(cells)} samples a cell, seed "
             f"{result.seed}:\n\n```\n{report(cells)}\n```"
