@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from penstock.bench.device_tier.decode_bench import DecodeBench, is_lost, release_pinned
+from penstock.bench.device_tier.decode_bench import (
+    DecodeBench,
+    is_lost,
+    release_pinned,
+    take_workspaces,
+)
 from penstock.bench.device_tier.decode_row import DecodeRow
 from penstock.bench.device_tier.methods import (
     ABLATION,
@@ -141,8 +146,9 @@ class SpeedBenchmark:
             args.config, max_positions=self._max_tokens, seed=args.seed, device=device,
             layers=args.layers,
         )  # fmt: skip
-        with torch.no_grad():  # what libraries take for good is no cache's
+        with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        take_workspaces(device, model.dtype)
         bench = DecodeBench(
             model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
             device=device, steps=args.steps, segment=args.segment, sameness=args.sameness,
