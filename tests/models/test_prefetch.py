@@ -1,5 +1,6 @@
 """Predicted queries are those of the layer's own code, and hooks come and go with the cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
+from penstock.core.errors import AdapterError
 from penstock.models.attention_adapter import Attachment
+from penstock.models.calibrate import calibrate
 from penstock.models.query_projection import QueryProjection, decoder_layers
+from penstock.policies import Quest
+from penstock.policies.baselines.arkvale import ArkVale
+from penstock.policies.louiskv import LouisKV
 from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import tiny_model
 
@@ -104,6 +110,41 @@ def test_predicted_fetches_are_begun_before_their_layer(
     assert no_hooks(model)
 
 
+@pytest.mark.parametrize("store", ["memory", "host"])
+@pytest.mark.parametrize("policy", [LouisKV, ArkVale, Quest])
+def test_methods_that_can_choose_ahead(
+    policy: Any, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off unless asked for; a layer is begun before the one before it attends, and at a full
+    budget says what full attention says."""
+    model = tiny_model("llama")
+    ids = torch.arange(3, 103)[None]
+    begun: list[int] = []
+    begin = TieredRuntime.begin_fetch
+
+    def begin_fetch(runtime: TieredRuntime, layer: int, query: Tensor) -> None:
+        assert runtime.layers[layer].length == runtime.layers[layer - 1].length
+        begun.append(layer)
+        begin(runtime, layer, query)
+
+    monkeypatch.setattr(TieredRuntime, "begin_fetch", begin_fetch)
+    whole: dict[str, Any] = {"selected_tokens": 10**6, "window_tokens": 8, "sink_tokens": 4}
+    for predict in (False, True):
+        chosen, plain = policy(predict=predict, **whole), DynamicCache(config=model.config)
+        begun.clear()
+        with (
+            TieredCache(model, chosen, store=store, max_tokens=200) as cache, torch.no_grad()
+        ):  # fmt: skip
+            model(ids, past_key_values=cache)
+            model(ids, past_key_values=plain)
+            for token in range(5, 45):
+                step = torch.tensor([[token]])
+                mine = model(step, past_key_values=cache).logits
+                assert torch.allclose(mine, model(step, past_key_values=plain).logits, atol=1e-4)
+        layers = [1, 2] if store == "host" else [0, 1, 2]
+        assert begun == (40 * layers if predict else [])
+
+
 @pytest.mark.parametrize("how", ["off", "exact", "sliding before"])
 def test_no_prediction_where_it_makes_no_sense(how: str) -> None:
     family = "gemma2" if how == "sliding before" else "llama"
@@ -157,3 +198,24 @@ def test_a_changed_fetch_does_not_change_the_answer() -> None:
                 )
             )  # fmt: skip
     assert torch.equal(*answers)
+
+
+def test_layers_that_are_badly_predicted_choose_for_themselves() -> None:
+    """What a model's adapter says counts, also for methods that have no other use for one."""
+    model = tiny_model("llama")
+    adapter = calibrate(model, [torch.arange(3, 150)])
+    assert len(adapter.prediction_cosine) == 3
+    known = replace(adapter, prediction_cosine=(0.0, 0.9, 0.5))
+    for given, late, told in ((known, {0, 2}, 0), (None, set(), 1)):
+        policy = LouisKV(predict=True, window_tokens=8)
+        cache = TieredCache(model, policy, store="host", max_tokens=200, adapter=given)
+        assert cache._config.true_query_layers == late
+        assert len(cache.notices) == told
+        cache.close()
+    own = TieredCache(model, LouisKV(window_tokens=8), store="host", max_tokens=200)
+    assert own.notices == []
+    own.close()
+    with pytest.raises(AdapterError):
+        TieredCache(
+            tiny_model("qwen3"), LouisKV(predict=True), store="host", max_tokens=200, adapter=known
+        )

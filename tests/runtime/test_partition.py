@@ -57,6 +57,16 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
         ),
         {"device_tier": True},
     ),
+    "device-quest-ahead": (
+        Quest(group_tokens=4, window_tokens=5, selected_tokens=ALL, predict=True),
+        {"device_tier": True},
+    ),
+    "device-louiskv-ahead": (
+        LouisKV(
+            window_tokens=5, sink_tokens=4, cluster_tokens=3, selected_tokens=ALL, predict=True
+        ),
+        {"device_tier": True},
+    ),
     "device-exact": (KVSwap(**SMALL), {"device_tier": True, "exact": True}),
     "device-flexgen": (FlexGen(group_tokens=8), {"device_tier": True}),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_options import (
     find_basis,
     limit_bytes,
+    measured_prediction,
     named_policy,
     serves_device_tier,
     true_query_layers,
@@ -166,10 +167,10 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
         if self.max_tokens < 1 or batch_size < 1:
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
-        chosen = named_policy(policy)
-        device = model.get_input_embeddings().weight.device
-        basis = find_basis(model, shape, chosen, adapter, self.notices, exact=exact)
-        late, full = true_query_layers(chosen, basis), shape.kv.full_cache_bytes
+        chosen, device = named_policy(policy), model.get_input_embeddings().weight.device
+        given, full = (model, shape, chosen, adapter, self.notices), shape.kv.full_cache_bytes
+        basis = find_basis(*given, exact=exact)
+        late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
         self._config = RuntimeConfig(
             shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,

@@ -43,16 +43,25 @@ def find_basis(
     """
     if not policy.uses_adapter or exact:
         return None
-    digest = fingerprint(model)
-    if adapter is None:
-        adapter = find_adapter(digest, model.name_or_path)
-    if adapter is None:
+    found = _adapter_of(model, shape, adapter)
+    if found is None:
         notices.append(
             "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
             "one, see `penstock calibrate`, saves that time)"
         )
+    return found
+
+
+def _adapter_of(
+    model: PreTrainedModel, shape: ModelShape, given: str | Path | LowRankAdapter | None
+) -> LowRankAdapter | None:
+    """The adapter that was given, or one that ships with the model."""
+    digest = fingerprint(model)
+    if given is None:
+        given = find_adapter(digest, model.name_or_path)
+    if given is None:
         return None
-    loaded = adapter if isinstance(adapter, LowRankAdapter) else LowRankAdapter.load(adapter)
+    loaded = given if isinstance(given, LowRankAdapter) else LowRankAdapter.load(given)
     loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
     return loaded
 
@@ -82,6 +91,30 @@ def true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) -
     """Tiered layers whose query calibration found not worth predicting."""
     cosines = () if adapter is None else adapter.prediction_cosine
     return frozenset(i for i, c in enumerate(cosines) if not policy.trusts_prediction(c))
+
+
+def measured_prediction(
+    model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
+    adapter: str | Path | LowRankAdapter | None, notices: list[str], *, exact: bool,
+) -> LowRankAdapter | None:  # fmt: skip
+    """The adapter that says how well a method's queries are predicted that works without one.
+
+    Args:
+        adapter: what the user gave; None: one that ships with the model.
+        notices: gets a line where none says so.
+
+    Raises:
+        AdapterError: it was made for another model, or cannot be read.
+    """
+    if exact or policy.uses_adapter or not policy.predicts_on_device:
+        return None
+    found = _adapter_of(model, shape, adapter)
+    if found is None or not found.prediction_cosine:
+        notices.append(
+            "nothing says how well this model's queries are predicted, so that those of all layers "
+            "but the first are: `penstock calibrate` measures it"
+        )
+    return found
 
 
 def limit_bytes(

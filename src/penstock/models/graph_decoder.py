@@ -146,6 +146,8 @@ class GraphDecoder:
             for layer, length in zip(runtime.layers, lengths, strict=True):
                 layer.length = length
             runtime.recording_failed()
+            assert runtime.device_steps is not None
+            runtime.device_steps.recording_failed()
             cache = self._cache()
             if cache is not None:
                 cache.forget_awaited()

@@ -1,6 +1,7 @@
 """PrefetchHooks: start a layer's fetch while the layer before it computes."""
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ class PrefetchHooks:
     the fetch. A layer whose predecessor is of another kind (sliding window, with a rotary embedding
     of its own) is not predicted, like layer 0 and those whose prediction is not trusted: its own
     hook projects its true query a little ahead of the layer, so that its reads are on their way
-    before those of the layer behind it are.
+    before those of the layer behind it are. On the device tier predictions alone are made, on a
+    stream beside the step's.
     """
 
     def __init__(
@@ -98,8 +100,14 @@ class PrefetchHooks:
         cache = kwargs.get(cache_argument(kwargs))
         if cache is not self._cache() or not runtime.wants_query(tier):
             return
+        steps = runtime.device_steps
+        if steps is not None and is_own:
+            return
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
-        with without_gradients():
+        beside = (
+            nullcontext() if steps is None else steps.beside(runtime.layer_length(tier), hidden)
+        )
+        with without_gradients(), beside:
             if is_own:
                 query = self._projection.project_exactly(layer, hidden, kwargs)
             else:

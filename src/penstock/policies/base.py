@@ -122,6 +122,11 @@ class SelectionPolicy(ABC):
         """Whether layer i's query is predicted from layer i-1's input, to prefetch."""
         return False
 
+    @property
+    def predicts_on_device(self) -> bool:
+        """Whether it does so on the device tier too."""
+        return False
+
     def trusts_prediction(self, cosine: float) -> bool:
         """Whether a layer whose predicted query was this similar to the true one is predicted."""
         return True

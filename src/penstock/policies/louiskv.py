@@ -17,7 +17,7 @@ from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits, Dev
 from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.semantic_units import SemanticUnitsIndex, UnitSizes
 from penstock.policies.base import IndexRequest, SelectionPolicy
-from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, AheadPolicy, IndexSize
 from penstock.policies.sizing import resident_plan
 
 CLUSTER_TOKENS = 16
@@ -34,7 +34,7 @@ SUMMARIES = ("mean", "mean+spread")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LouisKV(BaselinePolicy):
+class LouisKV(AheadPolicy):
     """Retrieval at semantic boundaries, of units that follow the meaning, per KV head.
 
     Source: LouisKV (ICLR submission 2026, "Efficient KV cache retrieval for long input-output
@@ -62,8 +62,9 @@ class LouisKV(BaselinePolicy):
     boundary, as in the paper, but where all of the past fits the budget: then they join the
     selection, so that a full budget is full attention. The paper keeps its first two layers whole:
     here that is `full_layers=2`, none unless asked for. Where the pool of units is full,
-    neighbouring segments are merged. A selection is never shared between layers, so that the
-    smallest memory holds one for each.
+    neighbouring segments are merged. With `predict`, boundaries are looked for with predicted
+    queries. A selection is never shared between layers, so that the smallest memory holds one for
+    each.
     """
 
     name: ClassVar[str] = "louiskv"
@@ -105,7 +106,7 @@ class LouisKV(BaselinePolicy):
     )
 
     def __post_init__(self) -> None:
-        BaselinePolicy.__post_init__(self)
+        AheadPolicy.__post_init__(self)
         self.stride  # noqa: B018 - reads the option
         if self.group_tokens != 1:
             raise ConfigError("group_tokens must be 1: louiskv's units are made of single tokens")

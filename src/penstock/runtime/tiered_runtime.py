@@ -13,7 +13,7 @@ from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.cache_health import CacheHealth
 from penstock.runtime.device_tier.device_layer import DeviceLayer
-from penstock.runtime.device_tier.device_steps import DeviceSteps
+from penstock.runtime.device_tier.device_steps import DeviceSteps, can_begin_fetch
 from penstock.runtime.head_rows import HeadRows
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.make_layers import AnyLayer, device_layers, make_layers, resident_layers
@@ -291,16 +291,17 @@ class TieredRuntime:
 
     def wants_query(self, layer: int) -> bool:
         """Whether this layer's query, ahead of its attention, would start a fetch now."""
-        target = self.layers[layer] if self.layers and self.policy.predicts else None
-        return isinstance(target, RetrievalLayer) and not target.fetch_begun and target.length > 0
+        return bool(self.layers) and can_begin_fetch(self.layers[layer], self.policy)
 
     def begin_fetch(self, layer: int, query: Tensor) -> None:
         """Start the fetch of one layer's next decode step. query: [batch, num_heads, head_dim]."""
         target = self.layers[layer]
-        assert isinstance(target, RetrievalLayer)
-        if target.setup.phase is not self.stats.decode and self._setup is not None:
+        assert isinstance(target, RetrievalLayer | DeviceLayer)
+        if self._setup is not None:
             self._setup.phase = self.stats.decode
         with self._health:
+            if self.device_steps is not None:
+                self.device_steps.begin(target.length)
             target.begin(self._rows.fold(query))
 
     # Changes of shape -------------------------------------------------------------------------
@@ -321,8 +322,7 @@ class TieredRuntime:
             self._health.is_torn = False
 
     def select_rows(self, rows: Tensor) -> None:
-        """Make row i what row `rows[i]` was; the batch may grow or shrink: both batches' layers are
-        there meanwhile, of which the ledger has the new ones alone.
+        """Make row i what row `rows[i]` was; of two batches the ledger has the new one alone.
 
         Raises:
             BudgetError: the new batch does not fit the budget.

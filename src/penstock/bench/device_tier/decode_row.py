@@ -175,10 +175,13 @@ class DecodeRow:
         return count(self._cache) if isinstance(self._cache, TieredCache) else Counts()
 
     def _break_down(self) -> None:
-        """Parts of a step, launch by launch; the graph is gone then."""
+        """Parts of a step, launch by launch; the graph is gone then. Not of a method that chooses
+        ahead: its parts lie beside one another."""
         room = self._pattern.prompt + self._pattern.output - self._length()
         steps = min(self._bench.breakdown_steps, room)
         if not isinstance(self._cache, TieredCache) or steps < 1:
+            return
+        if self._cache._runtime.policy.predicts_on_device:
             return
         if self._cache._decoder is not None:
             self._cache._decoder.remove()

@@ -8,11 +8,11 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.page_digest import PageDigestIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, AheadPolicy, IndexSize
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArkVale(BaselinePolicy):
+class ArkVale(AheadPolicy):
     """Page eviction that can be undone, per KV head.
 
     Source: ArkVale (Chen et al., NeurIPS 2024): a full page is backed up and summarised by a

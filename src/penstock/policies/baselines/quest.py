@@ -8,11 +8,11 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.page_bounds import PageBoundsIndex
 from penstock.policies.base import IndexRequest, SelectionPolicy, ceil_div
-from penstock.policies.baselines.retrieval import SELECTED, BaselinePolicy, IndexSize
+from penstock.policies.baselines.retrieval import SELECTED, AheadPolicy, IndexSize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(BaselinePolicy):
+class Quest(AheadPolicy):
     """Query-aware page selection, per KV head.
 
     Source: Quest (arXiv 2406.10774), section 3: the element-wise minimum and maximum of a page's

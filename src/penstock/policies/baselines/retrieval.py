@@ -126,3 +126,30 @@ class BaselinePolicy(SelectionPolicy):
             compact=False, index_bytes=request.shape.num_layers * size.held_bytes,
             scratch_bytes=size.scratch_bytes + 4 * request.batch * request.max_tokens,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadPolicy(BaselinePolicy):
+    """A method that can choose one layer ahead, which none of their papers does."""
+
+    predict: bool = False
+    """Choose for layer i with the query that layer i-1's input predicts (KVSwap, section 3.3), and
+    fetch while layer i-1 computes; the first layer, and those behind one of another kind, choose
+    with their own."""
+    min_prediction_cosine: float = 0.85
+    """Layers whose predicted query was less similar to the true one at calibration (a model's
+    adapter says so) choose with their own."""
+
+    def trusts_prediction(self, cosine: float) -> bool:
+        """See `SelectionPolicy.trusts_prediction`."""
+        return cosine >= self.min_prediction_cosine
+
+    @property
+    def predicts(self) -> bool:
+        """See `SelectionPolicy.predicts`."""
+        return self.predict
+
+    @property
+    def predicts_on_device(self) -> bool:
+        """See `SelectionPolicy.predicts_on_device`."""
+        return self.predict

@@ -82,6 +82,10 @@ class DeviceLayer:
         wanted = max(1, plan.selected_groups)
         self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
         self._may_step = self._emptied = False
+        self._begun: Tensor | None = None
+        self._landed: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._fit = PromptFit()
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
@@ -121,6 +125,36 @@ class DeviceLayer:
             self._may_step, self._emptied = True, False
         return True
 
+    @property
+    def fetch_begun(self) -> bool:
+        """Whether the next step's selection is made."""
+        return self._begun is not None
+
+    def begin(self, query: Tensor) -> None:
+        """Select and fetch for the next decode step, with a query that is there before its layer.
+
+        Queued on the current stream, see `DeviceSteps.beside`; the step waits for it.
+
+        Args:
+            query: [rows, heads of a row, head_dim]
+        """
+        assert self.index is not None
+        self.prepare_step()
+        self._fetch(self.index.select(query, self.setup.clock))
+        self._begun = query  # kept until the step has waited
+        if self._landed is not None:
+            self._landed.record()
+
+    def _join(self) -> None:
+        """Queue what follows behind the fetch that was begun."""
+        if self._landed is not None and self._begun is not None:
+            self._landed.wait()
+        self._begun = None
+
+    def recording_failed(self) -> None:
+        """What was begun has not run, and there is nothing to wait for."""
+        self._begun = None
+
     def settle(self) -> None:
         """Between steps, now and then: let the index tidy up, and see more of the text."""
         if self.index is None or self.length == 0:
@@ -158,7 +192,10 @@ class DeviceLayer:
     def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
         plan, clock = self.setup.plan, self.setup.clock
         query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
-        self._fetch(index.select(query, clock))
+        if self._begun is None:
+            self._fetch(index.select(query, clock))
+        else:
+            self._join()
         append_token(
             keys, values, self.host.tokens, self.window.tokens, self.window.mask, clock.position,
             clock.start, sink_places=plan.sink_slots * plan.group_tokens,
@@ -229,6 +266,7 @@ class DeviceLayer:
         Raises:
             PromptError: padding behind a row's first token.
         """
+        self._join()
         start, group_tokens = self.length, self.setup.plan.group_tokens
         if visible is not None or start == 0:
             first = first_visible(visible, keys)
@@ -286,6 +324,7 @@ class DeviceLayer:
     # Changes of shape -------------------------------------------------------------------------
 
     def _empty_slots(self) -> None:
+        self._join()
         self._emptied = True
         self.unit_in.fill_(-1)
         self.slot_of.fill_(-1)

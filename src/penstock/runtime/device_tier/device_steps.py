@@ -1,6 +1,8 @@
 """DeviceSteps: what the layers of the device tier share from step to step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,8 +10,10 @@ from torch import Tensor
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
 from penstock.indexes.device_tier.base import SETTLE_STEPS, StepClock
+from penstock.policies.base import SelectionPolicy
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.resident_layer import ResidentLayer
+from penstock.runtime.retrieval_layer import RetrievalLayer
 
 
 class DeviceSteps:
@@ -18,15 +22,47 @@ class DeviceSteps:
     def __init__(self, plan: SlotPlan, device: torch.device) -> None:
         self.clock = StepClock(plan, device)
         self._layers: list[DeviceLayer] = []
+        self._begun_at: int | None = None
+        self._held: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = _stream_beside(device)
 
     def watch(self, layers: Sequence[object]) -> None:
         """Take the layers over."""
         self._layers = [layer for layer in layers if isinstance(layer, DeviceLayer)]
 
     def begin(self, length: int) -> None:
-        """The step of the token at position `length` begins; a CUDA graph may be recording."""
-        self.settle(length)
-        self.clock.tick()
+        """The step of the token at position `length` begins, if it has not; a CUDA graph may be
+        recording."""
+        if self._begun_at != length:
+            self.settle(length)
+            self.clock.tick()
+            self._begun_at = length
+
+    @contextmanager
+    def beside(self, length: int, *held: Tensor) -> Iterator[None]:
+        """Queue what follows beside the step of the token at position `length`, behind what was
+        queued so far; on a CPU it simply runs.
+
+        Args:
+            held: what is read there; kept until the step is over.
+        """
+        self.begin(length)
+        self._held += held
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def recording_failed(self) -> None:
+        """Nothing has run of a step that was to be recorded: it begins again."""
+        self._begun_at = None
+        self._held.clear()
+        for layer in self._layers:
+            layer.recording_failed()
 
     def settle(self, length: int) -> None:
         """Let the indexes tidy up, every so many steps; never while a CUDA graph is recorded."""
@@ -40,6 +76,8 @@ class DeviceSteps:
         Args:
             step: one token was decoded; a CUDA graph may be recording.
         """
+        self._begun_at = None
+        self._held.clear()
         if step:
             self.clock.advance()
         else:
@@ -56,8 +94,26 @@ class DeviceSteps:
             layer.count_into(decode)
 
 
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all caches, since cuBLAS keeps memory for each stream. What gathers has few blocks,
+    which wait for the link: they are to start before a product's many."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 def make_ready(layers: Sequence[object]) -> bool:
     """Whether every layer's next decode step is one that a CUDA graph may hold."""
     tiered = [layer for layer in layers if isinstance(layer, DeviceLayer)]
     whole = any(isinstance(layer, ResidentLayer) for layer in layers)
     return bool(tiered) and not whole and all(layer.prepare_step() for layer in tiered)
+
+
+def can_begin_fetch(layer: object, policy: SelectionPolicy) -> bool:
+    """Whether a layer's next fetch can begin now, ahead of its attention."""
+    if isinstance(layer, DeviceLayer):
+        may = policy.predicts_on_device and layer.index is not None
+    elif isinstance(layer, RetrievalLayer):
+        may = policy.predicts
+    else:
+        return False
+    return may and not layer.fetch_begun and layer.length > 0
