@@ -86,6 +86,24 @@ def test_a_full_budget_is_full_attention(
     assert apart(found, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("name", ["hillinfer", "kvswap"])
+def test_on_a_stream_of_the_callers(
+    name: str, store: str, on_gpu: PreTrainedModel, tmp_path: Path
+) -> None:
+    """What works on threads of its own is queued behind what the caller has queued."""
+    policy = make(name, selected_tokens=ALL, window_tokens=8, sink_tokens=4)
+    place = str(tmp_path) if store == "disk" else store
+    expected = generate(on_gpu, DynamicCache(config=on_gpu.config))
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = tiered(on_gpu, policy, place)
+    torch.cuda.synchronize()
+    assert torch.equal(found.sequences, expected.sequences)
+    assert apart(found, expected) <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_small_selection_is_the_one_of_a_cpu(
     name: str, on_cpu: PreTrainedModel, on_gpu: PreTrainedModel, tmp_path: Path

@@ -95,5 +95,6 @@ def test_a_model_that_cannot_be_recorded_goes_on_without(family: str, predict: b
         assert cache._decoder is not None
         assert cache._decoder._graph is None
         assert len(cache.notices) == (family == "opt") + predict
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(expected.sequences, actual.sequences)
     assert "forward" not in model.__dict__

@@ -1,9 +1,12 @@
 """The size of HillInfer's hot pool: solved from measured rates, and moved only where it pays."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.near_storage.near_index import Measured
 from penstock.near_storage.scorer import LocalScorer
@@ -36,6 +39,26 @@ def note(work: NearWork, *, host: float, device: float, link: float, times: int)
             measured, rows=1, selected=SELECTED, selected_hot=SELECTED * hot // TOKENS,
             alpha=SELECTED / TOKENS, link=link,
         )  # fmt: skip
+
+
+def test_the_thread_works_in_the_stream_of_who_asks(
+    work: NearWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for CUDA's streams, of which every thread has its own current one."""
+    here = threading.local()
+    here.stream = "the caller's"
+
+    @contextmanager
+    def entered(stream: str) -> Iterator[None]:
+        here.stream = stream
+        yield
+        here.stream = "the default"
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{here.stream} on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    found = work.run(lambda: str(here.stream), torch.device("cuda", 1))
+    assert found.result() == "the caller's on cuda:1"
+    assert work.run(lambda: hasattr(here, "other"), torch.device("cpu")).result() is False
 
 
 def test_everything_that_fits_is_hot_before_the_first_solution(work: NearWork) -> None:

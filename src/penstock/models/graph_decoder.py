@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.indexes.device_tier.base import SETTLE_STEPS
+from penstock.models.recording import recording
 from penstock.runtime.device_tier.device_steps import make_ready
 from penstock.runtime.tiered_runtime import TieredRuntime
 
@@ -136,7 +137,7 @@ class GraphDecoder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with recording(graph):
                 out = self._forward(
                     input_ids=self._ids, position_ids=self._positions, attention_mask=None,
                     past_key_values=self._cache(), use_cache=True, **options,

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.models.beam_cache import BeamCache
+from penstock.models.recording import recording
 from penstock.runtime.beams.beam_memory import BeamMemory
 from penstock.runtime.beams.decoding import Choose, StepRequest
 from penstock.runtime.beams.group_tensors import GroupTensors
@@ -181,7 +182,7 @@ class GroupRunner:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, self._pool):
                 self._token(record)
         except (RuntimeError, ValueError, TypeError) as error:
             self._records = False

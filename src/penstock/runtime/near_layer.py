@@ -4,6 +4,7 @@ import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,8 @@ class NearLayer(RetrievalLayer):
         """See `RetrievalLayer.begin`; returns at once."""
         end_unit = self.window.first_ring_group(self.length + 1)
         if end_unit > self._lowest_unit:
-            self._begun = self._work.run(lambda: self._evaluate(query, end_unit))
+            job = partial(self._evaluate, query, end_unit)
+            self._begun = self._work.run(job, query.device)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `LayerCache.attend`."""

@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from penstock.near_storage.near_index import Measured
 from penstock.near_storage.scorer import Scorer
 from penstock.near_storage.work_split import Rates, RateWatch, Split, solve
@@ -15,6 +17,23 @@ SETTLED_STEPS = 8
 """Requests of every layer whose rates are noted before a split is solved, and the next one."""
 WORTH = 0.1
 """Another split must take so much less time than the present one: moving tokens costs too."""
+
+
+def in_current_stream(job: Callable[[], Found], device: torch.device) -> Callable[[], Found]:
+    """The job for another thread, behind all that is queued here.
+
+    A thread begins in the default stream of the first device, which waits for no other; what the
+    caller has queued on a stream of its own would not be there yet.
+    """
+    if device.type != "cuda":
+        return job
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> Found:
+        with torch.cuda.stream(stream):
+            return job()
+
+    return run
 
 
 class NearWork:
@@ -52,9 +71,13 @@ class NearWork:
         self.solved = 0
         """How often it was."""
 
-    def run(self, job: Callable[[], Found]) -> "Future[Found]":
-        """Do a layer's evaluation, in its turn."""
-        return self._executor.submit(job)
+    def run(self, job: Callable[[], Found], device: torch.device) -> "Future[Found]":
+        """Do a layer's evaluation, in its turn.
+
+        Args:
+            device: where its tensors are.
+        """
+        return self._executor.submit(in_current_stream(job, device))
 
     @property
     def capacity(self) -> int:

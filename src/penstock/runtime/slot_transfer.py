@@ -267,7 +267,7 @@ class SlotTransfer:
         memory.index_copy_(0, index, source.to(memory.device, non_blocking=True))
         if memory.device.type == "cuda":
             section.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            section.copied.record(torch.cuda.current_stream())
+            section.copied.record(torch.cuda.current_stream(memory.device))
 
     def write(
         self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], *, later: bool = False

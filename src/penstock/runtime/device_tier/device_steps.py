@@ -53,7 +53,7 @@ class DeviceSteps:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
