@@ -57,6 +57,14 @@ def test_a_method_has_one_colour_in_all_figures() -> None:
     assert many["arkvale"] == first["arkvale"]
 
 
+@pytest.mark.parametrize("name", ["arkvale", "louiskv:predict=true", "louiskv:boundaries=every"])
+def test_the_legend_lies_within_the_figure(name: str) -> None:
+    figure = draw_device_speed(speed([row(f"{name}{number}", 8) for number in range(5)]))
+    figure.draw_without_rendering()
+    legend, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert whole.x0 <= legend.x0 < legend.x1 <= whole.x1
+
+
 def test_gains_stand_below_their_batch() -> None:
     rows = [row("louiskv", 8, 1), row("arkvale", 12, 1), row("louiskv", 10, 4), row("quest", 8, 4)]
     upper, lower = draw_device_speed(speed(rows)).axes

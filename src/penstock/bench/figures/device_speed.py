@@ -58,13 +58,20 @@ def draw_device_speed(result: Result) -> Figure:
     _scale(panels[1], rows, _memory, "GPU memory, GiB")
     handles = [panels[0][0].bar(0, 0, color=colours[name], label=name) for name in methods]
     figure.legend(
-        handles, methods, frameon=False, loc="outside lower center", ncols=min(4, len(methods))
-    )
+        handles, methods, frameon=False, loc="outside lower center",
+        ncols=_legend_columns(methods, figure.get_figwidth()),
+    )  # fmt: skip
     title = device_title(result, "Decoding in the device tier")
     if any("skipped" in row for row in rows):
         title += "; x: does not fit"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return figure
+
+
+def _legend_columns(names: Sequence[str], inches: float) -> int:
+    """As many as fit side by side, four at most; a letter of a legend is a tenth of an inch."""
+    widest = 0.1 * max(map(len, names)) + 0.7
+    return max(1, min(4, len(names), int(inches / widest)))
 
 
 def _colours(methods: Sequence[str]) -> dict[str, str]:
