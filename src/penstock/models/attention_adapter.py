@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.core.on_device import on_device
 from penstock.kernels.reference import add_attention_sink, attention_reference
 from penstock.runtime.attention_call import AttentionCall
 
@@ -128,7 +129,7 @@ def penstock_attention(
     visible = None
     if attention_mask is not None and not getattr(key, _UNMASKED):
         visible = attention_mask.padding
-    with without_gradients():
+    with without_gradients(), on_device(query.device):
         call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
         return attend(call), None
 

@@ -1,9 +1,10 @@
 """ModelBeamDecoder: a transformers model over a memory for beams; make_decoder() makes one."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from penstock.core.errors import ConfigError
 from penstock.core.ledger import MemoryReport
+from penstock.core.on_device import on_device
 from penstock.core.trace import Tracer
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
@@ -23,8 +25,23 @@ from penstock.runtime.beams.block_tree import Path
 from penstock.runtime.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 from penstock.runtime.beams.make_memory import STRATEGIES, MemoryRequest, make_memory
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 _CHUNK_TOKENS = 512
 """Tokens of a prompt in one forward pass."""
+
+
+def _on_its_device(
+    method: Callable[Concatenate["ModelBeamDecoder", Given], Found],
+) -> Callable[Concatenate["ModelBeamDecoder", Given], Found]:
+    """The method with the decoder's GPU as the current one."""
+
+    @functools.wraps(method)
+    def wrapped(decoder: "ModelBeamDecoder", /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        with on_device(decoder.device):
+            return method(decoder, *args, **kwargs)
+
+    return wrapped
 
 
 class ModelBeamDecoder:
@@ -33,6 +50,7 @@ class ModelBeamDecoder:
     The model is not modified: its attention implementation is Penstock's while the decoder is open.
 
     Attributes:
+        device: where the model is
         vocabulary: token ids are below it.
         max_tokens: most tokens of a sequence, prompt included.
         notices: what a user may want to know, in sentences.
@@ -46,7 +64,7 @@ class ModelBeamDecoder:
         self.max_tokens = max_tokens
         self.vocabulary = int(decoder_config(model).vocab_size)
         self._model: Any = model
-        self._memory = memory
+        self._memory, self.device = memory, memory.device
         self._full_bytes = memory.shape.kv.full_cache_bytes(beams, max_tokens)
         self._logits: dict[Path, Tensor] = {}
         self._cache = BeamCache(model, memory)
@@ -68,6 +86,7 @@ class ModelBeamDecoder:
         """What the beams hold in fast memory, item by item."""
         return self._memory.report(self._full_bytes)
 
+    @_on_its_device
     def prefill(
         self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None
     ) -> Beam:
@@ -107,6 +126,7 @@ class ModelBeamDecoder:
         self._logits.update(dict.fromkeys(forks, self._logits[beam]))
         return [*forks]
 
+    @_on_its_device
     def run_step(self, beams: Sequence[Beam], request: StepRequest) -> StepResult:
         """Extend the beams in place, group by group.
 
@@ -161,6 +181,7 @@ class ModelBeamDecoder:
             raise ConfigError(f"{num_tokens} tokens after {beam.length} pass {self.max_tokens}")
         self._memory.lengthen(beam, num_tokens)
 
+    @_on_its_device
     def pretend_step(self, beams: Sequence[Beam], num_tokens: int) -> StepResult:
         """Move all that a step of so many tokens moves and compute nothing, for benchmarks: the
         new tokens' keys and values are whatever lies there. The logits stay what they were.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from penstock.core.on_device import on_device
 from penstock.indexes.device_tier.base import SETTLE_STEPS
 from penstock.models.recording import recording
 from penstock.runtime.device_tier.device_steps import make_ready
@@ -54,9 +55,12 @@ class GraphDecoder:
         self._steps = 0
         self._failed = False
 
+        device = model.get_input_embeddings().weight.device
+
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(*args, **kwargs)
+            with on_device(device):
+                return self._call(*args, **kwargs)
 
         setattr(forward, _OWN, self._own)
         model.forward = forward

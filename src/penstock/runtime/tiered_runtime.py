@@ -47,7 +47,7 @@ class TieredRuntime:
         """
         self.config = config
         self.stats = RunStats()
-        self._health = CacheHealth(self._forget_slots)
+        self._health = CacheHealth(config.device, self._forget_slots)
         self._rows = HeadRows(config.shape, per_head=config.policy.per_head and not config.exact)
         self._store: KVStore | None = None
         self._unit_tokens = int(getattr(config.policy, "group_tokens", 1))

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from penstock.core.on_device import on_device
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
 from penstock.indexes.device_tier.base import SETTLE_STEPS, StepClock
@@ -20,7 +21,7 @@ class DeviceSteps:
     """Keeps the clock right and lets the layers tidy up between steps."""
 
     def __init__(self, plan: SlotPlan, device: torch.device) -> None:
-        self.clock = StepClock(plan, device)
+        self.clock, self._device = StepClock(plan, device), device
         self._layers: list[DeviceLayer] = []
         self._begun_at: int | None = None
         self._held: list[Tensor] = []
@@ -36,8 +37,9 @@ class DeviceSteps:
         """The step of the token at position `length` begins, if it has not; a CUDA graph may be
         recording."""
         if self._begun_at != length:
-            self.settle(length)
-            self.clock.tick()
+            with on_device(self._device):
+                self.settle(length)
+                self.clock.tick()
             self._begun_at = length
 
     @contextmanager
@@ -53,7 +55,7 @@ class DeviceSteps:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
