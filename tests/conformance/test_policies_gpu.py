@@ -108,7 +108,9 @@ def test_on_a_stream_of_the_callers(
 def test_a_small_selection_is_the_one_of_a_cpu(
     name: str, on_cpu: PreTrainedModel, on_gpu: PreTrainedModel, tmp_path: Path
 ) -> None:
-    policy = make(name, selected_tokens=48, window_tokens=16, sink_tokens=4)
+    # HillInfer's hot pool is solved from measured rates: left to itself, a busy machine has other
+    # tokens cold, whose codes are rounded, and with them another selection.
+    policy = make(name, selected_tokens=48, window_tokens=16, sink_tokens=4, hot_tokens=64)
     expected = tiered(on_cpu, policy, "memory")
     found = tiered(on_gpu, policy, str(tmp_path))
     assert torch.equal(found.sequences.cpu(), expected.sequences)
