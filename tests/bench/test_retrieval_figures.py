@@ -25,7 +25,7 @@ from penstock.bench.retrieval_counts import (
 )
 from penstock.core.errors import ConfigError
 
-LOUIS = "louiskv:selected_tokens={},{}"
+LOUIS = "louiskv:selected_tokens={},window_tokens=64,sink_tokens=4,{}"
 
 
 def watched(*layers: list[list[int]], steps: list[int]) -> Counts | None:
@@ -115,6 +115,40 @@ def test_panels_compare_what_all_settings_answered() -> None:
     (quest,) = large.family("quest")
     assert quest.share == 1.0
     assert quest.by_task == pytest.approx({"one": 90.0, "two": 88.0})
+
+
+def units(tokens: int) -> Any:
+    return (("unit_tokens", tokens),)
+
+
+def test_other_units_are_another_panel() -> None:
+    """A line joins what differs in when it retrieves, and in nothing else."""
+    result = ablation()
+    more = []
+    for cell in result.figures["cells"]:
+        if "tau=0" in cell["setting"] or "quest" in cell["setting"]:
+            size = "group" if "quest" in cell["setting"] else "cluster"
+            more.append(cell | {"setting": f"{cell['setting']},{size}_tokens=4"})
+        if "tau=0.6" in cell["setting"]:  # one setting of its kind: nothing to compare
+            more.append(cell | {"setting": f"{cell['setting']},summary=mean+spread"})
+    result.figures["cells"] += more
+    panels = panels_of(result)
+    assert [(panel.budget, panel.rest) for panel in panels] == [
+        (256, units(16)), (256, units(4)), (512, units(16)), (512, units(4)),
+    ]  # fmt: skip
+    assert [len(panel.family("tau")) for panel in panels] == [2, 2, 2, 2]
+    assert [len(panel.points) for panel in panels] == [7, 3, 7, 3]
+    titles = [axes.get_title() for axes in draw_retrievals(result).axes]
+    assert titles[1] == "256 of 4K tokens selected, unit_tokens=4"
+
+
+def test_one_boundary_setting_is_no_ablation() -> None:
+    result = ablation()
+    result.figures["cells"] = [
+        cell for cell in result.figures["cells"]
+        if "louiskv" not in cell["setting"] or "tau=0.6" in cell["setting"]
+    ]  # fmt: skip
+    assert not has_retrievals(result)
 
 
 def lines(axes: Any) -> dict[str, list[tuple[float, float]]]:

@@ -177,7 +177,8 @@ def _row(figure: Figure, count: int) -> list[Axes]:
 
 
 def _panel_title(panel: Panel) -> str:
-    return f"{panel.budget} of {short_tokens(panel.tokens)} tokens selected"
+    rest = "".join(f", {name}={value}" for name, value in panel.rest)
+    return f"{panel.budget} of {short_tokens(panel.tokens)} tokens selected{rest}"
 
 
 def _head(figure: Figure, panels: Sequence[Panel], title: str, more: str) -> None:

@@ -1,7 +1,7 @@
 """Settings of a retrieval ablation as numbers: score and share of retrieving steps (LouisKV)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,14 @@ from penstock.bench.intervals import Estimate, bootstrap_mean
 from penstock.bench.result import Result
 from penstock.bench.retrieval_counts import retrieving_share
 from penstock.policies.base import SelectionPolicy
-from penstock.policies.louiskv import LouisKV
+from penstock.policies.louiskv import CLUSTER_TOKENS, LouisKV
 
 REFERENCE = "full"
+_COMPARED = frozenset({"selected_tokens", "tau", "boundaries", "units"})
+_UNIT_SIZE = frozenset({"cluster_tokens", "group_tokens"})
+_ALIKE = ("window_tokens", "sink_tokens")
+Rest = tuple[tuple[str, object], ...]
+"""Options that a setting has besides those that the figures compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,8 @@ class Panel:
     full: float | None
     """Score of full attention, in per cent."""
     points: tuple[Point, ...]
+    rest: Rest = ()
+    """What all of its settings have alike and those of another panel do not."""
 
     def family(self, name: str) -> list[Point]:
         """Its points, by rising tau or falling stride."""
@@ -73,14 +80,16 @@ class Panel:
 
 
 def has_retrievals(result: Result) -> bool:
-    """Whether a result counts at which steps layers retrieved."""
-    return result.kind == "accuracy" and any(
-        cell.get("retrieval") for cell in result.figures.get("cells", [])
-    )
+    """Whether a result counts at which steps layers retrieved, in settings that compare."""
+    if result.kind != "accuracy":
+        return False
+    counts = any(cell.get("retrieval") for cell in result.figures.get("cells", []))
+    return counts and bool(panels_of(result))
 
 
 def panels_of(result: Result) -> list[Panel]:
-    """Panels by length, then budget; without those of which nothing can be compared."""
+    """Panels by length, then budget, then what else the settings have (clusters of 4 are not
+    compared with clusters of 16); without those that have but one setting of LouisKV."""
     panels = []
     for one in by_length(result):
         cells = [cell for cell in one.figures["cells"] if cell["scores"]]
@@ -88,14 +97,40 @@ def panels_of(result: Result) -> list[Panel]:
         policies = {text: parse_setting(text).policy for text in texts}
         budgets = {getattr(policy, "selected_tokens", None) for policy in policies.values()}
         for budget in sorted(budget for budget in budgets if budget):
-            chosen = {
-                text: policy for text, policy in policies.items()
-                if getattr(policy, "selected_tokens", None) == budget or text == REFERENCE
+            mine = {
+                text: _rest(policy) for text, policy in policies.items()
+                if getattr(policy, "selected_tokens", None) == budget
             }  # fmt: skip
-            panel = _panel(one.settings["tokens"], budget, chosen, cells)
-            if panel is not None:
-                panels.append(panel)
+            common = set[tuple[str, object]].intersection(*(set(rest) for rest in mine.values()))
+            for rest in sorted(set(mine.values()), key=str):
+                chosen = {
+                    text: policy for text, policy in policies.items()
+                    if text == REFERENCE or mine.get(text) == rest
+                }  # fmt: skip
+                if sum(isinstance(policy, LouisKV) for policy in chosen.values()) < 2:
+                    continue
+                panel = _panel(one.settings["tokens"], budget, chosen, cells)
+                if panel is not None:
+                    panels.append(replace(panel, rest=tuple(e for e in rest if e not in common)))
     return panels
+
+
+def _sizes_itself(policy: SelectionPolicy) -> bool:
+    return isinstance(policy, LouisKV) and policy.cluster_tokens is None
+
+
+def _rest(policy: SelectionPolicy) -> Rest:
+    """Window, sinks and the size of units, which methods have other defaults for, and whatever else
+    is not the method's default."""
+    named = {*_COMPARED, *_UNIT_SIZE, *_ALIKE}
+    given = {
+        option.name: getattr(policy, option.name) for option in fields(policy)
+        if option.name not in named and getattr(policy, option.name) != option.default
+    }  # fmt: skip
+    sizes = [getattr(policy, name, None) or 1 for name in _UNIT_SIZE]
+    given["unit_tokens"] = CLUSTER_TOKENS if _sizes_itself(policy) else max(sizes)
+    given |= {name: getattr(policy, name, 0) for name in _ALIKE}
+    return tuple(sorted(given.items()))
 
 
 def _panel(
