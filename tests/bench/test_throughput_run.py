@@ -24,6 +24,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.devices.presets import PRESETS
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import (
     plain_cache,
@@ -215,8 +216,8 @@ def test_synthetic_documents_are_the_same_in_every_cache(model: CausalLM) -> Non
     with TieredCache(model, FlexGen(), store="memory", max_tokens=400) as cache:
         SyntheticKV(SHAPE, 1, torch.device("cpu"), seed=3).fill(cache, tokens)
         ids, position = torch.ones((1, 1), dtype=torch.int64), torch.tensor([[tokens]])
-        ours = model(ids, past_key_values=cache, position_ids=position).logits
-    theirs = model(ids, past_key_values=plain, position_ids=position).logits
+        ours = model(ids, **cache_argument(model, cache), position_ids=position).logits
+    theirs = model(ids, **cache_argument(model, plain), position_ids=position).logits
     assert torch.allclose(ours.float(), theirs.float(), atol=0.05)
     keys, values = tokens_of(plain, 0)
     assert keys.shape == values.shape == (1, 2, tokens + 1, 64)

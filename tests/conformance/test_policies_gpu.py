@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock import KVSwap, SamplingParams, TieredCache
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -43,9 +44,9 @@ def prompt() -> dict[str, Tensor]:
 def generate(model: PreTrainedModel, cache: Any) -> Any:
     device = model.get_input_embeddings().weight.device
     return model.generate(
-        **{name: value.to(device) for name, value in prompt().items()}, past_key_values=cache,
-        max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None,
-        return_dict_in_generate=True, output_logits=True,
+        **{name: value.to(device) for name, value in prompt().items()},
+        **cache_argument(model, cache), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
+        eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from penstock import TieredCache
 from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import POLICIES, SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
@@ -69,7 +70,7 @@ def prompt(batch: int = 2) -> dict[str, Tensor]:
 
 def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor]) -> Any:
     return model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0,
+        **inputs, **cache_argument(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0,
         eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
 
@@ -231,7 +232,7 @@ def test_crop_reorder_and_reset_leave_a_usable_cache(
     def decode(cache: TieredCache, steps: int) -> None:
         for _ in range(steps):
             length = cache.get_seq_length()
-            logits = model(input_ids=one, past_key_values=cache).logits
+            logits = model(input_ids=one, **cache_argument(model, cache)).logits
             assert logits.isfinite().all()
             assert cache.get_seq_length() == length + 1
 
@@ -243,7 +244,7 @@ def test_crop_reorder_and_reset_leave_a_usable_cache(
         decode(cache, 4)
         cache.reorder_cache(torch.tensor([1, 1]))
         decode(cache, 4)
-        model(input_ids=prompt()["input_ids"][:, :11], past_key_values=cache)
+        model(input_ids=prompt()["input_ids"][:, :11], **cache_argument(model, cache))
         decode(cache, 4)
         cache.reset()
         assert cache.get_seq_length() == 0

@@ -11,6 +11,7 @@ from penstock.core.errors import BudgetError, ConfigError, PromptError
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import POLICIES
 from penstock.policies.dynakv import DynaKV
 
@@ -116,7 +117,7 @@ def test_an_index_of_a_prompt_of_unknown_length_is_made_in_the_first_step(model:
             prompt_tokens=known, index_progress=shares.append,
         ) as cache:  # fmt: skip
             output = model.generate(
-                torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=8,
+                torch.tensor([PROMPTS[0]]), **cache_argument(model, cache), max_new_tokens=8,
                 do_sample=False,
             )  # fmt: skip
             answers.append(output[0].tolist())

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import AdapterError
 from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis, fit_layer
+from penstock.models.cache_argument import cache_argument
 from penstock.models.calibrate import calibrate
 from penstock.testing.tiny_models import tiny_model
 
@@ -183,7 +184,7 @@ def test_an_index_for_each_layer(layer_ranks: Literal["measured", "equal"]) -> N
         window_tokens=8, selected_tokens=16, rank=11, index_bits=8, layer_ranks=layer_ranks
     )
     with TieredCache(model, policy, store="memory", max_tokens=400, adapter=made) as cache:
-        model.generate(torch.arange(3, 103)[None], past_key_values=cache, max_new_tokens=2)
+        model.generate(torch.arange(3, 103)[None], **cache_argument(model, cache), max_new_tokens=2)
         runtime: Any = cache._runtime
         ranks = [layer.index.rank for layer in runtime.layers]
     expected = {"equal": [11, 11, 11], "measured": [9, 16, 8]}[layer_ranks]

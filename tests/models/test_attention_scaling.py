@@ -7,6 +7,7 @@ import torch
 
 from penstock import TieredCache
 from penstock.models.attention_scaling import attention_scaling
+from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
 from penstock.policies.hillinfer import HillInfer
 from penstock.policies.louiskv import LouisKV
@@ -30,8 +31,8 @@ def test_it_is_what_the_attention_function_is_given(
     said = attention_scaling(model, inspect_model(model).kv.head_dim)
     ids: Any = torch.arange(3, 43)[None]
     with TieredCache(model, "quest", None, "memory", max_tokens=64) as cache, torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, **cache_argument(model, cache))
+        model(ids[:, :1], **cache_argument(model, cache))
         assert cache._config.logit_scaling == said
     assert sorted(given) == pytest.approx([said])
 
@@ -45,8 +46,8 @@ def test_policies_get_it() -> None:
             TieredCache(model, policy, None, "memory", max_tokens=128, must_tier=True) as cache,
             torch.no_grad(),
         ):
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
+            model(ids, **cache_argument(model, cache))
+            model(ids[:, :1], **cache_argument(model, cache))
             index: Any = cache._runtime.layers[0]
             core = index.index.core
             settings = getattr(core, "settings", None) or getattr(core, "_settings", None)

@@ -15,6 +15,7 @@ from penstock.core.shape import KVShape
 from penstock.generation.draws import make_choose
 from penstock.models import attention_adapter, beam_decoder, graph_decoder
 from penstock.models.beam_decoder import make_decoder
+from penstock.models.cache_argument import cache_argument
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.policies import Quest
 from penstock.runtime import cache_health
@@ -96,8 +97,8 @@ def test_attention_and_what_changes_a_cache(seen: Seen, monkeypatch: pytest.Monk
     model = tiny_model("llama")
     with TieredCache(model, POLICY, store="memory", max_tokens=80) as cache:
         model.generate(
-            torch.arange(3, 43)[None], past_key_values=cache, max_new_tokens=4, do_sample=False,
-            pad_token_id=0, eos_token_id=None,
+            torch.arange(3, 43)[None], **cache_argument(model, cache), max_new_tokens=4,
+            do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
         attended, so_far = len(launched), len(seen.asked)
         assert attended >= 4 * model.config.num_hidden_layers

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import FlexGen, Full, Quest, SelectionPolicy
 from penstock.policies.louiskv import LouisKV
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
@@ -57,8 +58,9 @@ def prompts(batch: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> dict[str,
 
 def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
     return model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0,
-        eos_token_id=None, return_dict_in_generate=True, output_logits=True, **kwargs,
+        **inputs, **cache_argument(model, cache), max_new_tokens=12, do_sample=False,
+        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        **kwargs,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, UnsupportedModelError
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import FlexGen, Full, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -44,7 +45,7 @@ def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **kwargs: Any) ->
     defaults = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": NEVER}
     mask = torch.ones_like(ids)
     out: torch.Tensor = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, **{**defaults, **kwargs}
+        ids, attention_mask=mask, **cache_argument(model, cache), **{**defaults, **kwargs}
     )
     return out
 
@@ -110,8 +111,8 @@ def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: to
     """After a crop, within the window or far beyond it, decoding goes on as if never cropped."""
     expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=20)
     with tiered(model, name, 2) as cache, torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, **cache_argument(model, cache))
+        model(ids[:, :1], **cache_argument(model, cache))
         cache.crop(-1 - remove)
         assert cache.get_seq_length() == 70 - remove
         # generate() feeds what the cache does not hold: give it back the last token
@@ -126,18 +127,18 @@ def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) ->
 
     def play(cache: Any) -> torch.Tensor:
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **cache_argument(model, cache))
             cache.batch_repeat_interleave(2)
             tokens = torch.tensor([[5], [6], [7], [8]])
             for _ in range(6):
-                logits = model(tokens, past_key_values=cache).logits
+                logits = model(tokens, **cache_argument(model, cache)).logits
                 tokens = logits[:, -1:].argmax(-1)
             cache.reorder_cache(torch.tensor([2, 2, 0, 3]))
             for _ in range(6):
-                logits = model(tokens, past_key_values=cache).logits
+                logits = model(tokens, **cache_argument(model, cache)).logits
                 tokens = logits[:, -1:].argmax(-1)
             cache.batch_select_indices(torch.tensor([3, 1]))
-            last: torch.Tensor = model(tokens[[3, 1]], past_key_values=cache).logits
+            last: torch.Tensor = model(tokens[[3, 1]], **cache_argument(model, cache)).logits
         return last
 
     expected = play(plain(model))
@@ -154,7 +155,7 @@ def test_a_batch_of_no_rows_is_refused(
         with pytest.raises(CacheStateError, match="no rows"):
             cache.batch_select_indices(none)
         with torch.no_grad():
-            assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+            assert model(ids[:, :1], **cache_argument(model, cache)).logits.isfinite().all()
 
 
 def test_reset_and_reuse(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -206,7 +207,7 @@ def test_too_many_tokens(model: PreTrainedModel, ids: torch.Tensor) -> None:
 def test_a_4d_mask_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
     mask = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
     with tiered(model, "kvswap", 2) as cache, pytest.raises(UnsupportedModelError, match="4D"):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **cache_argument(model, cache))
 
 
 @pytest.mark.parametrize("memory", ["auto", "1/1", "100%", 1.0])

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from penstock import KVSwap, TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import Quest, SelectionPolicy
 from penstock.policies.baselines.arkvale import ArkVale
 from penstock.policies.louiskv import LouisKV
@@ -37,7 +38,7 @@ def inputs(batch: int, tokens: int = 120) -> dict[str, torch.Tensor]:
 
 def answer(model: Any, cache: Any, batch: int) -> Any:
     return model.generate(
-        **inputs(batch), past_key_values=cache, max_new_tokens=50, do_sample=False,
+        **inputs(batch), **cache_argument(model, cache), max_new_tokens=50, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
 

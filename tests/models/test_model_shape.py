@@ -10,8 +10,8 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
-    CodeGenConfig,
     DeepseekV3Config,
+    FalconConfig,
     Gemma3nTextConfig,
     LlamaConfig,
     MambaConfig,
@@ -58,9 +58,9 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
         "attention interface",
     ),
-    "codegen": (
-        lambda: CodeGenConfig(
-            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    "falcon": (
+        lambda: FalconConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
         ),
         "attention interface",
     ),

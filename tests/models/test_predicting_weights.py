@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock import KVSwap, TieredCache
 from penstock.kernels.int8_linear import Int8Linear
+from penstock.models.cache_argument import cache_argument
 from penstock.models.query_projection import QueryProjection
 
 POLICY = KVSwap(window_tokens=8, selected_tokens=16, reuse_tokens=16, rank=16, index_bits=8)
@@ -23,9 +24,9 @@ def model() -> LlamaForCausalLM:
 
 def decode(model: LlamaForCausalLM, cache: TieredCache) -> QueryProjection:
     with torch.no_grad():
-        model(torch.arange(3, 83)[None], past_key_values=cache)
+        model(torch.arange(3, 83)[None], **cache_argument(model, cache))
         for token in (5, 6, 7):
-            model(torch.tensor([[token]]), past_key_values=cache)
+            model(torch.tensor([[token]]), **cache_argument(model, cache))
     assert cache._hooks is not None
     return cache._hooks._projection
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import AdapterError
 from penstock.models.attention_adapter import Attachment
+from penstock.models.cache_argument import cache_argument
 from penstock.models.calibrate import calibrate
 from penstock.models.query_projection import QueryProjection, decoder_layers
 from penstock.policies import Quest
@@ -59,9 +60,9 @@ def test_projections_are_the_true_query(family: str, monkeypatch: pytest.MonkeyP
     spy = Spy(model, 1, monkeypatch)
     projection = QueryProjection(decoder_layers(model))
     with TieredCache(model, SMALL, store="memory", max_tokens=100) as cache, torch.no_grad():
-        model(torch.arange(3, 63)[None], past_key_values=cache)
+        model(torch.arange(3, 63)[None], **cache_argument(model, cache))
         for token in (5, 6, 7):
-            model(torch.tensor([[token]]), past_key_values=cache)
+            model(torch.tensor([[token]]), **cache_argument(model, cache))
         assert len(spy.hidden) == len(spy.queries) == 3
         for hidden, kwargs, true in zip(spy.hidden, spy.kwargs, spy.queries, strict=True):
             # Masks of an earlier step do not fit the cache of a later one; a query needs none.
@@ -92,10 +93,10 @@ def test_predicted_fetches_are_begun_before_their_layer(
     monkeypatch.setattr(TieredRuntime, "attend", attend_seen)
     cache = TieredCache(model, SMALL, memory="2/3", store="memory", max_tokens=300)
     with cache, torch.no_grad():
-        model(torch.arange(3, 103)[None], past_key_values=cache)
+        model(torch.arange(3, 103)[None], **cache_argument(model, cache))
         assert [kind for kind, _ in events] == ["attend"] * 3, "prefill predicts nothing"
         events.clear()
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(torch.tensor([[5]]), **cache_argument(model, cache))
         # A layer's own reads are on their way before those of the layer behind it.
         assert events == [
             ("begin", 0), ("begin", 1), ("attend", 0), ("begin", 2), ("attend", 1), ("attend", 2),
@@ -103,8 +104,8 @@ def test_predicted_fetches_are_begun_before_their_layer(
         events.clear()
         # A plain cache beside ours, and a model call without one, are left alone.
         plain = DynamicCache(config=model.config)
-        model(torch.arange(3, 13)[None], past_key_values=plain)
-        model(torch.tensor([[5]]), past_key_values=plain)
+        model(torch.arange(3, 13)[None], **cache_argument(model, plain))
+        model(torch.tensor([[5]]), **cache_argument(model, plain))
         model(torch.tensor([[5]]), use_cache=False)
         assert events == []
     assert no_hooks(model)
@@ -135,12 +136,14 @@ def test_methods_that_can_choose_ahead(
         with (
             TieredCache(model, chosen, store=store, max_tokens=200) as cache, torch.no_grad()
         ):  # fmt: skip
-            model(ids, past_key_values=cache)
-            model(ids, past_key_values=plain)
+            model(ids, **cache_argument(model, cache))
+            model(ids, **cache_argument(model, plain))
             for token in range(5, 45):
                 step = torch.tensor([[token]])
-                mine = model(step, past_key_values=cache).logits
-                assert torch.allclose(mine, model(step, past_key_values=plain).logits, atol=1e-4)
+                mine = model(step, **cache_argument(model, cache)).logits
+                assert torch.allclose(
+                    mine, model(step, **cache_argument(model, plain)).logits, atol=1e-4
+                )
         layers = [1, 2] if store == "host" else [0, 1, 2]
         assert begun == (40 * layers if predict else [])
 
@@ -193,7 +196,7 @@ def test_a_changed_fetch_does_not_change_the_answer() -> None:
         with TieredCache(model, policy, store="memory", max_tokens=140) as cache:
             answers.append(
                 model.generate(
-                    ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                    ids, attention_mask=torch.ones_like(ids), **cache_argument(model, cache),
                     max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None,
                 )
             )  # fmt: skip

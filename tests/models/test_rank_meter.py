@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.models import rank_meter
+from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import inspect_model
 from penstock.models.rank_meter import QUERIES, RankMeter, selections
@@ -51,7 +52,7 @@ def read(model: PreTrainedModel, tokens: int) -> tuple[Tensor, DynamicCache]:
     text = torch.randint(3, 150, (tokens,), generator=torch.Generator().manual_seed(5))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(text[None], past_key_values=cache, use_cache=True)
+        model(text[None], **cache_argument(model, cache), use_cache=True)
     return text, cache
 
 
@@ -80,7 +81,7 @@ def test_the_divergence_of_a_model_of_one_layer(
     queries, past = LastQueries(model), copy.deepcopy(cache)
     past.crop(-QUERIES)
     with queries.watching(), torch.no_grad():
-        model(text[None, -QUERIES:], past_key_values=past)
+        model(text[None, -QUERIES:], **cache_argument(model, past))
     query = queries.true(0, QUERIES)[0]
     masks = list(selections(query, held.keys[0], basis, (8, 16)))
 
@@ -89,7 +90,7 @@ def test_the_divergence_of_a_model_of_one_layer(
         past.crop(-QUERIES)
         more = {} if mask is None else {"attention_mask": ((~mask) * -1e9)[None, None]}
         with torch.no_grad():
-            out: Any = model(text[None, -QUERIES:], past_key_values=past, **more)
+            out: Any = model(text[None, -QUERIES:], **cache_argument(model, past), **more)
         logits: Tensor = out.logits[0].double()
         return logits
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from penstock import ConfigError, KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, FetchError
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import POLICIES, FlexGen, SelectionPolicy
 from penstock.runtime.stored_past import StoredPast, group_rows
 from penstock.storage.memory_file import MemoryFile
@@ -42,7 +43,7 @@ def open_cache(model: PreTrainedModel, policy: SelectionPolicy, **kwargs: Any) -
 
 def read(model: Any, cache: TieredCache, tokens: Tensor) -> None:
     with torch.no_grad():
-        model(tokens, past_key_values=cache, use_cache=True)
+        model(tokens, **cache_argument(model, cache), use_cache=True)
 
 
 def store(cache: TieredCache, length: int, group_tokens: int = GROUP) -> StoredPast:
@@ -72,7 +73,7 @@ def ask(model: Any, cache: TieredCache, question: Tensor, past: Tensor = TEXT) -
     rows = len(question)
     tokens = torch.cat([past.expand(rows, -1), question], dim=1)
     return model.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), **cache_argument(model, cache),
         max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from penstock.core.errors import BudgetError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import share_weights
@@ -89,7 +90,9 @@ def by_hand(work: Workpiece, policy: SelectionPolicy, store: str, limit: int) ->
             before = asdict(cache.stats.decode)
             with torch.no_grad():
                 logits = model(
-                    token, past_key_values=cache, position_ids=torch.full((work.batch, 1), at)
+                    token,
+                    **cache_argument(model, cache),
+                    position_ids=torch.full((work.batch, 1), at),
                 ).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
             after = asdict(cache.stats.decode)

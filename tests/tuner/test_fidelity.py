@@ -7,6 +7,7 @@ from torch import Tensor
 from penstock.core.errors import BudgetError, PromptError
 from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.policies import FlexGen, Full, KVSwap
 from penstock.policies.baselines.streaming_llm import StreamingLLM
@@ -67,7 +68,9 @@ def test_figures_are_those_of_a_run_by_hand(
                 *((at, at + 1) for at in range(len(text) - FORCED, len(text))),
             ]:  # fmt: skip
                 with torch.no_grad():
-                    logits = loaded.model(text[None, start:end], past_key_values=cache).logits
+                    logits = loaded.model(
+                        text[None, start:end], **cache_argument(loaded.model, cache)
+                    ).logits
                 if end - start == 1:
                     said = torch.log_softmax(logits[:, -1].float(), dim=-1)
                     distances.append(kl_divergence(full[start][None], said))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -49,7 +50,9 @@ def decoded(model: CausalLM, cache: TieredCache, tokens: int) -> Tensor:
     for at in range(MORE):
         position = torch.full((BATCH, 1), tokens + at)
         with torch.no_grad():
-            step = model(following()[:, at : at + 1], past_key_values=cache, position_ids=position)
+            step = model(
+                following()[:, at : at + 1], **cache_argument(model, cache), position_ids=position
+            )
         out.append(step.logits)
     return torch.cat(out, dim=1)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.core.errors import CacheStateError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import tokens_of
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -61,7 +62,7 @@ def test_a_cache_goes_on_as_if_it_had_read_the_text(model: CausalLM, padding: in
             with torch.no_grad():
                 said = model(
                     token_ids[:, TOKENS:], attention_mask=mask, position_ids=positions,
-                    past_key_values=cache,
+                    **cache_argument(model, cache),
                 ).logits  # fmt: skip
         torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
 

@@ -13,6 +13,7 @@ from penstock.bench import record_selections
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
@@ -49,7 +50,7 @@ def decode(
         for _ in range(steps):
             with torch.no_grad():
                 model(
-                    ids, past_key_values=cache,
+                    ids, **cache_argument(model, cache),
                     position_ids=torch.full((batch, 1), cache.get_seq_length()),
                 )  # fmt: skip
     return chosen

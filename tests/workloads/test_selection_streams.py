@@ -16,6 +16,7 @@ from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.low_rank import LowRankIndex
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
@@ -88,7 +89,7 @@ def decode(model: Any, cache: TieredCache, steps: int = STEPS, batch: int = 1) -
     for _ in range(steps):
         position = torch.full((batch, 1), cache.get_seq_length())
         with torch.no_grad():
-            model(ids, past_key_values=cache, position_ids=position)
+            model(ids, **cache_argument(model, cache), position_ids=position)
 
 
 def shares(selections: list[Selection]) -> NDArray[np.float64]:
@@ -194,7 +195,7 @@ def test_rows_of_different_lengths(model: CausalLM) -> None:
         adapter=random_adapter(model),
     ) as cache:  # fmt: skip
         model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6,
+            input_ids=ids, attention_mask=mask, **cache_argument(model, cache), max_new_tokens=6,
             do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
         cache._runtime.layers[0].table.check_integrity()  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ from penstock.bench.retrieval_counts import Counts, RetrievalWatch
 from penstock.bench.tasks import Sample
 from penstock.generation.prompts import PromptBatch, make_batch
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.workloads.prefilled import EXACT_TAIL, PrefilledText
 
@@ -144,7 +145,7 @@ def answer(
         with torch.no_grad():
             out = model.generate(
                 input_ids=batch.input_ids.to(device),
-                attention_mask=batch.attention_mask.to(device), past_key_values=cache,
+                attention_mask=batch.attention_mask.to(device), **cache_argument(model, cache),
                 max_new_tokens=question.new_tokens, do_sample=False,
                 pad_token_id=question.pad_token_id, **extra,
             )  # fmt: skip

@@ -13,6 +13,7 @@ from penstock.bench.throughput_rows import FLOOR_TOKENS, Row
 from penstock.core.stats import PhaseStats
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import plain_cache, share_weights, vocabulary_size
 from penstock.workloads.synthetic_kv import SyntheticKV
@@ -135,7 +136,10 @@ class LiveRow:
         position = torch.full((batch, 1), self._position, device=device)
         with torch.no_grad():
             out = model(
-                self._token, past_key_values=self.cache, position_ids=position, use_cache=True
+                self._token,
+                **cache_argument(model, self.cache),
+                position_ids=position,
+                use_cache=True,
             )
         chosen: Tensor = out.logits[:, -1:].argmax(-1)
         self._token = chosen % vocabulary_size(self._model)

@@ -14,6 +14,7 @@ from penstock.bench.throughput_run import Say
 from penstock.core.errors import PenstockError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import plain_cache, share_weights, vocabulary_size
 
@@ -121,7 +122,11 @@ def _forward(model: Any, ids: torch.Tensor, first: int, cache: Any) -> torch.Ten
     returns. [batch, 1, vocabulary]"""
     position = torch.arange(first, first + ids.shape[1], device=ids.device)
     out = model(
-        ids, past_key_values=cache, position_ids=position[None], use_cache=True, logits_to_keep=1
+        ids,
+        **cache_argument(model, cache),
+        position_ids=position[None],
+        use_cache=True,
+        logits_to_keep=1,
     )
     if ids.device.type == "cuda":
         torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from penstock.bench.progress import Progress
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.workloads.recorded_stream import Recorder, Recording
 from penstock.workloads.selection_streams import streamed
@@ -97,7 +98,7 @@ def _decode(loaded: LoadedModel, question: Question, cache: TieredCache, steps: 
     with torch.no_grad():
         out = model.generate(
             input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device),
-            past_key_values=cache, max_new_tokens=steps + 1, min_new_tokens=steps + 1,
+            **cache_argument(model, cache), max_new_tokens=steps + 1, min_new_tokens=steps + 1,
             do_sample=False, pad_token_id=question.pad_token_id,
         )  # fmt: skip
     assert loaded.tokenizer is not None

@@ -19,6 +19,7 @@ from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
 from penstock.policies.base import SelectionPolicy
@@ -223,7 +224,7 @@ class LLM:
             model.generate(
                 input_ids=batch.input_ids.to(model.device),
                 attention_mask=batch.attention_mask.to(model.device),
-                past_key_values=cache,
+                **cache_argument(model, cache),
                 generation_config=config,
                 stopping_criteria=[watch],
                 **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
@@ -236,7 +237,7 @@ class LLM:
         while rest.shape[1] > self._prefill_chunk_size + 1:
             chunk, rest = rest[:, : self._prefill_chunk_size], rest[:, self._prefill_chunk_size :]
             with torch.no_grad():
-                model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(chunk, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
 
     def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
         """The model's own generation config with `params` in it, and the ids that end an answer."""

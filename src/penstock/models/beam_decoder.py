@@ -16,6 +16,7 @@ from penstock.core.on_device import on_device
 from penstock.core.trace import Tracer
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
+from penstock.models.cache_argument import cache_argument
 from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
 from penstock.models.model_shape import decoder_config
@@ -110,7 +111,8 @@ class ModelBeamDecoder:
             with torch.no_grad():
                 logits = self._model(
                     input_ids=chunk[None], position_ids=positions[None],
-                    past_key_values=self._cache, use_cache=True, **self._runner.options,
+                    **cache_argument(self._model, self._cache), use_cache=True,
+                    **self._runner.options,
                 ).logits[0, -1].clone()  # fmt: skip
             memory.end_chunk(path, len(chunk))
             if progress is not None:

@@ -100,7 +100,7 @@ class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class TieredCache(Cache):  # type: ignore[misc]
-    """A KV cache in tiers, for `model.generate(**inputs, past_key_values=cache)`.
+    """A KV cache in tiers, for `model.generate(**inputs, cache=cache)`.
 
     Full-attention layers keep their whole KV on disk (or wherever `store` says) and a bounded part
     in memory, chosen anew at each step by `policy`; sliding-window layers keep their window. The
@@ -108,7 +108,9 @@ class TieredCache(Cache):  # type: ignore[misc]
     is open and put back by `close`.
 
         with TieredCache(model, policy="kvswap", memory="1/13", max_tokens=33_000) as cache:
-            out = model.generate(**inputs, past_key_values=cache, prefill_chunk_size=1024)
+            out = model.generate(**inputs, cache=cache, prefill_chunk_size=1024)
+
+    Before transformers 5.24 the argument was called `past_key_values`.
     """
 
     _open = False

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis
+from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import ModelShape, inspect_model
@@ -128,9 +129,9 @@ def _read(
     *before, last = torch.split(tokens.to(device), CHUNK_TOKENS)
     with torch.no_grad():
         for piece in before:
-            model(piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(piece[None], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         with nullcontext() if queries is None else queries.watching():
-            model(last[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(last[None], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     return cache
 
 

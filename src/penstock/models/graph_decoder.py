@@ -12,6 +12,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.core.on_device import on_device
 from penstock.indexes.device_tier.base import SETTLE_STEPS
+from penstock.models.cache_argument import (
+    CACHE_NAMES,
+    OUTPUT_NAME,
+    cache_argument,
+    cache_name_in,
+)
 from penstock.models.recording import recording
 from penstock.runtime.device_tier.device_steps import make_ready
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 3
 """Steps run one launch at a time first: kernels are compiled and workspaces made in them."""
-_PLAIN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache",
+_PLAIN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache",
           "return_dict", "logits_to_keep", "cache_position"}  # fmt: skip
 """Arguments of `forward` under which a replay says the same as a call."""
 
@@ -97,9 +103,7 @@ class GraphDecoder:
             runtime.replayed()
         assert self._graph is not None
         self._graph.replay()
-        return CausalLMOutputWithPast(
-            logits=self._logits.clone(), past_key_values=kwargs["past_key_values"]
-        )
+        return CausalLMOutputWithPast(logits=self._logits.clone(), **{OUTPUT_NAME: self._cache()})
 
     def _may_replay(self, kwargs: dict[str, Any]) -> bool:
         ids, runtime = kwargs.get("input_ids"), self._runtime
@@ -109,7 +113,7 @@ class GraphDecoder:
             and ids is not None
             and ids.shape[1] == 1
             and given <= _PLAIN
-            and kwargs.get("past_key_values") is self._cache()
+            and kwargs.get(cache_name_in(kwargs)) is self._cache()
             and kwargs.get("return_dict", True) is not False
             and not torch.is_grad_enabled()
             and runtime.length > 0
@@ -144,7 +148,7 @@ class GraphDecoder:
             with recording(graph):
                 out = self._forward(
                     input_ids=self._ids, position_ids=self._positions, attention_mask=None,
-                    past_key_values=self._cache(), use_cache=True, **options,
+                    **cache_argument(self._model, self._cache()), use_cache=True, **options,
                 )  # fmt: skip
         except (RuntimeError, ValueError, TypeError) as error:
             self._failed = True

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.models.beam_cache import BeamCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.recording import recording
 from penstock.runtime.beams.beam_memory import BeamMemory
 from penstock.runtime.beams.decoding import Choose, StepRequest
@@ -203,7 +204,7 @@ class GroupRunner:
         group.lengths.add_(place.active.to(torch.int32))
         out = self._model(
             input_ids=ids[:, None], position_ids=(group.places - 1)[:, None].long(),
-            past_key_values=self._cache, use_cache=True, **self.options,
+            **cache_argument(self._model, self._cache), use_cache=True, **self.options,
         )  # fmt: skip
         newest = out.logits[:, -1]
         place.logits.copy_(torch.where(place.active[:, None], newest, place.logits))

@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from penstock.models.attention_adapter import without_gradients
+from penstock.models.cache_argument import cache_name_in
 from penstock.models.model_shape import ModelShape
 from penstock.models.query_projection import (
     QueryProjection,
-    cache_argument,
     copied_bytes,
     decoder_layers,
 )
@@ -97,7 +97,7 @@ class PrefetchHooks:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if runtime is None or hidden is None or hidden.shape[1] != 1:
             return
-        cache = kwargs.get(cache_argument(kwargs))
+        cache = kwargs.get(cache_name_in(kwargs))
         if cache is not self._cache() or not runtime.wants_query(tier):
             return
         steps = runtime.device_steps

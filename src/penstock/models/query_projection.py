@@ -12,6 +12,7 @@ from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
+from penstock.models.cache_argument import cache_name_in
 
 
 class _ProbeCache:
@@ -42,11 +43,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not lists:
         raise UnsupportedModelError(f"found no list of {count} layers in {type(model).__name__}")
     return list(lists[0])
-
-
-def cache_argument(kwargs: dict[str, Any]) -> str:
-    """The name under which a decoder layer, called with `kwargs`, gets the cache."""
-    return "layer_past" if "layer_past" in kwargs else "past_key_values"  # GPT-NeoX, all others
 
 
 class QueryProjection:
@@ -116,7 +112,7 @@ class QueryProjection:
         """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
         module = self._layers[layer]
         others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        others[cache_argument(kwargs)] = _ProbeCache()
+        others[cache_name_in(kwargs)] = _ProbeCache()
         try:
             module.forward(hidden, **others)
         except ProbeDone as done:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.indexes.rank_shares import UNIT
+from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
 
 QUERIES = 32
@@ -90,7 +91,9 @@ class RankMeter:
         """Log-probabilities of the model at the last tokens. float32 [QUERIES, vocabulary]"""
         last = tokens[None, -QUERIES:].to(self._model.get_input_embeddings().weight.device)
         with torch.no_grad():
-            logits: Tensor = self._model(last, past_key_values=cache, use_cache=True).logits
+            logits: Tensor = self._model(
+                last, **cache_argument(self._model, cache), use_cache=True
+            ).logits
         return logits[0].float().log_softmax(-1)
 
     def costs(self) -> tuple[tuple[float, ...], ...]:

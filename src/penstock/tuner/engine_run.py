@@ -18,6 +18,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import share_weights, vocabulary_size
 from penstock.policies.base import SelectionPolicy
@@ -210,7 +211,10 @@ class EngineRun:
         position = torch.full((self._work.batch, 1), self._position, device=self._device)
         with torch.no_grad():
             out = self._model(
-                self._token, past_key_values=self._cache, position_ids=position, use_cache=True
+                self._token,
+                **cache_argument(self._model, self._cache),
+                position_ids=position,
+                use_cache=True,
             )
         self._token = out.logits[:, -1:].argmax(-1) % vocabulary_size(self._model)
         if self._device.type == "cuda":

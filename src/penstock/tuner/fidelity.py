@@ -11,6 +11,7 @@ from penstock.core.errors import PromptError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.policies.base import SelectionPolicy
 from penstock.workloads.prefilled import EXACT_TAIL, PrefilledText
@@ -172,7 +173,7 @@ class Reference:
         positions = torch.arange(start, start + ids.shape[1], device=self._device)[None]
         with torch.no_grad():
             out = self._model(
-                ids, position_ids=positions, past_key_values=cache, use_cache=True,
+                ids, position_ids=positions, **cache_argument(self._model, cache), use_cache=True,
                 logits_to_keep=1,
             )  # fmt: skip
         logits: Tensor = out.logits

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
@@ -60,8 +61,9 @@ class PrefilledText:
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         with torch.no_grad():
             out = self._model(
-                ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache,
-                use_cache=True, logits_to_keep=logits_to_keep,
+                ids, attention_mask=mask, position_ids=positions,
+                **cache_argument(self._model, self.cache), use_cache=True,
+                logits_to_keep=logits_to_keep,
             )  # fmt: skip
         logits: Tensor = out.logits
         return logits

@@ -34,6 +34,7 @@ from penstock.bench.figures.report import draw_all
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PromptError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import random_model
 from penstock.policies.dynakv import DynaKV
 
@@ -320,13 +321,13 @@ def test_all_reads_are_seen() -> None:
     policy = DynaKV(selected_tokens=32, tokens_per_cluster=8)
     ids = torch.arange(200)[None] % 512
     with TieredCache(model, policy, store="memory", max_tokens=256) as cache, torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **cache_argument(model, cache), use_cache=True)
         watch = ReadWatch(cache)
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        model(ids[:, :1], **cache_argument(model, cache), use_cache=True)
         watch.take()  # the first step reads the whole prompt
         before = cache.stats.decode.read_bytes
         for _ in range(6):
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            model(ids[:, :1], **cache_argument(model, cache), use_cache=True)
         counted, seen = cache.stats.decode.read_bytes - before, watch.take()
     assert seen.read_bytes >= counted > 0
     assert seen.reads > 0

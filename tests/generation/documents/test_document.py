@@ -14,6 +14,7 @@ from penstock import ConfigError, KVSwap, PromptError, SamplingParams, TieredCac
 from penstock.core.errors import DocumentDamagedError, DocumentError, DocumentMismatchError
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
+from penstock.models.cache_argument import cache_argument
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
 from penstock.policies import Quest
@@ -62,21 +63,17 @@ def fresh(model: Any, document: Document, question: list[int], text: list[int] =
     tokens = torch.tensor([[*text, *question]])
     most = len(text) + len(question) + GREEDY.max_tokens
     with TieredCache(
-        model,
-        document.policy,
-        None,
-        "memory",
-        max_tokens=most,
-        must_tier=True,
+        model, document.policy, None, "memory", max_tokens=most, must_tier=True,
         prompt_tokens=len(text),
-    ) as cache:
+    ) as cache:  # fmt: skip
         with torch.no_grad():
             for start in range(0, len(text), 64):
                 part = tokens[:, start : min(start + 64, len(text))]
-                model(part, past_key_values=cache, use_cache=True)
+                model(part, **cache_argument(model, cache), use_cache=True)
         out = model.generate(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
-            max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0,
+            input_ids=tokens, attention_mask=torch.ones_like(tokens),
+            **cache_argument(model, cache), max_new_tokens=GREEDY.max_tokens,
+            do_sample=False, pad_token_id=0,
         )  # fmt: skip
     new: list[int] = out[0, tokens.shape[1] :].tolist()
     return new
@@ -126,8 +123,9 @@ def test_a_cache_for_generate_and_a_batch(model: Any, tmp_path: Path) -> None:
         tokens = torch.tensor([[*TEXT, *question] for question in QUESTIONS])
         with document.cache(new_tokens=40, batch_size=3) as cache:
             out = model.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
-                max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0,
+                input_ids=tokens, attention_mask=torch.ones_like(tokens),
+                **cache_argument(model, cache), max_new_tokens=GREEDY.max_tokens,
+                do_sample=False, pad_token_id=0,
             )  # fmt: skip
         for row, expected in enumerate(alone):
             assert out[row, tokens.shape[1] :].tolist()[: len(expected)] == expected

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock import KVSwap, SamplingParams, TieredCache
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
+from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 GROUP_TOKENS, NEW_TOKENS, LAYERS, UNIT_BYTES = 8, 4, 3, 4096
@@ -46,7 +47,7 @@ def continued(tokens: list[int], past: DynamicCache | TieredCache) -> list[int]:
     whole, any_model = torch.tensor([tokens]), model()
     generate: Any = any_model.generate
     out = generate(
-        input_ids=whole, attention_mask=torch.ones_like(whole), past_key_values=past,
+        input_ids=whole, attention_mask=torch.ones_like(whole), **cache_argument(generate, past),
         max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
     )  # fmt: skip
     new: list[int] = out[0, len(tokens) :].tolist()

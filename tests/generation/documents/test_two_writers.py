@@ -14,6 +14,7 @@ from penstock.generation.documents.document import Document
 from penstock.generation.documents.recovery import remake_index
 from penstock.generation.documents.settings import DocumentSettings
 from penstock.generation.engine import LLM
+from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -125,8 +126,9 @@ def test_a_cache_reads_on_while_answers_are_kept(one: Document) -> None:
 
     def generate(cache: Any) -> list[int]:
         out = MODEL.generate(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
-            max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0,
+            input_ids=tokens, attention_mask=torch.ones_like(tokens),
+            **cache_argument(MODEL, cache), max_new_tokens=GREEDY.max_tokens,
+            do_sample=False, pad_token_id=0,
         )  # fmt: skip
         return [int(token) for token in out[0, tokens.shape[1] :]]
 

@@ -19,6 +19,7 @@ from penstock.indexes.attention_history import (
     TimeStamps,
 )
 from penstock.indexes.recency import RecencyIndex
+from penstock.models.cache_argument import cache_argument
 from penstock.policies.baselines.forgetting import ForgettingPolicy
 from penstock.policies.baselines.h2o import H2O
 from penstock.policies.baselines.raas import RaaS
@@ -68,8 +69,8 @@ def prompts(batch: int) -> dict[str, Tensor]:
 
 def generate(model: Any, cache: Any, inputs: dict[str, Tensor], tokens: int = 12) -> Any:
     return model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False, pad_token_id=0,
-        eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        **inputs, **cache_argument(model, cache), max_new_tokens=tokens, do_sample=False,
+        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_what_is_dropped_is_never_read_again(policy: type[ForgettingPolicy]) -> 
         held = layer.table.slot_of[:, : PROMPT_TOKENS - 9] >= 0
         ids = torch.randint(3, VOCABULARY, (1, 1))
         for _ in range(20):
-            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=ids, **cache_argument(model, cache))
         decode = cache.stats.decode
         assert decode.units_wanted - decode.units_hit <= rows * (16 + 20)
         assert not (~held & (layer.table.slot_of[:, : PROMPT_TOKENS - 9] >= 0)).any()

@@ -15,6 +15,7 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.prompt_sample import PromptSample
 from penstock.kernels.kmeans import kmeans, nearest
+from penstock.models.cache_argument import cache_argument
 from penstock.policies.base import IndexRequest, SelectionPolicy, top_units
 from penstock.policies.baselines.arkvale import ArkVale
 from penstock.policies.baselines.clusterkv import ClusterKV
@@ -81,7 +82,7 @@ def generate(model: Any, cache: Any) -> Any:
         ids[row, :padding] = 0
         mask[row, :padding] = 0
     return model.generate(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=50,
+        input_ids=ids, attention_mask=mask, **cache_argument(model, cache), max_new_tokens=50,
         do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True,
         output_logits=True,
     )  # fmt: skip
@@ -125,8 +126,8 @@ def test_small_selections_and_beams(make: type[BaselinePolicy]) -> None:
     ids = torch.randint(3, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
     with TieredCache(model, policy, store="memory", max_tokens=160) as cache:
         out: Any = model.generate(
-            input_ids=ids, past_key_values=cache, max_new_tokens=30, num_beams=3, do_sample=False,
-            pad_token_id=0, eos_token_id=None,
+            input_ids=ids, **cache_argument(model, cache), max_new_tokens=30, num_beams=3,
+            do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
     assert out.shape == (1, 120)
 

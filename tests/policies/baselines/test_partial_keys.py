@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.base import KeyIndex
+from penstock.models.cache_argument import cache_argument
 from penstock.policies.base import IndexRequest
 from penstock.policies.baselines.infinigen import InfiniGen, InfiniGenStar, InfiniGenStarReuse
 from penstock.policies.baselines.leoam import LeoAM
@@ -37,7 +38,7 @@ def prompts() -> dict[str, Tensor]:
 
 def generate(model: PreTrainedModel, cache: Any, **kwargs: Any) -> Any:
     return model.generate(
-        **prompts(), past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False,
+        **prompts(), **cache_argument(model, cache), max_new_tokens=NEW_TOKENS, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
         **kwargs,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.indexes.shadow_keys import ShadowKeyIndex
+from penstock.models.cache_argument import cache_argument
 from penstock.policies.base import IndexRequest
 from penstock.policies.baselines.shadowkv import ShadowKV
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -97,7 +98,7 @@ def prompts(batch: int) -> dict[str, Tensor]:
 
 def generate(model: PreTrainedModel, cache: Any, **changes: Any) -> Any:
     return model.generate(
-        **prompts(3), past_key_values=cache, max_new_tokens=ANSWER_TOKENS, do_sample=False,
+        **prompts(3), **cache_argument(model, cache), max_new_tokens=ANSWER_TOKENS, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
         **changes,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from penstock.bench.audit.tap import AttentionTap
 from penstock.core.errors import PromptError
 from penstock.generation.prompts import PromptBatch
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
@@ -37,7 +38,7 @@ def forward(model: CausalLM, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     decoder: Any = model
     with torch.no_grad():
         out = decoder(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+            ids, attention_mask=mask, position_ids=positions, **cache_argument(decoder, cache),
             use_cache=True, logits_to_keep=1,
         )  # fmt: skip
     return torch.log_softmax(out.logits[:, -1].float(), dim=-1).cpu()

@@ -17,6 +17,7 @@ from penstock.bench.clusters.read_watch import Reads, ReadWatch
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.generation.prompts import make_batch
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
 from penstock.models.plain_model import share_weights
 from penstock.policies import SelectionPolicy
@@ -157,8 +158,8 @@ class LiveRow:
         positions = torch.arange(first, end)[None]
         with torch.no_grad():
             out = self._model(
-                self._text.ids[:, first:end], past_key_values=self.cache, position_ids=positions,
-                use_cache=True, logits_to_keep=1,
+                self._text.ids[:, first:end], **cache_argument(self._model, self.cache),
+                position_ids=positions, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
         logits: torch.Tensor = out.logits[0, -1]
         return logits

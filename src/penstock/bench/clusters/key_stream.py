@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.core.errors import PromptError, UnsupportedModelError
 from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache
@@ -88,7 +89,7 @@ def record_keys(
     with torch.no_grad(), kept.watching(model):
         for start in range(0, len(ids), chunk):
             part = text[:, start : start + chunk]
-            out = decoder(part, past_key_values=cache, use_cache=True)
+            out = decoder(part, **cache_argument(decoder, cache), use_cache=True)
             said.append(out.logits[0].argmax(dim=-1).cpu())
             on_chunk(start + part.shape[1])
     kept.check()

@@ -31,6 +31,7 @@ from penstock.bench.result import Result
 from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import share_weights
 
@@ -137,7 +138,7 @@ def decode(
         text.prefill.put_into(cache)
         for at in range(cache.get_seq_length(), end - 1):
             out = model(
-                text.ids[:, at : at + 1], past_key_values=cache, use_cache=True,
+                text.ids[:, at : at + 1], **cache_argument(model, cache), use_cache=True,
                 position_ids=torch.tensor([[at]]),
             )  # fmt: skip
             logits = out.logits[0, -1].double().log_softmax(dim=-1)

@@ -12,6 +12,7 @@ from penstock.bench.tasks import GeneratedTasks, Words
 from penstock.bench.tasks.long_output import long_walk
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import encode, read_text_file
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
 from penstock.models.plain_model import plain_cache
 
@@ -88,7 +89,7 @@ def generated(
     ids, fed = list(prompt), torch.tensor([prompt])
     with torch.no_grad():
         for done in range(output_tokens):
-            out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(fed, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
             fed = out.logits[:, -1].argmax(dim=-1, keepdim=True)
             ids.append(int(fed))
             on_token(done + 1)

@@ -17,6 +17,7 @@ from penstock.bench.device_tier.step_timer import time_steps
 from penstock.bench.device_tier.streamed_index import lay_stream
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import plain_cache, vocabulary_size
 
 WARM_UP = 8
@@ -141,8 +142,8 @@ class DecodeRow:
     def _step(self) -> None:
         model: Any = self._bench.model
         out = model(
-            input_ids=self._token, past_key_values=self._cache, position_ids=self._position,
-            use_cache=True,
+            input_ids=self._token, **cache_argument(model, self._cache),
+            position_ids=self._position, use_cache=True,
         )  # fmt: skip
         chosen: Tensor = out.logits[:, -1:].argmax(-1)
         self._token = chosen % vocabulary_size(model)

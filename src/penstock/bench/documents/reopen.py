@@ -16,6 +16,7 @@ from penstock.generation.engine import LLM
 from penstock.generation.prompts import PromptBatch
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
 from penstock.storage.documents import size_bytes
 
@@ -164,7 +165,7 @@ def _fresh(case: Case, text: str, questions: list[str], params: SamplingParams) 
         for begin in range(0, len(ids), case.chunk):
             part = torch.tensor([ids[begin : begin + case.chunk]])
             with torch.no_grad():
-                forward(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                forward(part, **cache_argument(forward, cache), use_cache=True, logits_to_keep=1)
         prefilled = time.perf_counter()
         for each in asked:
             whole = [*ids, *each]

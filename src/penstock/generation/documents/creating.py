@@ -21,6 +21,7 @@ from penstock.generation.documents.settings import (
 from penstock.generation.documents.storing import OnBytes, document_shape, store_cache
 from penstock.generation.prompts import Prompt, make_batch
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.identity import require_same
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
@@ -108,6 +109,6 @@ def _prefill(
         size = chunk + 1 if len(tokens) - done == chunk + 1 else chunk
         part = torch.tensor([tokens[done : done + size]], device=model.device)
         with torch.no_grad():
-            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         done += part.shape[1]
         progress(done, len(tokens))

@@ -20,6 +20,7 @@ from penstock.generation.documents.contents import (
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.storing import OnBytes, store_groups
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import KVSwap
 from penstock.storage.documents import Damage, DocumentWriter
 
@@ -185,7 +186,10 @@ def _recompute(
             part = torch.tensor([opened.tokens[begin : min(begin + chunk, stop)]])
             with torch.no_grad():
                 model(
-                    part.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+                    part.to(model.device),
+                    **cache_argument(model, cache),
+                    use_cache=True,
+                    logits_to_keep=1,
                 )
             done += part.shape[1]
             progress(done, ranges.num_tokens)
