@@ -62,6 +62,7 @@ class DynaKV(BaselinePolicy):
 
     name: ClassVar[str] = "dynakv"
     per_head: ClassVar[bool] = True
+    can_keep_whole: ClassVar[bool] = False
 
     tokens_per_cluster: int | None = None
     """Tokens of an initial cluster on average; None: 16, or more where the budget is tight."""

@@ -51,6 +51,7 @@ class HillInfer(BaselinePolicy):
 
     name: ClassVar[str] = "hillinfer"
     shares_units: ClassVar[bool] = False
+    can_keep_whole: ClassVar[bool] = False
 
     alpha: float | None = None
     """Share of the context that a step selects; None: 0.2, or less where the budget is tight;

@@ -18,7 +18,7 @@ from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.indexes.semantic_units import SemanticUnitsIndex, UnitSizes
 from penstock.policies.base import IndexRequest, SelectionPolicy
 from penstock.policies.baselines.retrieval import SELECTED, AheadPolicy, IndexSize
-from penstock.policies.sizing import resident_plan
+from penstock.policies.sizing import resident_plan, whole_layers_apart, with_whole_layers
 
 CLUSTER_TOKENS = 16
 """Average size of a cluster, and of a page in the ablation (LouisKV, section 5.1 and D.3)."""
@@ -92,9 +92,6 @@ class LouisKV(AheadPolicy):
     """What stands for a unit in the ranking: "mean" is the paper's mean key; "mean+spread" has the
     keys' spread beside it, one number more, and ranks units by what their tokens are expected to
     be attended to (`kernels.unit_selection.unit_scores`)."""
-    full_layers: int = 0
-    """First layers whose whole cache stays in fast memory (2 in the paper); nothing is selected
-    there."""
     window_tokens: int = 256
     """The paper's W: newest tokens that are always attended to."""
     sink_tokens: int = 64
@@ -122,8 +119,6 @@ class LouisKV(AheadPolicy):
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{name}={value} is none of {', '.join(known)}")
-        if self.full_layers < 0:
-            raise ConfigError(f"full_layers={self.full_layers} must not be negative")
         cluster, block = self.cluster_tokens, self.block_tokens
         if cluster is not None and cluster < 1:
             raise ConfigError(f"cluster_tokens={cluster} must be at least 1")
@@ -148,11 +143,6 @@ class LouisKV(AheadPolicy):
                 f"boundaries={self.boundaries} is none of adaptive, every, stride:N (N steps)"
             )
         return int(steps)
-
-    @property
-    def whole_layers(self) -> int:
-        """See `SelectionPolicy.whole_layers`."""
-        return self.full_layers
 
     @property
     def _pages(self) -> bool:
@@ -230,14 +220,7 @@ class LouisKV(AheadPolicy):
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
-        tiered = request.shape.num_layers - self.full_layers
-        if tiered < 1:
-            raise ConfigError(
-                f"full_layers={self.full_layers} leaves none of {request.shape.num_layers} layers "
-                "to retrieve for; the policy full keeps all"
-            )
-        rest = replace(request, shape=request.shape.of_layers(tiered))
-        whole = resident_plan(replace(request, shape=request.shape.of_layers(self.full_layers)))
+        rest, whole = whole_layers_apart(request, self.full_layers)
         limit, choices = request.limit_bytes, self._ranked_choices(rest)
         if limit is None:
             # As many clusters as ever, but no more memory than all of the cache would take.
@@ -246,14 +229,12 @@ class LouisKV(AheadPolicy):
         found: list[tuple[SelectionPolicy, SlotPlan]] = []
         for selected, policy, size in choices:
             # The selection that is reused: numbers and whether they count, old and new.
-            kept = 0 if request.device_tier else 18 * request.batch * selected * tiered
+            kept = (
+                0 if request.device_tier else 18 * request.batch * selected * rest.shape.num_layers
+            )
             with_kept = IndexSize(size.held_bytes, size.scratch_bytes + kept)
             plan = self._build(rest, with_kept, selected, selected, shared=False)
-            if self.full_layers:
-                plan = replace(
-                    plan, pool_bytes=plan.pool_bytes + whole.pool_bytes,
-                    fixed_bytes=plan.fixed_bytes + whole.fixed_bytes,
-                )  # fmt: skip
+            plan = with_whole_layers(plan, whole)
             if plan.total_bytes <= limit:
                 return policy, plan
             found.append((policy, plan))

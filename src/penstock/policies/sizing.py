@@ -1,7 +1,9 @@
 """How policies divide a budget: the parts that every plan has."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.indexes.device_tier.base import StepClock
 from penstock.indexes.device_tier.scored_units import ScoredUnits
@@ -55,6 +57,41 @@ def resident_plan(request: SizingRequest) -> SlotPlan:
         selected_groups=0, sink_slots=0, ring_slots=0, shared_pools=False, compact=False,
         index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
         pool_bytes=size,
+    )  # fmt: skip
+
+
+def whole_layers_apart(
+    request: SizingRequest, full_layers: int
+) -> tuple[SizingRequest, SlotPlan | None]:
+    """The layers that retrieve, with the budget that the whole ones leave them, and the plan of the
+    whole ones (None where there are none); `with_whole_layers` puts the two together.
+
+    Raises:
+        ConfigError: nothing is left to retrieve for.
+    """
+    if not full_layers:
+        return request, None
+    layers, limit = request.shape.num_layers, request.limit_bytes
+    if full_layers >= layers:
+        raise ConfigError(
+            f"full_layers={full_layers} leaves none of {layers} layers to retrieve for; the policy "
+            "full keeps all"
+        )
+    whole = resident_plan(replace(request, shape=request.shape.of_layers(full_layers)))
+    rest = replace(
+        request, shape=request.shape.of_layers(layers - full_layers),
+        limit_bytes=None if limit is None else limit - whole.total_bytes,
+    )  # fmt: skip
+    return rest, whole
+
+
+def with_whole_layers(plan: SlotPlan, whole: SlotPlan | None) -> SlotPlan:
+    """The plan of the layers that retrieve, and of those beside them that stay whole."""
+    if whole is None:
+        return plan
+    return replace(
+        plan, pool_bytes=plan.pool_bytes + whole.pool_bytes,
+        fixed_bytes=plan.fixed_bytes + whole.fixed_bytes,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class ArkVale(AheadPolicy):
     is the oldest (FIFO) among those not selected, not the one with the lowest importance; only a
     step's selection is recalled, so memory for pages beyond it (`reuse_tokens`) holds what earlier
     steps recalled; every KV head has its own pages, and query heads that share one add their
-    estimates; its first layers are not exempt.
+    estimates; its first layers are exempt with `full_layers` only.
     """
 
     name: ClassVar[str] = "arkvale"

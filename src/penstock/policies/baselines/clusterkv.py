@@ -31,7 +31,7 @@ class ClusterKV(BaselinePolicy):
     at the prompt's rate, 4 for 320 (the original's benchmark makes 8 of them). Generated tokens
     that are not clustered yet and have left the window belong to the nearest cluster; the original
     attends to all of them. Query heads that share a KV head add their logits. Its first two layers
-    are not exempt.
+    are exempt with `full_layers=2` only.
     """
 
     name: ClassVar[str] = "clusterkv"

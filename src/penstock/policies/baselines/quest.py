@@ -20,7 +20,8 @@ class Quest(AheadPolicy):
 
     Differences: the original keeps all of KV in device memory and saves only its reading; here
     pages lie in the store and missing ones are fetched, with FIFO reuse of slots. Query heads that
-    share a KV head add their bounds (the original is for MHA). Its first two layers are not exempt.
+    share a KV head add their bounds (the original is for MHA). Its first two layers are exempt with
+    `full_layers=2` only.
     """
 
     name: ClassVar[str] = "quest"

@@ -8,7 +8,13 @@ from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.policies.base import SelectionPolicy, ceil_div
-from penstock.policies.sizing import largest_plan, make_plan, resident_plan
+from penstock.policies.sizing import (
+    largest_plan,
+    make_plan,
+    resident_plan,
+    whole_layers_apart,
+    with_whole_layers,
+)
 
 SELECTED_TOKENS = 400
 """Tokens that a step selects: the same for every method (KVSwap, section 6 and Tab. 1)."""
@@ -46,7 +52,12 @@ class BaselinePolicy(SelectionPolicy):
     """Newest tokens that are always attended to, beyond the unfinished unit."""
     sink_tokens: int = 4
     """First tokens of the sequence that are always attended to."""
+    full_layers: int = 0
+    """First layers whose whole cache stays in fast memory, where nothing is selected: 2 in Quest
+    and in LouisKV's comparison of all methods (its section 5.1)."""
 
+    can_keep_whole: ClassVar[bool] = True
+    """False for methods whose layers share what cannot leave one of them out."""
     choices: ClassVar[tuple[Choice, ...]] = (SELECTED,)
 
     def __post_init__(self) -> None:
@@ -59,6 +70,15 @@ class BaselinePolicy(SelectionPolicy):
             )
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
+        if self.full_layers < 0:
+            raise ConfigError(f"full_layers={self.full_layers} must not be negative")
+        if self.full_layers and not self.can_keep_whole:
+            raise ConfigError(f"full_layers={self.full_layers}: {self.name} keeps no layer whole")
+
+    @property
+    def whole_layers(self) -> int:
+        """See `SelectionPolicy.whole_layers`."""
+        return self.full_layers
 
     @property
     def repeats_another(self) -> bool:
@@ -77,15 +97,17 @@ class BaselinePolicy(SelectionPolicy):
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
+        rest, whole = whole_layers_apart(request, self.full_layers)
         smallest: list[int] = []
-        sizes = self.index_sizes(request)
-        for selected in self._selections(request):
+        sizes = self.index_sizes(rest)
+        for selected in self._selections(rest):
             for shared in self._sharing:
                 for policy, size in sizes:
-                    plan = self._build(request, size, selected, selected, shared=shared)
-                    if request.limit_bytes is None or plan.total_bytes <= request.limit_bytes:
-                        return policy, self._grow(request, size, selected, shared=shared)
-                    smallest.append(plan.total_bytes)
+                    plan = self._build(rest, size, selected, selected, shared=shared)
+                    if rest.limit_bytes is None or plan.total_bytes <= rest.limit_bytes:
+                        plan = self._grow(rest, size, selected, shared=shared)
+                        return policy, with_whole_layers(plan, whole)
+                    smallest.append(with_whole_layers(plan, whole).total_bytes)
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
 
