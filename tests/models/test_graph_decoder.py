@@ -23,6 +23,8 @@ POLICIES: dict[str, SelectionPolicy] = {
     "arkvale": ArkVale(group_tokens=8, **BUDGET),
     "kvswap": KVSwap(**BUDGET),
     "louiskv-ahead": LouisKV(tau=0.9, cluster_tokens=8, predict=True, **BUDGET),
+    "louiskv-whole": LouisKV(tau=0.9, cluster_tokens=8, full_layers=1, **BUDGET),
+    "quest-whole": Quest(group_tokens=8, full_layers=2, **BUDGET),
     "arkvale-ahead": ArkVale(group_tokens=8, predict=True, **BUDGET),
 }
 

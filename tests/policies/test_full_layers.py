@@ -4,16 +4,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.kernels.reference import attention_reference
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.policies import POLICIES
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.baselines.retrieval import BaselinePolicy
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.device_tier.device_steps import make_ready
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
+from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 KEEP = sorted(
     name for name, policy in POLICIES.items()
@@ -84,23 +89,14 @@ def test_the_first_layers_can_stay_whole(name: str) -> None:
             runtime.close()
 
 
-@pytest.mark.parametrize("name", ["louiskv", "quest", "arkvale"])
-def test_on_the_device_tier(name: str) -> None:
-    runtime = make_runtime(make_policy(name, 1), 2, store="host", device_tier=True)
-    try:
-        life = Life(runtime, 2)
-        for count in (60, 1, 1, 1):
-            first, second = life.take(count)
-        assert first < 1e-5
-        assert second > 1e-3
-    finally:
-        runtime.close()
-
-
-@pytest.mark.parametrize("name", ["louiskv", "quest", "raas"])
-def test_whole_layers_share_the_life_of_the_others(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [("louiskv", "memory"), ("quest", "memory"), ("raas", "memory"), ("louiskv", "host"),
+     ("quest", "host"), ("arkvale", "host")],
+)  # fmt: skip
+def test_whole_layers_share_the_life_of_the_others(name: str, store: str) -> None:
     """Steps, a reorder, a larger batch, a crop and a reset: the whole layer stays exact."""
-    runtime = make_runtime(make_policy(name, 1), 2)
+    runtime = make_runtime(make_policy(name, 1), 2, store=store, device_tier=store == "host")
     life = Life(runtime, 2)
 
     def step() -> None:
@@ -126,6 +122,42 @@ def test_whole_layers_share_the_life_of_the_others(name: str) -> None:
         step()
     finally:
         runtime.close()
+
+
+def test_steps_beside_whole_layers_can_be_recorded() -> None:
+    """On the device tier; a cache that is whole by itself, or on a disk, has no such steps."""
+    for store, recordable in (("host", True), ("memory", False)):
+        runtime = make_runtime(make_policy("quest", 1), 1, store=store, device_tier=recordable)
+        try:
+            Life(runtime, 1).take(60)
+            assert make_ready(runtime.layers) == recordable
+        finally:
+            runtime.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "opt"])
+@pytest.mark.parametrize("name", ["louiskv", "quest"])
+def test_padded_rows_of_real_models_on_the_device_tier(family: str, name: str) -> None:
+    """At a full budget the answer is that of full attention, sinks of logits included."""
+    model: Any = tiny_model(family)
+    ids = torch.randint(3, VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    ids[1, :25], mask[1, :25] = 0, 0
+    everything: dict[str, Any] = {"selected_tokens": 10**6, "window_tokens": 8, "full_layers": 1}
+    policy = POLICIES[name](**everything)
+    told = []
+    with TieredCache(model, policy, store="host", max_tokens=160, batch_size=2) as cache:
+        assert cache._config.device_tier
+        for held in (cache, DynamicCache(config=model.config)):
+            out = model.generate(
+                ids, attention_mask=mask, **cache_argument(model, held), max_new_tokens=40,
+                do_sample=False, pad_token_id=0, eos_token_id=None, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            told.append((out.sequences, torch.stack(out.logits)))
+    (mine, logits), (expected, plain) = told
+    assert torch.equal(mine, expected)
+    assert (logits - plain).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("name", KEEP)

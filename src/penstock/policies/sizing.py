@@ -78,6 +78,8 @@ def whole_layers_apart(
             "full keeps all"
         )
     whole = resident_plan(replace(request, shape=request.shape.of_layers(full_layers)))
+    if request.device_tier:  # a mask for each of them
+        whole = replace(whole, fixed_bytes=full_layers * whole.fixed_bytes)
     rest = replace(
         request, shape=request.shape.of_layers(layers - full_layers),
         limit_bytes=None if limit is None else limit - whole.total_bytes,

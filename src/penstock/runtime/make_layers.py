@@ -18,6 +18,7 @@ from penstock.runtime.cluster_layer import ClusterBuffers, ClusterLayer
 from penstock.runtime.cluster_layout import ClusterLayout
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.device_tier.device_layer import DeviceLayer, DeviceSetup
+from penstock.runtime.device_tier.whole_layer import WholeLayer
 from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.layer_cache import LayerCache, LayerSetup
 from penstock.runtime.layer_representatives import LayerRepresentatives
@@ -86,7 +87,8 @@ def device_layers(
         shape=shape, plan=plan, device=config.device, clock=clock,
         workspace=Workspace(plan, shape, config.device),
     )  # fmt: skip
-    layers = resident_layers(whole, shape, plan, config.max_tokens, config.device)
+    size = (plan.batch, config.max_tokens, clock)
+    layers: list[AnyLayer] = [WholeLayer(i, shape, *size) for i in range(whole)]
     for i in range(whole, config.shape.num_layers):
         index = None
         if policy.retrieves and not config.exact:

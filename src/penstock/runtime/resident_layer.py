@@ -17,9 +17,15 @@ class ResidentLayer:
     ) -> None:
         self.layer_idx = layer_idx
         self.length = 0
+        self._keys, self._values = self._allocate(shape, batch, max_tokens, device)
+
+    def _allocate(
+        self, shape: KVShape, batch: int, max_tokens: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Room for keys and values; both [batch, kv_heads, max_tokens, head_dim]."""
         size = (batch, shape.num_kv_heads, max_tokens, shape.head_dim)
-        self._keys = torch.empty(size, dtype=shape.dtype, device=device)
-        self._values = torch.empty(size, dtype=shape.dtype, device=device)
+        keys = torch.empty(size, dtype=shape.dtype, device=device)
+        return keys, torch.empty_like(keys)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Take the new tokens in and attend to everything.

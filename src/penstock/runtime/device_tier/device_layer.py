@@ -11,9 +11,8 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
 from penstock.indexes.device_tier.base import DeviceIndex, StepClock, Wanted
 from penstock.kernels.device.append import append_token, store_tokens
-from penstock.kernels.device.attention import pool_attention
 from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
-from penstock.kernels.reference import NEGATIVE_INFINITY, add_attention_sink
+from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.runtime.attended import Observer
 from penstock.runtime.attention_call import (
     AttentionCall,
@@ -21,6 +20,7 @@ from penstock.runtime.attention_call import (
     additive_mask,
     first_visible,
 )
+from penstock.runtime.device_tier.attend_pool import attend_pool
 from penstock.runtime.device_tier.host_memory import HostMemory
 from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.prompt_fit import PromptFit, sample_groups
@@ -206,20 +206,10 @@ class DeviceLayer:
         else:
             unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
         index.put(unit_keys, clock)
-        pool = self.pool
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
-        if call.softcap is not None:
-            total = AttentionSum(call)
-            total.add(pool.keys, pool.values, pool.mask)
-            return total.result()
-        if call.sink_logits is None:
-            out = pool_attention(query, pool.tokens, pool.mask, call.scaling)
-            return out.unsqueeze(1)
-        out, lse = pool_attention(query, pool.tokens, pool.mask, call.scaling, with_lse=True)
-        out, _ = add_attention_sink(out.unsqueeze(2).float(), lse.unsqueeze(2), call.sink_logits)
-        return out.to(call.query.dtype).transpose(1, 2)
+        return attend_pool(call, self.pool.tokens, self.pool.mask)
 
     def _attended(self) -> Tensor:
         """True for each token that this step sees. bool [rows, length]"""

@@ -13,7 +13,7 @@ from penstock.core.stats import PhaseStats
 from penstock.indexes.device_tier.base import SETTLE_STEPS, StepClock
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.device_tier.device_layer import DeviceLayer
-from penstock.runtime.resident_layer import ResidentLayer
+from penstock.runtime.device_tier.whole_layer import WholeLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 
 
@@ -106,8 +106,8 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 def make_ready(layers: Sequence[object]) -> bool:
     """Whether every layer's next decode step is one that a CUDA graph may hold."""
     tiered = [layer for layer in layers if isinstance(layer, DeviceLayer)]
-    whole = any(isinstance(layer, ResidentLayer) for layer in layers)
-    return bool(tiered) and not whole and all(layer.prepare_step() for layer in tiered)
+    others = [layer for layer in layers if not isinstance(layer, DeviceLayer | WholeLayer)]
+    return bool(tiered) and not others and all(layer.prepare_step() for layer in tiered)
 
 
 def can_begin_fetch(layer: object, policy: SelectionPolicy) -> bool:
