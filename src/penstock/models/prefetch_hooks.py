@@ -44,7 +44,7 @@ def predictor_bytes(
     layers = decoder_layers(model)
     predicted = [
         layers[layer] for tier, layer in enumerate(shape.tiered_layers)
-        if tier not in but and can_predict(shape, layer)
+        if tier >= policy.whole_layers and tier not in but and can_predict(shape, layer)
     ]  # fmt: skip
     return copied_bytes(predicted)
 

@@ -33,17 +33,19 @@ def _attend(
     if WIDEN:
         query = query.to(tl.float32)
 
-    tokens_ptr += row * tokens_row + kv_head * DIM + dim[None, :]
+    first = split.to(tl.int64) * (SPLIT_BLOCKS * BLOCK)  # 2**31 numbers are a million tokens
+    tokens_ptr += row * tokens_row + first * (2 * KV_HEADS * DIM) + kv_head * DIM + dim[None, :]
+    mask_ptr += row * mask_row + first
     best = tl.full((HEADS_WIDE,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS_WIDE,), tl.float32)
     part = tl.zeros((HEADS_WIDE, DIM_WIDE), tl.float32)
     for block in range(SPLIT_BLOCKS):
-        place = (split * SPLIT_BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        held = place < places
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        held = place < places - first
         loaded = held[:, None] & (dim < DIM)[None, :]
         there = tokens_ptr + place[:, None] * (2 * KV_HEADS * DIM)
         key = tl.load(there, mask=loaded, other=0.0)
-        shown = tl.load(mask_ptr + row * mask_row + place, mask=held, other=-float("inf"))
+        shown = tl.load(mask_ptr + place, mask=held, other=-float("inf"))
         value = tl.load(there + KV_HEADS * DIM, mask=loaded, other=0.0)
         # What nobody sees may be anything in memory: not-a-number times zero is not zero.
         visible = shown.to(tl.float32) > -float("inf")
