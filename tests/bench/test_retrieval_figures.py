@@ -193,7 +193,7 @@ def test_report_draws_an_ablation_that_counts(tmp_path: Path) -> None:
     assert has_retrievals(result)
     result.save(tmp_path / "louis.json")
     names = draw_all([tmp_path / "louis.json"], tmp_path)
-    assert names == ["louis-retrievals", "louis-units", "louis-segments"]
+    assert names == ["louis-retrievals", "louis-units", "louis-segments", "louis-budgets"]
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in names)
 
 

@@ -43,6 +43,7 @@ from penstock.bench.figures.setting import draw_setting
 from penstock.bench.figures.statistics import draw_statistics
 from penstock.bench.figures.style import STYLE, save
 from penstock.bench.figures.throughput import draw_throughput
+from penstock.bench.figures.token_budgets import draw_token_budgets, has_token_budgets
 from penstock.bench.figures.tuning_prediction import draw_predictions
 from penstock.bench.figures.tuning_quality import draw_tuning_quality, has_quality
 from penstock.bench.result import Result
@@ -106,12 +107,15 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
     if result.kind == "tuning.sweep":
         more = {name: draw_tuning_quality} if has_quality(result) else {}
         return {**more, f"{name}-predicted": draw_predictions}
-    if has_retrievals(result) and _is_ablation(result):
+    if _is_ablation(result):
+        budgets = {f"{name}-budgets": draw_token_budgets} if has_token_budgets(result) else {}
+        if not has_retrievals(result):
+            return {**budgets}
         return {
             f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,
-            f"{name}-segments": draw_segments,
+            f"{name}-segments": draw_segments, **budgets,
         }  # fmt: skip
-    if result.kind != "accuracy" or _is_ablation(result):
+    if result.kind != "accuracy":
         return {}
     front = {f"{name}-pareto": draw_pareto} if has_front(result) else {}
     if compares_methods(result):
@@ -130,10 +134,10 @@ def _is_ablation(result: Result) -> bool:
 
 
 def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
-    """Draw what the files have, ablations excepted, named after them; returns the figures' names.
+    """Draw what the files have, named after them; returns the figures' names.
 
     Raises:
-        ConfigError: a file is not a result, or has nothing to draw.
+        ConfigError: a file is not a result.
     """
     names = []
     over_budget: dict[str, list[Result]] = {}
@@ -177,6 +181,9 @@ def run(arguments: Sequence[str]) -> list[str]:
     names = draw_all(paths, args.folder)
     for name in names:
         print(f"{args.folder / name}.svg and .png")
+    if not names:
+        print("these results have no figure: a table says it better (the command that made one "
+              "prints it)")  # fmt: skip
     return names
 
 
