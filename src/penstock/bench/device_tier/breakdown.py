@@ -101,7 +101,7 @@ def time_parts(
 @contextmanager
 def _watched(layers: Sequence[DeviceLayer], timer: PartTimer) -> Iterator[None]:
     """Put the timer between the calls of the layers' steps."""
-    calls = {"gather_units": GATHER, "pool_attention": ATTENTION}
+    calls = {"gather_units": GATHER, "attend_pool": ATTENTION}
     module = vars(device_layer)
     found = {name: module[name] for name in calls}
     for name, part in calls.items():
