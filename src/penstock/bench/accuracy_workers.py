@@ -11,6 +11,7 @@ import torch
 from penstock.bench.accuracy_cells import Cell
 from penstock.bench.accuracy_jobs import Examination, Examiner, Job
 from penstock.core.errors import PenstockError
+from penstock.core.parent_watch import end_with_parent
 
 _LOOK_S = 2.0
 """How often to see whether the workers are alive."""
@@ -102,6 +103,7 @@ def _next(news: Any, processes: Sequence[Any]) -> tuple[str, Job, Any, list[Job]
 
 def _work(examination: Examination, threads: int, jobs: Any, news: Any) -> None:
     """A worker's life: the first job of a chain, and word of the rest."""
+    end_with_parent()
     try:
         torch.set_num_threads(threads)
         examiner = Examiner(examination)
