@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.figures.result_lengths import by_length
-from penstock.bench.intervals import Estimate, bootstrap_mean
+from penstock.bench.intervals import Estimate, mean_percent
 from penstock.bench.result import Result
 from penstock.bench.retrieval_counts import retrieving_share
 from penstock.policies.base import SelectionPolicy
@@ -151,19 +151,15 @@ def _panel(
         # Every task counts alike, as in the mean score.
         share = float(np.mean([1.0 if share is None else share for share in shares]))
         points.append(Point(
-            policy=policies[text], share=share, score=_percent([cell["scores"] for cell in mine]),
+            policy=policies[text], share=share,
+            score=mean_percent([cell["scores"] for cell in mine]),
             by_task={cell["task"]: 100 * float(np.mean(cell["scores"])) for cell in mine},
         ))  # fmt: skip
     full = None
     if REFERENCE in answered:
-        full = _percent([at[REFERENCE, task]["scores"] for task in tasks]).value
+        full = mean_percent([at[REFERENCE, task]["scores"] for task in tasks]).value
     fewest = min(len(at[text, task]["scores"]) for text in answered for task in tasks)
     return Panel(
         tokens=tokens, budget=budget, tasks=tuple(tasks), samples=fewest, full=full,
         points=tuple(points),
     )  # fmt: skip
-
-
-def _percent(scores: Sequence[Sequence[float]]) -> Estimate:
-    found = bootstrap_mean(*scores, resamples=2000)
-    return Estimate(100 * found.value, 100 * found.low, 100 * found.high)

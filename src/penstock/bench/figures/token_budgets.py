@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from penstock.bench.figures.result_lengths import by_length
 from penstock.bench.figures.style import GRID, INK, SERIES, model_of, short_tokens
-from penstock.bench.intervals import Estimate, bootstrap_mean
+from penstock.bench.intervals import Estimate, mean_percent
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
@@ -151,10 +151,10 @@ def _panel_of(result: Result) -> _Panel:
         variant, budget = _read(text)
         if budget is not None:
             points = series.setdefault(variant, {})
-            points[budget] = _percent([at[text, task] for task in tasks])
+            points[budget] = mean_percent([at[text, task] for task in tasks])
     full = None
     if tasks and all((_REFERENCE, task) in at for task in tasks):
-        full = _percent([at[_REFERENCE, task] for task in tasks]).value
+        full = mean_percent([at[_REFERENCE, task] for task in tasks]).value
     return _Panel(
         tokens=int(result.settings["tokens"]) if series else 0, tasks=len(tasks),
         samples=min((len(at[key]) for key in product(texts, tasks)), default=0), full=full,
@@ -169,8 +169,3 @@ def _read(text: str) -> tuple[Variant, int | None]:
     budgets = [option for option in options if option.startswith(f"{_BUDGET}=")]
     others = tuple(sorted(option for option in options if option not in budgets))
     return (head, others), int(budgets[0].partition("=")[2]) if budgets else None
-
-
-def _percent(scores: Sequence[Sequence[float]]) -> Estimate:
-    found = bootstrap_mean(*scores, resamples=2000)
-    return Estimate(100 * found.value, 100 * found.low, 100 * found.high)
