@@ -10,6 +10,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
+    CodeGenConfig,
     DeepseekV3Config,
     FalconConfig,
     Gemma3nTextConfig,
@@ -21,9 +22,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from penstock import TieredCache
+from penstock import KVSwap, TieredCache
 from penstock.core.errors import UnsupportedModelError
+from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
+from penstock.policies import Quest
 from penstock.testing.tiny_models import POSITIONS, tiny_model
 
 SIZES: dict[str, Any] = {
@@ -95,6 +98,34 @@ def test_refusals_say_why(name: str) -> None:
     assert type(model).__name__ in str(caught.value)
     assert model.config._attn_implementation == before
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_codegen_is_exact_or_refused() -> None:
+    """It goes through the attention interface since transformers 5.24."""
+    torch.manual_seed(0)
+    config = CodeGenConfig(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=256, rotary_dim=4,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    if not model._can_set_attn_implementation():
+        with pytest.raises(UnsupportedModelError, match="attention interface"):
+            inspect_model(model)
+        return
+    ids = torch.randint(3, 64, (1, 120))
+    asked: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False,
+        "pad_token_id": 0, "eos_token_id": None,
+    }  # fmt: skip
+    expected = model.generate(ids, **asked)
+    everything: dict[str, Any] = {"selected_tokens": 200, "window_tokens": 8}
+    for policy, exact in ((KVSwap(), True), (Quest(**everything), False)):
+        with TieredCache(
+            model, policy, store="memory", max_tokens=160, exact=exact, must_tier=True
+        ) as cache:
+            found = model.generate(ids, **cache_argument(model, cache), **asked)
+            assert cache.stats.decode.tokens == 19
+        assert torch.equal(found, expected)
 
 
 def test_t5() -> None:

@@ -108,13 +108,14 @@ def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure
         more = {name: draw_tuning_quality} if has_quality(result) else {}
         return {**more, f"{name}-predicted": draw_predictions}
     if _is_ablation(result):
-        budgets = {f"{name}-budgets": draw_token_budgets} if has_token_budgets(result) else {}
-        if not has_retrievals(result):
-            return {**budgets}
-        return {
-            f"{name}-retrievals": draw_retrievals, f"{name}-units": draw_units,
-            f"{name}-segments": draw_segments, **budgets,
-        }  # fmt: skip
+        figures: dict[str, Callable[[Result], Figure]] = {}
+        if has_retrievals(result):
+            figures[f"{name}-retrievals"] = draw_retrievals
+            figures[f"{name}-units"] = draw_units
+            figures[f"{name}-segments"] = draw_segments
+        if has_token_budgets(result):
+            figures[f"{name}-budgets"] = draw_token_budgets
+        return figures
     if result.kind != "accuracy":
         return {}
     front = {f"{name}-pareto": draw_pareto} if has_front(result) else {}
