@@ -11,6 +11,9 @@ from penstock.indexes.base import KeyIndex
 
 COPY_TOKENS = 4096
 """Tokens copied at a time when rows change places."""
+_AT_ONCE = {True: 1 << 17, False: 1 << 22}
+"""Components that are made float32 at a time for a score; on a CPU, or on a device that has a
+launch to pay for each time."""
 
 
 class ProjectedKeysIndex(KeyIndex):
@@ -22,6 +25,10 @@ class ProjectedKeysIndex(KeyIndex):
     Codes are of keys less the sample's mean: q P (mean P)^T is the same for every token of a head,
     so that no ranking changes, and what is rounded to 16 bits is smaller. They are allocated by
     `fit`, when the runtime has given the prompt's queries back.
+
+    Codes are kept in 16 bits; products and sums are float32. Sums of 16 bits are the same number
+    for tokens whose logits are not (2,200 numbers for 32K tokens), and which of those is taken a
+    device decides as it likes.
     """
 
     def __init__(
@@ -54,9 +61,13 @@ class ProjectedKeysIndex(KeyIndex):
         return batch * (codes + shape.head_dim * width * shape.dtype.itemsize + 4 * width)
 
     @classmethod
-    def scratch_bytes(cls, shape: KVShape, *, batch: int, max_tokens: int) -> int:
+    def scratch_bytes(
+        cls, shape: KVShape, *, batch: int, max_tokens: int, dims: int, on_cpu: bool
+    ) -> int:
         """Temporaries of one call of `score`, or of `fit` where that is more."""
-        score = batch * max_tokens * (4 + cls._code_dtype(shape).itemsize)
+        width = shape.num_kv_heads * dims
+        part = min(max_tokens, _part_tokens(batch * width, on_cpu=on_cpu))
+        score = 4 * batch * (2 * max_tokens + part * width)
         return max(score, 24 * batch * shape.num_kv_heads * shape.head_dim**2)
 
     # Basis ------------------------------------------------------------------------------------
@@ -124,11 +135,23 @@ class ProjectedKeysIndex(KeyIndex):
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         together = grouped.float().sum(dim=2, keepdim=True)
         low = torch.matmul(together, self._basis.float()).flatten(1).unsqueeze(2)
-        codes = self._codes[:, : num_units * group_tokens]
-        logits = torch.matmul(codes, low.to(codes.dtype)).squeeze(2)
+        logits = self._products(low, num_units * group_tokens)
         if group_tokens > 1:
             logits = logits.view(len(logits), num_units, group_tokens).amax(dim=2)
-        return logits.float()
+        return logits
+
+    def _products(self, low: Tensor, num_tokens: int) -> Tensor:
+        """Codes times a vector of each row, [rows, width, 1]. float32 [rows, num_tokens]"""
+        rows, width, _ = low.shape
+        part = _part_tokens(rows * width, on_cpu=low.device.type == "cpu")
+        wide = torch.empty(rows, min(part, num_tokens), width, device=low.device)
+        logits = torch.empty(rows, num_tokens, 1, device=low.device)
+        for start in range(0, num_tokens, part):
+            codes = self._codes[:, start : min(start + part, num_tokens)]
+            size = codes.shape[1]
+            wide[:, :size] = codes
+            logits[:, start : start + size] = torch.matmul(wide[:, :size], low)
+        return logits.squeeze(2)
 
 
 class PrincipalKeysIndex(ProjectedKeysIndex):
@@ -187,6 +210,10 @@ class SkewedKeysIndex(ProjectedKeysIndex):
         magnitude = magnitude + torch.matmul(sample, rotation).abs().mean(dim=2)
         columns = magnitude.topk(self._dims, dim=2).indices
         return rotation.gather(3, columns.unsqueeze(2).expand(-1, -1, rotation.shape[2], -1))
+
+
+def _part_tokens(token_components: int, *, on_cpu: bool) -> int:
+    return max(1, _AT_ONCE[on_cpu] // token_components)
 
 
 def _eigenvectors(gram: Tensor) -> Tensor:

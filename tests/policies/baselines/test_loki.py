@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.core.shape import KVShape
+from penstock.indexes import principal_keys
 from penstock.indexes.principal_keys import PrincipalKeysIndex
 
 SHAPE = KVShape(
@@ -49,3 +50,28 @@ def test_a_group_is_as_good_as_its_best_token() -> None:
     # The sample's mean is (0, 0).
     scores = index.score(torch.tensor([[[1.0, 1.0]]]), 2)
     assert torch.allclose(scores, torch.tensor([[1.0, 6.0]]), atol=0.04)
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * 2 * 8, 1 << 17])
+def test_scores_are_sums_in_float32(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of any size; tokens whose sums are one number in 16 bits are told apart."""
+    monkeypatch.setattr(principal_keys, "_AT_ONCE", {True: at_once, False: at_once})
+    shape = KVShape(
+        num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32
+    )
+    index = PrincipalKeysIndex(
+        shape, batch=3, max_tokens=700, group_tokens=1, dims=4, device=torch.device("cpu")
+    )
+    random = torch.Generator().manual_seed(1)
+    keys = torch.randn(3, 700, 2, 8, generator=random)
+    index.fit(keys, torch.arange(700))
+    index.append(keys, 0)
+    query = torch.randn(3, 4, 8, generator=random)
+    together = query.view(3, 2, 2, 8).double().sum(dim=2, keepdim=True)
+    assert index._basis is not None
+    low = (together @ index._basis.double()).flatten(1).unsqueeze(2)
+    expected = (index._codes.double() @ low).squeeze(2)
+    scores = index.score(query, 613)
+    torch.testing.assert_close(scores.double(), expected[:, :613], rtol=1e-5, atol=1e-5)
+    assert all(len(row.unique()) == 613 for row in scores)
+    assert all(len(row.bfloat16().unique()) < 500 for row in scores)

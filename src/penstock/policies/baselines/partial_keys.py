@@ -51,14 +51,15 @@ class PartialKeysPolicy(BaselinePolicy):
         """See `BaselinePolicy.index_sizes`: components of a key, half of them first."""
         shape, batch = request.shape, request.batch
         tokens = ceil_div(request.max_tokens, self.group_tokens) * self.group_tokens
-        scratch = ProjectedKeysIndex.scratch_bytes(shape, batch=batch, max_tokens=tokens)
         half = max(1, shape.head_dim // 2)
         counts = [half, *(d for d in range(half - 1, 0, -1) if d % 2 == 0 or d < 4)]
         if self.key_ratio is not None:
             counts = [self._dims(shape.head_dim)]
         sizes: list[tuple[SelectionPolicy, IndexSize]] = []
         for dims in counts:
-            held = ProjectedKeysIndex.num_bytes(shape, batch=batch, max_tokens=tokens, dims=dims)
+            size = {"batch": batch, "max_tokens": tokens, "dims": dims}
+            held = ProjectedKeysIndex.num_bytes(shape, **size)
+            scratch = ProjectedKeysIndex.scratch_bytes(shape, **size, on_cpu=request.device_is_cpu)
             policy = replace(self, key_ratio=dims / shape.head_dim)
             sizes.append((policy, IndexSize(held, scratch)))
         return sizes
