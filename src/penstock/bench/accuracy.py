@@ -182,6 +182,9 @@ class Benchmark:
                 keep()
                 kept = time.perf_counter()
 
+        def tell(job: Job, what: str) -> None:
+            progress.say(f"{job.title}: {what}")
+
         def done(job: Job) -> None:
             keep()
 
@@ -193,10 +196,10 @@ class Benchmark:
             return False
 
         if self._examiner is not None:
-            run_here(chains, self._examiner, take, done, going_on)
+            run_here(chains, self._examiner, take, done, going_on, tell)
         else:
             # The last tasks have the longest answers: they must not be begun last.
-            run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on)
+            run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on, tell)
 
     def _jobs(self, length: int, task: str) -> list[Job]:
         args = self._args

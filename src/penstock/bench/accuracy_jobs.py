@@ -1,6 +1,7 @@
 """Jobs of the accuracy benchmark: a batch of one task's samples, asked under every setting left."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.bench.accuracy_cells import Cell
@@ -10,6 +11,9 @@ from penstock.bench.tasks import FileTasks, GeneratedTasks, TaskSource
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
+
+_TELL_S = 5.0
+"""How often it is told how far the prompts are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +94,13 @@ class Examiner:
         """Names of those that are asked if none is named."""
         return self._source.default_names
 
-    def do(self, job: Job) -> Iterator[Cell]:
+    def do(self, job: Job, tell: Callable[[str], None] = lambda _: None) -> Iterator[Cell]:
         """Ask a job's samples: one cell for each setting, as soon as it has answered.
 
         Nothing comes where a file has no such samples.
+
+        Args:
+            tell: gets what is going on before the first cell is there.
         """
         how = self._how
         samples = self._source.draw(
@@ -103,8 +110,10 @@ class Examiner:
             return
         question = ask(self._loaded, samples)
         shared = None
+        tell("the prompts are being read")
         if not how.own_prefill:
-            shared = SharedPrefill(self._loaded.model, question, how.chunk)
+            told = _now_and_then(tell, question.batch.padded_tokens)
+            shared = SharedPrefill(self._loaded.model, question, how.chunk, told)
         for setting in _in_words(job.settings):
             cell = Cell(length=job.length, task=job.task, setting=setting.text)
             try:
@@ -117,6 +126,19 @@ class Examiner:
             else:
                 cell.add(question, answers)
             yield cell
+
+
+def _now_and_then(tell: Callable[[str], None], tokens: int) -> Callable[[int], None]:
+    """Of many tokens read, word every `_TELL_S`."""
+    last = time.perf_counter()
+
+    def read(count: int) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= _TELL_S:
+            tell(f"{count:,} of {tokens:,} tokens read")
+            last = time.perf_counter()
+
+    return read
 
 
 def _in_words(texts: Sequence[str]) -> list[Setting]:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ def default_workers(device: str) -> int:
     return max(1, min(MOST_WORKERS, cores if device == "cpu" else cores // 2))
 
 
+def _untold(job: Job, text: str) -> None:
+    """Nobody wants to know."""
+
+
 def run_jobs(
     chains: Sequence[Sequence[Job]], examination: Examination, workers: int,
     take: Callable[[Job, Cell], None], done: Callable[[Job], None],
-    going_on: Callable[[], bool] = lambda: True,
+    going_on: Callable[[], bool] = lambda: True, tell: Callable[[Job, str], None] = _untold,
 ) -> None:  # fmt: skip
     """Do jobs in `workers` processes.
 
@@ -38,6 +43,7 @@ def run_jobs(
         take: gets each cell as soon as it is there.
         done: told when a job has ended.
         going_on: asked before a job is begun; when it says no, what runs is finished.
+        tell: gets what a job is doing before its first cell is there.
 
     Raises:
         PenstockError: a worker failed (with its message) or was killed.
@@ -60,6 +66,9 @@ def run_jobs(
             kind, job, content, rest = _next(news, processes)
             if kind == "cell":
                 take(job, content)
+                continue
+            if kind == "told":
+                tell(job, content)
                 continue
             if kind == "error":
                 raise PenstockError(content)
@@ -109,7 +118,7 @@ def _work(examination: Examination, threads: int, jobs: Any, news: Any) -> None:
         examiner = Examiner(examination)
         for chain in iter(jobs.get, None):
             job = chain[0]
-            for cell in examiner.do(job):
+            for cell in examiner.do(job, partial(_put_word, news, job)):
                 news.put(("cell", job, cell, []))
             news.put(("done", job, None, chain[1:]))
     except KeyboardInterrupt:
@@ -118,15 +127,20 @@ def _work(examination: Examination, threads: int, jobs: Any, news: Any) -> None:
         news.put(("error", None, f"{type(error).__name__}: {error}", []))
 
 
+def _put_word(news: Any, job: Job, text: str) -> None:
+    news.put(("told", job, text, []))
+
+
 def run_here(
     chains: Sequence[Sequence[Job]], examiner: Examiner, take: Callable[[Job, Cell], None],
     done: Callable[[Job], None], going_on: Callable[[], bool] = lambda: True,
+    tell: Callable[[Job, str], None] = _untold,
 ) -> None:  # fmt: skip
     """The same in this process: the first job of every chain, then the second ones."""
     for job in _in_turn(chains):
         if not going_on():
             return
-        for cell in examiner.do(job):
+        for cell in examiner.do(job, partial(tell, job)):
             take(job, cell)
         done(job)
 

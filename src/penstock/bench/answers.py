@@ -1,7 +1,7 @@
 """Answer a batch of samples through a TieredCache with `model.generate`, and count what it took."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,21 @@ class WrongAlready:
 class SharedPrefill(PrefilledText):
     """A question's prompts but their last tokens, put into every setting's cache."""
 
-    def __init__(self, model: CausalLM, question: Question, chunk: int) -> None:
-        """Prefill all but the last `EXACT_TAIL` tokens, `chunk` tokens at a time."""
+    def __init__(
+        self, model: CausalLM, question: Question, chunk: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Prefill all but the last `EXACT_TAIL` tokens, `chunk` tokens at a time.
+
+        Args:
+            progress: see `PrefilledText`.
+        """
         batch = question.batch
         shortest = min(len(ids) for ids in batch.token_ids)
         end = batch.padded_tokens - min(EXACT_TAIL, max(2, shortest - 2))
         super().__init__(
             model, batch.input_ids[:, :end], chunk=chunk,
-            attention_mask=batch.attention_mask[:, :end],
+            attention_mask=batch.attention_mask[:, :end], progress=progress,
         )  # fmt: skip
 
 
