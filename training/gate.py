@@ -5,6 +5,13 @@ from dataclasses import dataclass, replace
 
 from penstock.core.errors import ConfigError
 
+REFUSED = 4
+"""Exit status of a run that its gate has ended."""
+
+
+class SeedRefused(ConfigError):
+    """A run's seed has not found what the gate asks for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
@@ -28,12 +35,12 @@ class Gate:
             losses: by task, nats a token, of the steps before; tasks that were asked.
 
         Raises:
-            ConfigError: the task's loss is higher than that, or not a number.
+            SeedRefused: the task's loss is higher than that, or not a number.
         """
         if step < self.step or self.task not in losses:
             return False
         if not losses[self.task] <= self.loss:
-            raise ConfigError(
+            raise SeedRefused(
                 f"at step {step:,} {self.task} has {losses[self.task]:.2f} nats a token, more than "
                 f"the {self.loss:g} of runs that learn the rest: give another --seed"
             )

@@ -213,6 +213,7 @@ SECTIONS: dict[str, Any] = {
 }  # fmt: skip
 """Tables that every file has."""
 _Run = TypeVar("_Run", bound=RunSettings)
+_Made = TypeVar("_Made")
 
 
 def read_settings(path: str | Path) -> Settings:
@@ -230,16 +231,29 @@ def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -
     Raises:
         ConfigError: see `read_settings`.
     """
+
+    def checked(content: Mapping[str, Any]) -> _Run:
+        settings = make(content)
+        _check(settings)
+        return settings
+
+    return read_table(path, checked)
+
+
+def read_table(path: str | Path, make: Callable[[Mapping[str, Any]], _Made]) -> _Made:
+    """Make something of a TOML file; what is wrong with it is said with the file's name.
+
+    Raises:
+        ConfigError: the file cannot be read, or `make` says so.
+    """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
-        settings = make(content)
-        _check(settings)
+        return make(content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return settings
 
 
 def _recall_settings(content: Mapping[str, Any]) -> Settings:
@@ -285,14 +299,23 @@ def section(
     """
     plain = dict(content)
     stages: Sequence[Mapping[str, Any]] = plain.pop("stages", [])
-    plain["stages"] = tuple(_section(stage, one, "stages") for one in stages)
+    plain["stages"] = tuple(table(stage, one, "stages") for one in stages)
     for part, its_kind in sections.items():
-        plain[part] = _section(its_kind, plain.get(part, {}), part)
-    return _section(kind, plain, name)
+        plain[part] = table(its_kind, plain.get(part, {}), part)
+    return table(kind, plain, name)
 
 
-def _section(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Section:
-    """A dataclass from a table; lists become tuples. What has a default may be missing."""
+def table(kind: type[_Section], content: Mapping[str, Any], name: str) -> _Section:
+    """A dataclass from a table; lists become tuples. What has a default may be missing.
+
+    Args:
+        kind: the dataclass.
+        content: of the table.
+        name: for what is said about mistakes.
+
+    Raises:
+        ConfigError: a setting is unknown or missing.
+    """
     known = fields(kind)  # type: ignore[arg-type]
     wanted = {field.name for field in known}
     if unknown := sorted(set(content) - wanted):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, PenstockError
 from training.fit import Fit, stretched
+from training.gate import REFUSED, SeedRefused
 from training.prose_settings import ProseSettings, read_run_settings
 from training.settings import RunSettings, Settings
 from training.workers import BatchStream, Source
@@ -221,15 +222,15 @@ class Sitting:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say what happened. 0: complete; 3: stopped, to be resumed; 2: cannot be, or a
-    seed that the settings' gate refuses."""
+    """Train, and say what happened. 0: complete; 3: stopped, to be resumed; 4: a seed that the
+    settings' gate refuses; 2: cannot be."""
     began = time.perf_counter()
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         return _main(args, began)
     except PenstockError as error:
         say(f"error: {error}")
-        return 2
+        return REFUSED if isinstance(error, SeedRefused) else 2
 
 
 def _main(args: argparse.Namespace, began: float) -> int:

@@ -7,7 +7,7 @@ import pytest
 import training
 from penstock.core.errors import ConfigError
 from training import train
-from training.gate import Gate
+from training.gate import REFUSED, Gate, SeedRefused
 from training.settings import read_settings
 
 CONFIGS = Path(training.__file__).parent / "configs"
@@ -26,7 +26,7 @@ def test_losses_are_looked_at_once_the_step_is_there() -> None:
     assert not gate.check(10, {"multi_value": 5.0})
     assert gate.check(10, {"copy": 0.2})
     for loss in (0.21, float("nan")):
-        with pytest.raises(ConfigError, match=r"at step 12 copy has .* 0.2 of runs .* --seed"):
+        with pytest.raises(SeedRefused, match=r"at step 12 copy has .* 0.2 of runs .* --seed"):
             gate.check(12, {"copy": loss})
 
 
@@ -54,7 +54,7 @@ def test_a_run_is_refused_and_another_one_takes_its_folder(
 ) -> None:
     monkeypatch.setattr(train, "LOG_S", 0.0)  # losses of every step
     settings, out = gated(tmp_path / "toy.toml"), tmp_path / "run"
-    assert run(settings, out, "--workers", "0") == 2
+    assert run(settings, out, "--workers", "0") == REFUSED
     said = capsys.readouterr().err
     assert "multi_value has" in said
     assert "give another --seed" in said

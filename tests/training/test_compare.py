@@ -1,0 +1,85 @@
+"""Fisher's test and Holm's by hand, and the runs whose agreement the log tells."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import training
+from penstock.core.errors import ConfigError
+from training.compare import Compared, cells_of, compare, fisher, holm, main, report
+
+RESULTS = Path(training.__file__).parents[1] / "benchmarks" / "results"
+CARD = [RESULTS / f"training-recall-2-two-sittings-{which}.json" for which in ("h200", "4k-cpu")]
+
+
+def cell(task: str, exact: int, asked: int = 100, tokens: int = 4096) -> dict[str, Any]:
+    return {"task": task, "tokens": tokens, "exact": exact, "asked": asked}
+
+
+def test_fisher_by_hand() -> None:
+    """The lady who tastes tea: 70 ways to name four of eight cups, 16 with three right."""
+    assert fisher(4, 4, 0, 4) == pytest.approx(2 / 70)
+    assert fisher(3, 4, 1, 4) == pytest.approx((1 + 16 + 16 + 1) / 70)
+    assert fisher(2, 4, 2, 4) == 1.0
+    assert fisher(100, 100, 94, 100) == pytest.approx(0.0289, abs=1e-4)
+    assert fisher(100, 100, 95, 100) > 0.05
+    assert fisher(12, 80, 30, 100) == pytest.approx(fisher(30, 100, 12, 80))
+    assert fisher(0, 0, 3, 9) == 1.0
+
+
+def test_only_what_both_have_asked_is_compared() -> None:
+    run = [cell("copy", 100), cell("riddle", 3), cell("copy", 50, tokens=8192), cell("sum", 0, 0)]
+    card = [cell("copy", 94), cell("copy", 0, 0, tokens=8192), cell("sum", 5)]
+    (one,) = compare(run, card)
+    assert (one.task, one.right, one.card_right, one.better) == ("copy", 100, 94, True)
+    assert one.figures() == "1.00 (0.94)"
+
+
+def test_holm_takes_the_family_into_account() -> None:
+    def with_p(p: float) -> Compared:
+        return Compared(
+            task="copy", tokens=1, right=1, asked=2, card_right=1, card_asked=2, p=p
+        )  # fmt: skip
+
+    # 0.01 <= .05 / 4, 0.016 <= .05 / 3, and 0.03 > .05 / 2 ends it.
+    family = [with_p(p) for p in (0.03, 0.01, 0.04, 0.016)]
+    assert [one.p for one in holm(family)] == [0.01, 0.016]
+    assert holm([with_p(0.03), with_p(0.9)]) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "agree"),
+    [("second-run", 46), ("second-run-third-sitting", 47), ("second-run-lists", 48)],
+)
+def test_the_runs_that_the_log_tells_of(
+    run: str, agree: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = RESULTS / f"training-recall-2-{run}-h200.json"
+    assert main([str(result), *(word for path in CARD for word in ("--card", str(path)))]) == 1
+    assert f"{agree} of 52 cells agree" in capsys.readouterr().out
+
+
+def test_a_card_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CARD[0]), "--card", str(CARD[0])]) == 0
+    said = capsys.readouterr().out
+    assert "48 of 48 cells agree" in said
+    assert "all cells together (Holm): 0 differ" in said
+
+
+def test_a_better_cell_is_no_failure() -> None:
+    better = compare([cell("copy", 100)], [cell("copy", 80)])
+    assert "0 are worse and 1 better" in report(better)
+    assert "1.00 (0.80) *" in report(better)
+
+
+def test_what_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    prose = RESULTS / "training-prose-1-seed-2-h200.json"
+    assert main([str(prose), "--card", str(CARD[0])]) == 2
+    assert "not of training-evaluation-prose" in capsys.readouterr().err
+    assert main([str(CARD[0]), "--card", str(CARD[1])]) == 2
+    assert "no task and length that both have" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="as another one has"):
+        cells_of([CARD[0], CARD[0]])
+    with pytest.raises(ConfigError, match="not of evaluation"):
+        cells_of([RESULTS / "accuracy-recall-2-8k-cpu.json"])

@@ -1,0 +1,169 @@
+"""A recipe from begin to end: seeds that are refused, stops, what is done already."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import training
+from penstock.core.errors import ConfigError
+from training import retrain
+from training.gate import REFUSED
+from training.recipe import read_recipe
+
+FOLDER = Path(training.__file__).parent
+RECALL = FOLDER / "recipes" / "recall-2.toml"
+TEXT = """
+name = "toy"
+seed = 3
+seed_step = 10
+tries = 3
+[[sittings]]
+settings = "{first}"
+minutes = 0.03
+[[sittings]]
+settings = "{last}"
+minutes = 0.02
+[questions]
+tokens = [256]
+samples = 3
+tasks = ["multi_key_few", "copy"]
+card = ["card.json"]
+"""
+
+
+def recipe(folder: Path, first: Path = FOLDER / "configs" / "toy.toml") -> Path:
+    """The toy twice, and a card that the toy will not be worse than."""
+    card = json.loads(
+        (
+            FOLDER.parent / "benchmarks/results/training-recall-2-two-sittings-4k-cpu.json"
+        ).read_text()
+    )
+    cells = [c for c in card["figures"]["cells"] if c["task"] in ("copy", "multi_key_few")]
+    card["figures"]["cells"] = [{**c, "tokens": 256, "asked": 3, "exact": 0} for c in cells]
+    (folder / "card.json").write_text(json.dumps(card))
+    path = folder / "toy.toml"
+    path.write_text(TEXT.format(first=first, last=FOLDER / "configs" / "toy.toml"))
+    return path
+
+
+class Commands:
+    """Stands in for the processes: notes what is called, leaves what they would."""
+
+    def __init__(self, statuses: Sequence[int]) -> None:
+        self.statuses, self.called = list(statuses), list[list[str]]()
+
+    def __call__(self, module: str, words: Sequence[str]) -> int:
+        self.called.append([module, *words])
+        status = self.statuses.pop(0)
+        out = Path(self.after("--out"))
+        if module == "training.train":
+            (out / "model").mkdir(parents=True, exist_ok=True)
+            if status == 0:
+                (out / "model" / "SHA256SUMS").touch()
+            if status == retrain.STOPPED:
+                (out / "checkpoint.pt").touch()
+        return status
+
+    def after(self, option: str) -> str:
+        words = self.called[-1]
+        return words[words.index(option) + 1]
+
+
+def run(path: Path, out: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(retrain, "call", commands)
+    return retrain.main([str(path), "--out", str(out), "--device", "cpu", "--workers", "0"])
+
+
+def test_the_recipe_of_the_bundled_model() -> None:
+    read = read_recipe(RECALL)
+    assert [plan.minutes for plan in read.sittings] == [12, 11]
+    assert (read.seed, read.seed_step) == (6, 60)
+    assert len(read.questions.tasks) * len(read.questions.tokens) == 52
+
+
+def test_recipes_are_read_strictly(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    for old, new, said in (
+        ("tries = 3", "tries = 0", "at least one"),
+        ("tries = 3", "trys = 3", "no setting 'trys'"),
+        ("seed = 3\n", "", "lacks the setting 'seed'"),
+        ("card.json", "cart.json", "no cart.json"),
+    ):
+        text = path.read_text()
+        (tmp_path / "bad.toml").write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=rf"bad\.toml: .*{said}"):
+            read_recipe(tmp_path / "bad.toml")
+
+
+def test_seeds_that_a_gate_refuses_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = recipe(tmp_path), tmp_path / "run"
+    commands = Commands([REFUSED, retrain.STOPPED])
+    assert run(path, out, commands, monkeypatch) == retrain.STOPPED
+    assert [commands.called[n][commands.called[n].index("--seed") + 1] for n in (0, 1)] == [
+        "3",
+        "4",
+    ]
+    # The same command again: not with the seed that was refused, and from the checkpoint; the
+    # second sitting has a seed of its own and begins with the first one's model.
+    commands = Commands([0, 0, 2])
+    assert run(path, out, commands, monkeypatch) == 2
+    first, last, asked = commands.called
+    assert "--resume" in first
+    assert first[first.index("--seed") + 1] == "4"
+    assert last[last.index("--seed") + 1] == "13"
+    assert last[last.index("--from") + 1] == str(out / "1-toy-seed-4" / "model")
+    assert asked[1] == str(out / "2-toy-seed-13" / "model")
+    # Both are there: nothing is trained a second time.
+    commands = Commands([2])
+    assert run(path, out, commands, monkeypatch) == 2
+    assert [words[0] for words in commands.called] == ["training.evaluate"]
+
+
+def test_when_all_seeds_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(tmp_path)
+    assert run(path, tmp_path / "run", Commands([REFUSED] * 3), monkeypatch) == 2
+    assert "refused the seeds 3 to 5; give another --seed" in capsys.readouterr().err
+
+
+def test_for_real(tmp_path: Path) -> None:
+    """Stopped by SIGTERM in the first sitting, then to the end, then once more for nothing."""
+    long = tmp_path / "long.toml"
+    long.write_text((FOLDER / "configs" / "toy.toml").read_text().replace("= 0.5", "= 0.001", 1))
+    path, out = recipe(tmp_path, long), tmp_path / "run"
+    path.write_text(path.read_text().replace("minutes = 0.03", "minutes = 0.1"))
+    command = [
+        sys.executable, "-m", "training.retrain", str(path), "--out", str(out), "--device", "cpu",
+        "--workers", "0",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=FOLDER.parent, stderr=subprocess.PIPE, text=True)
+    checkpoint = out / "1-long-seed-3" / "checkpoint.pt"
+    end = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < end and process.poll() is None:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == retrain.STOPPED, said
+    assert "the same command goes on" in said
+
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 cells agree" in done.stdout
+    log = (out / "1-long-seed-3" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in log].count("begin") == 2
+    written = (out / "evaluation.json").stat().st_mtime_ns
+    again = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0
+    assert again.stdout
+    assert done.stdout.endswith(again.stdout)
+    assert (out / "evaluation.json").stat().st_mtime_ns == written
