@@ -152,10 +152,13 @@ def put_tokens(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
         return
     if not target.is_initialized:
         target.lazy_initialization(keys, values)
-    start, count = int(target.cumulative_length), keys.shape[2]
+    counter = getattr(target, "cumulative_length", None)  # transformers 5.2 looks at the keys
+    start = int(cache.get_seq_length(layer) if counter is None else counter)
+    count = keys.shape[2]
     target.keys[:, :, start : start + count] = keys
     target.values[:, :, start : start + count] = values
-    target.cumulative_length.add_(count)
+    if counter is not None:
+        counter.add_(count)
 
 
 def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
