@@ -1,6 +1,7 @@
 # `make demo` and `make test` work in a fresh clone: they build their own environment in .venv first.
 
 PYTHON ?= python3
+TRANSFORMERS ?= 5.24.0
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
@@ -15,13 +16,15 @@ help: ## List the targets.
 
 install: $(INSTALLED) ## Build the environment in .venv.
 
-# The stamp is written last, so an interrupted installation is begun again. Torch goes first and is pinned:
-# the extras then settle around the version that the figures were measured with.
+# The stamp is written last, so an interrupted installation is begun again. Torch and transformers go first and are
+# pinned: the extras then settle around versions that every test has passed with. The package itself allows a range;
+# `make clean`, then `make test TRANSFORMERS=5.2.0` tests another one of it.
 $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	@echo 'Building the environment in $(VENV); the first time this takes a few minutes.'
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0
+	@$(PY) -m pip install -qq --disable-pip-version-check transformers==$(TRANSFORMERS)
 	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[bench,dev]'
 	@touch $@
 
