@@ -13,6 +13,7 @@ from penstock.policies import Quest, SelectionPolicy
 from penstock.policies.baselines.arkvale import ArkVale
 from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.device_tier import device_layer
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -93,8 +94,12 @@ def layer_of(runtime: TieredRuntime, number: int) -> DeviceLayer:
     return layer
 
 
-def test_true_predictions_change_nothing(feed: Feed) -> None:
+@pytest.mark.parametrize("staying", [False, True])
+def test_true_predictions_change_nothing(
+    feed: Feed, staying: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over two tidyings of the units, which come before the first layer that is begun."""
+    monkeypatch.setattr(device_layer, "STAYING_GATHER", staying)
     for _ in range(STEPS):
         feed.step()
     for number in range(SHAPE.num_layers):

@@ -29,7 +29,8 @@ def test_every_kernel_is_measured_beside_its_twin(measured: Path) -> None:
     assert all(rate > 0 for rate in figures["ceilings"].values())
     names = {row["kernel"] for row in figures["rows"]}
     assert names == {
-        "gather_units", "gather_range", "store_tokens", "append_token", "pool_attention",
+        "gather_units", "gather_units beside", "gather_range", "store_tokens", "append_token",
+        "pool_attention",
         "score_units", "select_tokens", "plan_slots", "find_boundaries, grow_units",
         "kmeans",
     }  # fmt: skip

@@ -118,6 +118,9 @@ def test_methods_have_the_papers_budgets() -> None:
     method = parse_method("louiskv@4GiB:boundaries=every!torch!eager", Pattern(32768, 512))
     assert method.memory == "4GiB"
     assert method.flags == {"torch", "eager"}
+    assert parse_method("louiskv:predict=true!staying", Pattern(9, 9)).flags == {"staying"}
+    with pytest.raises(ConfigError, match="end in !torch, !eager, !staying"):
+        parse_method("louiskv!fast", Pattern(9, 9))
     for text in ABLATION:
         parse_method(text, Pattern(32768, 16384))
 

@@ -1,6 +1,7 @@
 """Planning against the engine's plan_fetch, and copies against a loop over the lists."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,21 +97,27 @@ def test_plan_is_the_engine_s(
     ],
 )
 @pytest.mark.parametrize("programs", [None, 1, 9])
+@pytest.mark.parametrize("beside", [False, True])
 def test_gathered_units_are_in_their_slots(
     device: torch.device,
     form: str,
     monkeypatch: pytest.MonkeyPatch,
     programs: int | None,
+    beside: bool,
     rows: int,
     wanted: int,
     unit_bytes: int,
     group: int,
     dtype: torch.dtype,
 ) -> None:
-    """Also where a program copies several tiles, as with many rows."""
+    """Also where a program copies several tiles, as with many rows or beside other work."""
     gather = kernel("gather_units", form)
-    if programs is not None and form == "triton":
-        monkeypatch.setattr("penstock.kernels.device.slots_triton._PROGRAMS", programs)
+    if form == "triton":
+        if programs is not None:
+            monkeypatch.setattr("penstock.kernels.device.slots_triton._PROGRAMS", programs)
+            monkeypatch.setattr("penstock.kernels.device.slots_triton._STAYING_PROGRAMS", programs)
+            monkeypatch.setattr("penstock.kernels.device.slots_triton._STAYING_WORDS", 128)
+        gather = partial(gather, beside=beside)
     torch.manual_seed(unit_bytes)
     units, num_slots, tail = 3 * wanted, wanted + 2, 2
     host = on_host(torch.randint(0, 256, (rows, units, unit_bytes), dtype=torch.uint8), device)
@@ -181,7 +188,8 @@ def test_lists_say_their_size(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_fetches_are_captured(device: torch.device, form: str, capture: Any) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_fetches_are_captured(device: torch.device, form: str, beside: bool, capture: Any) -> None:
     """One graph replayed with other wishes does what the twins do on the host."""
     torch.manual_seed(0)
     rows, wanted, num_slots, units = 4, 40, 50, 200
@@ -203,7 +211,8 @@ def test_fetches_are_captured(device: torch.device, form: str, capture: Any) -> 
 
     def fetch(form: str, state: list[Tensor], host: Tensor, lists: FetchLists) -> None:
         kernel("plan_slots", form)(*state[:6], lists)
-        kernel("gather_units", form)(host, *state[6:], lists, 1)
+        more = {"beside": beside} if form == "triton" else {}
+        kernel("gather_units", form)(host, *state[6:], lists, 1, **more)
 
     cpu = torch.device("cpu")
     there, here = state(device), state(cpu)

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from penstock.bench.device_tier.breakdown import time_parts
 from penstock.bench.device_tier.decode_bench import DecodeBench, power_of_two
 from penstock.bench.device_tier.methods import Method, Pattern
-from penstock.bench.device_tier.plain_kernels import without_triton
+from penstock.bench.device_tier.plain_kernels import as_flagged
 from penstock.bench.device_tier.row_counts import Counts, GpuMemory, count
 from penstock.bench.device_tier.step_timer import time_steps
 from penstock.bench.device_tier.streamed_index import lay_stream
@@ -106,7 +105,7 @@ class DecodeRow:
         Returns:
             The row's figures.
         """
-        bench, plain = self._bench, "torch" in self._method.flags
+        bench, flags = self._bench, self._method.flags
         places = places_of(self._pattern, bench.steps, WARM_UP + bench.breakdown_steps)
         measured = []
         with torch.no_grad():
@@ -114,10 +113,10 @@ class DecodeRow:
                 began = time.perf_counter()
                 self._fill_to(length)
                 self.figures.setdefault("fill_s", time.perf_counter() - began)
-                with without_triton() if plain else nullcontext():
+                with as_flagged(flags):
                     self._warm_up(first=number == 0)
                     measured.append(self._measure(length))
-            with without_triton() if plain else nullcontext():
+            with as_flagged(flags):
                 self._break_down()
         self.figures["places"] = measured
         self.figures.update(_whole_answer(measured, self._pattern.output, self._batch))

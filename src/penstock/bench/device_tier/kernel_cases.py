@@ -84,7 +84,7 @@ def gather_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
             for wanted in grid.wanted:
                 units = min(8192, grid.host_bytes // (rows * unit_bytes))
                 if units >= wanted:
-                    yield _gather(grid, host, device, rows, wanted, unit_bytes, units)
+                    yield from _gather(host, device, rows, wanted, unit_bytes, units)
     unit_bytes, rows = 8 * HEAD_BYTES, grid.rows[0]
     count = min(2048, grid.host_bytes // (rows * unit_bytes))
     there = host[: rows * count * unit_bytes].view(rows, count, unit_bytes)
@@ -97,9 +97,9 @@ def gather_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
 
 
 def _gather(
-    grid: Grid, host: Tensor, device: torch.device, rows: int, wanted: int, unit_bytes: int,
-    units: int,
-) -> KernelCase:  # fmt: skip
+    host: Tensor, device: torch.device, rows: int, wanted: int, unit_bytes: int, units: int
+) -> Cases:
+    """On all processors, and on the few that are left to it beside other work."""
     group = max(1, unit_bytes // HEAD_BYTES)
     there = host[: rows * units * unit_bytes].view(rows, units, unit_bytes)
     pool = torch.zeros(rows, wanted, unit_bytes, dtype=torch.uint8, device=device)
@@ -111,11 +111,15 @@ def _gather(
         return [partial(function, there, pool, mask, start, lists, group) for lists in every]
 
     every = [_lists(rows, wanted, units, device) for _ in range(copies(moved))]
-    return KernelCase(
-        kernel="gather_units", size=f"{rows} rows x {wanted} units of {unit_bytes} B",
-        calls=calls(slots.gather_units), twins=calls(slots.gather_units_reference),
-        num_bytes=moved, ceiling="pinned to GPU",
-    )  # fmt: skip
+    size = f"{rows} rows x {wanted} units of {unit_bytes} B"
+    for name, function in (
+        ("gather_units", slots.gather_units),
+        ("gather_units beside", partial(slots.gather_units, beside=True)),
+    ):
+        yield KernelCase(
+            kernel=name, size=size, calls=calls(function),
+            twins=calls(slots.gather_units_reference), num_bytes=moved, ceiling="pinned to GPU",
+        )  # fmt: skip
 
 
 def _lists(rows: int, wanted: int, units: int, device: torch.device) -> FetchLists:

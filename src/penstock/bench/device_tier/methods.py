@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.core.errors import ConfigError
@@ -22,7 +22,7 @@ Selection without group consistency has no counterpart: a row is a KV head, and 
 share one selection in every method here."""
 _OPTION = re.compile(r"^\s*[a-z_]+\s*=")
 _PLAIN: Mapping[str, PlainKind] = {"full-dynamic": "dynamic", "full-static": "static"}
-Flag = Literal["torch", "eager"]
+Flag = Literal["torch", "eager", "staying"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Method:
     policy: SelectionPolicy | None = None
     memory: str | None = None
     flags: frozenset[str] = frozenset()
-    """"torch": plain torch in place of Triton while decoding; "eager": no CUDA graph."""
+    """"torch": plain torch in place of Triton while decoding; "eager": no CUDA graph;
+    "staying": what is gathered one layer ahead is by a few programs that stay."""
 
 
 def parse_patterns(text: str) -> list[Pattern]:
@@ -95,7 +96,7 @@ def method_texts(text: str) -> list[str]:
 
 
 def parse_method(text: str, pattern: Pattern) -> Method:
-    """Read `POLICY[@BUDGET][:option=value,...][!torch][!eager]`, "full-dynamic" or "full-static".
+    """Read `POLICY[@BUDGET][:option=value,...][!FLAG...]`, "full-dynamic" or "full-static".
 
     Options that are not given are the paper's for the pattern; KVSwap keeps one selection.
 
@@ -106,8 +107,9 @@ def parse_method(text: str, pattern: Pattern) -> Method:
         return Method(text=text, plain=_PLAIN[text])
     words, *flags = text.split("!")
     for flag in flags:
-        if flag not in ("torch", "eager"):
-            raise ConfigError(f"{text}: there is no {flag!r}; a method may end in !torch or !eager")
+        if flag not in get_args(Flag):
+            ends = ", ".join(f"!{name}" for name in get_args(Flag))
+            raise ConfigError(f"{text}: there is no {flag!r}; a method may end in {ends}")
     setting = parse_setting(words)
     policy = setting.policy
     given = set(re.findall(r"([a-z_]+)\s*=", words))

@@ -1,9 +1,10 @@
-"""without_triton(): the torch twins of all kernels for a while, for ablations."""
+"""Other forms of the device tier's work for a while, for ablations."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from penstock.kernels.device import available
+from penstock.runtime.device_tier import device_layer
 
 
 @contextmanager
@@ -15,3 +16,18 @@ def without_triton() -> Iterator[None]:
         yield
     finally:
         vars(available)["_has_triton"] = found
+
+
+@contextmanager
+def as_flagged(flags: Collection[str]) -> Iterator[None]:
+    """As a method's flags say (`Method.flags`); what is none of a kernel's is left out."""
+    found = device_layer.STAYING_GATHER
+    vars(device_layer)["STAYING_GATHER"] = "staying" in flags
+    try:
+        if "torch" in flags:
+            with without_triton():
+                yield
+        else:
+            yield
+    finally:
+        vars(device_layer)["STAYING_GATHER"] = found

@@ -55,7 +55,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, help="layers of the model (default: all)")
     add("--patterns", default="32768/512,500/16384,32768/16384", help="PROMPT/OUTPUT tokens")
     add("--batches", default="1,4,8")
-    add("--methods", default=METHODS, help="POLICY[@MEMORY][:options][!torch][!eager], full-...")
+    add(
+        "--methods",
+        default=METHODS,
+        help="POLICY[@MEMORY][:options][!torch][!eager][!staying], full-...",
+    )
     add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
     add("--steps", type=int, default=64, help="measured steps at each place of the answer")
     add("--step-seconds", type=float, default=4.0, help="fewer steps when they take this long")

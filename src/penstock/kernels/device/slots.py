@@ -132,6 +132,8 @@ def gather_units(
     start: Tensor,
     lists: FetchLists,
     group_tokens: int,
+    *,
+    beside: bool = False,
 ) -> None:
     """Copy the missing units from host memory into their slots, and show their tokens.
 
@@ -146,11 +148,12 @@ def gather_units(
         start: first position that is not padding. int32 [rows]
         lists: what to move, from `plan_slots`.
         group_tokens: tokens of a unit.
+        beside: other work is under way on the device: leave most of its processors alone.
     """
     if uses_triton(pool):
         from penstock.kernels.device.slots_triton import gather_units_triton
 
-        gather_units_triton(host, pool, mask, start, lists, group_tokens)
+        gather_units_triton(host, pool, mask, start, lists, group_tokens, beside=beside)
     else:
         gather_units_reference(host, pool, mask, start, lists, group_tokens)
 

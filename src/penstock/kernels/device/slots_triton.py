@@ -15,6 +15,11 @@ _PROGRAMS = 2048
 """Programs beyond which each copies several tiles: where nothing is listed, they are what a step
 costs, and a link is full with far fewer."""
 _MOST_TILES = 16
+_STAYING_PROGRAMS = 16
+"""Programs that copy everything beside other work: a product wants all of a processor's registers,
+and has all but these processors. 16 of 32 KiB in flight are five times what a link of 55 GB/s with
+2 us to answer has on its way."""
+_STAYING_WORDS = 4096
 
 
 @triton.jit
@@ -97,6 +102,34 @@ def plan_slots_triton(
 
 
 @triton.jit
+def _copy_tile(
+    host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry, count, chunk,
+    width, host_row_words, pool_row_words, mask_row,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Chunk `chunk` of some of a row's entries; with the first one, the mask of their tokens."""
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    listed = entry < count
+    unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
+    slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
+    whole = listed[:, None] & (word < WORDS)[None, :]
+    source = row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
+    target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
+    held = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
+    tl.store(pool_ptr + target, held, mask=whole)
+    if chunk == 0:
+        offset = tl.arange(0, GROUP_WIDE)
+        position = unit[:, None] * GROUP + offset[None, :]
+        place = slot[:, None] * GROUP + offset[None, :]
+        shown = tl.where(position >= tl.load(start_ptr + row), 0.0, -float("inf"))
+        tl.store(
+            mask_ptr + row * mask_row + place,
+            shown.to(mask_ptr.dtype.element_ty),
+            mask=listed[:, None] & (offset < GROUP)[None, :],
+        )
+
+
+@triton.jit
 def _gather(
     host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
     width, host_row_words, pool_row_words, mask_row,
@@ -107,29 +140,40 @@ def _gather(
     count = tl.load(counts_ptr + row)
     if tl.program_id(0) * ENTRIES >= count:
         return
-    chunk = tl.program_id(2)
-    word = chunk * CHUNK + tl.arange(0, CHUNK)
-    start = tl.load(start_ptr + row)
     for tile in range(TILES):
         entry = (tile * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
-        listed = entry < count
-        unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
-        slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
-        whole = listed[:, None] & (word < WORDS)[None, :]
-        source = row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
-        target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
-        held = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
-        tl.store(pool_ptr + target, held, mask=whole)
-        if chunk == 0:
-            offset = tl.arange(0, GROUP_WIDE)
-            position = unit[:, None] * GROUP + offset[None, :]
-            place = slot[:, None] * GROUP + offset[None, :]
-            shown = tl.where(position >= start, 0.0, -float("inf"))
-            tl.store(
-                mask_ptr + row * mask_row + place,
-                shown.to(mask_ptr.dtype.element_ty),
-                mask=listed[:, None] & (offset < GROUP)[None, :],
-            )
+        _copy_tile(
+            host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry, count,
+            tl.program_id(2), width, host_row_words, pool_row_words, mask_row,
+            WORDS, CHUNK, GROUP, GROUP_WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gather_staying(
+    host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
+    rows, width, host_row_words, pool_row_words, mask_row,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    ENTRIES: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Every program copies each so many-th tile of all that is listed, whoever's row it is."""
+    each = tl.arange(0, ROWS)
+    counts = tl.load(counts_ptr + each, mask=each < rows, other=0)
+    tiles = (counts + ENTRIES - 1) // ENTRIES * CHUNKS
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    tile = tl.program_id(0)
+    while tile < total:
+        over = ends <= tile
+        row = tl.sum(over.to(tl.int32), 0).to(tl.int64)
+        tile_of_row = tile - tl.max(tl.where(over, ends, 0), 0)
+        entry = tile_of_row // CHUNKS * ENTRIES + tl.arange(0, ENTRIES)
+        _copy_tile(
+            host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry,
+            tl.load(counts_ptr + row), tile_of_row % CHUNKS, width, host_row_words,
+            pool_row_words, mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
+        )  # fmt: skip
+        tile += tl.num_programs(0)
 
 
 def gather_units_triton(
@@ -139,25 +183,38 @@ def gather_units_triton(
     start: Tensor,
     lists: FetchLists,
     group_tokens: int,
+    *,
+    beside: bool = False,
 ) -> None:
-    """A program per tile of 4 KiB, or for some of them; see `slots.gather_units`."""
+    """A program per tile of 4 KiB, or for some of them; a few that stay, `beside` other work. See
+    `slots.gather_units`."""
     rows, width = lists.units.shape
     words = _words(host.shape[2])
     source, target = host.view(torch.int64), pool.view(torch.int64)
     assert source.stride(1) == target.stride(1) == words
     assert source.stride(2) == target.stride(2) == mask.stride(1) == 1
-    chunk = min(triton.next_power_of_2(words), _TILE_WORDS)
-    entries = max(1, min(_TILE_WORDS // chunk, triton.next_power_of_2(width)))
+    tile_words = _STAYING_WORDS if beside else _TILE_WORDS
+    chunk = min(triton.next_power_of_2(words), tile_words)
+    entries = max(1, min(tile_words // chunk, triton.next_power_of_2(width)))
     tiles, chunks = triton.cdiv(width, entries), triton.cdiv(words, chunk)
+    tensors = (source, target, mask, start, lists.units, lists.slots, lists.counts)
+    strides = (width, source.stride(0), target.stride(0), mask.stride(0))
+    sizes = {
+        "WORDS": words, "CHUNK": chunk, "ENTRIES": entries, "GROUP": group_tokens,
+        "GROUP_WIDE": triton.next_power_of_2(group_tokens),
+    }  # fmt: skip
+    if beside:
+        programs = min(_STAYING_PROGRAMS, tiles * rows * chunks)
+        _gather_staying[(programs,)](
+            *tensors, rows, *strides, **sizes, ROWS=triton.next_power_of_2(rows), CHUNKS=chunks,
+            num_warps=8,
+        )  # fmt: skip
+        return
     each = triton.next_power_of_2(triton.cdiv(tiles * rows * chunks, _PROGRAMS))
     each = min(each, _MOST_TILES, triton.next_power_of_2(tiles))
     _gather[(triton.cdiv(tiles, each), rows, chunks)](
-        source, target, mask, start, lists.units, lists.slots, lists.counts,
-        width, source.stride(0), target.stride(0), mask.stride(0),
-        WORDS=words, CHUNK=chunk, ENTRIES=entries,
-        GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
-        TILES=each, num_warps=4,
-    )  # fmt: skip
+        *tensors, *strides, **sizes, TILES=each, num_warps=4
+    )
 
 
 def _words(unit_bytes: int) -> int:

@@ -27,6 +27,10 @@ from penstock.runtime.prompt_fit import PromptFit, sample_groups
 from penstock.tiers.pool import TokenPool, copy_rows
 from penstock.tiers.rolling_window import RollingWindow
 
+STAYING_GATHER = False
+"""Whether what is fetched one layer ahead is gathered by a few programs that stay. The same bytes;
+not the default until a GPU has shown what it makes of a step."""
+
 
 @dataclass(kw_only=True, slots=True)
 class DeviceSetup:
@@ -140,7 +144,7 @@ class DeviceLayer:
         """
         assert self.index is not None
         self.prepare_step()
-        self._fetch(self.index.select(query, self.setup.clock))
+        self._fetch(self.index.select(query, self.setup.clock), beside=STAYING_GATHER)
         self._begun = query  # kept until the step has waited
         if self._landed is not None:
             self._landed.record()
@@ -178,15 +182,15 @@ class DeviceLayer:
         for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
             index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
 
-    def _fetch(self, wanted: Wanted) -> None:
-        """Bring what is wanted and missing into slots."""
+    def _fetch(self, wanted: Wanted, *, beside: bool = False) -> None:
+        """Bring what is wanted and missing into slots, perhaps beside the layer before."""
         plan_slots(
             wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
             self.lists,
         )  # fmt: skip
         gather_units(
             self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
-            self.setup.plan.group_tokens,
+            self.setup.plan.group_tokens, beside=beside,
         )  # fmt: skip
 
     def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
