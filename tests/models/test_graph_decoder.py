@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from penstock import KVSwap, TieredCache
+from penstock.models import fused_step
 from penstock.models.cache_argument import cache_argument
 from penstock.policies import Quest, SelectionPolicy
 from penstock.policies.baselines.arkvale import ArkVale
@@ -66,9 +67,13 @@ def test_a_replay_says_what_a_step_says(name: str, batch: int) -> None:
     assert hits == hits_again
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_a_recorded_step_at_full_budget_equals_full_attention(family: str, predict: bool) -> None:
+def test_a_recorded_step_at_full_budget_equals_full_attention(
+    family: str, predict: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_step, "ENABLED", fused)
     model = tiny_model(family).cuda()
     expected = answer(model, DynamicCache(config=model.config), 2)
     with TieredCache(

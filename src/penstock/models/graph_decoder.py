@@ -18,6 +18,7 @@ from penstock.models.cache_argument import (
     cache_argument,
     cache_name_in,
 )
+from penstock.models.fused_step import fused_parts
 from penstock.models.recording import recording
 from penstock.runtime.device_tier.device_steps import make_ready
 from penstock.runtime.tiered_runtime import TieredRuntime
@@ -92,8 +93,11 @@ class GraphDecoder:
         positions = self._next_positions() if positions is None else positions
         if self._graph is None:
             self._steps += 1
+            if self._steps <= WARM_UP_STEPS:
+                with fused_parts(self._model):
+                    return self._forward(*args, **kwargs)
             settling = runtime.length % SETTLE_STEPS == 0
-            if self._steps <= WARM_UP_STEPS or settling or not self._record(ids, positions):
+            if settling or not self._record(ids, positions):
                 return self._forward(*args, **kwargs)
         else:
             assert runtime.device_steps is not None
@@ -145,7 +149,7 @@ class GraphDecoder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with recording(graph):
+            with fused_parts(self._model), recording(graph):
                 out = self._forward(
                     input_ids=self._ids, position_ids=self._positions, attention_mask=None,
                     **cache_argument(self._model, self._cache()), use_cache=True, **options,

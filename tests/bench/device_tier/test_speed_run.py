@@ -119,7 +119,7 @@ def test_methods_have_the_papers_budgets() -> None:
     assert method.memory == "4GiB"
     assert method.flags == {"torch", "eager"}
     assert parse_method("louiskv:predict=true!staying", Pattern(9, 9)).flags == {"staying"}
-    with pytest.raises(ConfigError, match="end in !torch, !eager, !staying"):
+    with pytest.raises(ConfigError, match="end in !torch, !eager, !staying, !fused"):
         parse_method("louiskv!fast", Pattern(9, 9))
     for text in ABLATION:
         parse_method(text, Pattern(32768, 16384))

@@ -22,7 +22,7 @@ Selection without group consistency has no counterpart: a row is a KV head, and 
 share one selection in every method here."""
 _OPTION = re.compile(r"^\s*[a-z_]+\s*=")
 _PLAIN: Mapping[str, PlainKind] = {"full-dynamic": "dynamic", "full-static": "static"}
-Flag = Literal["torch", "eager", "staying"]
+Flag = Literal["torch", "eager", "staying", "fused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Method:
     memory: str | None = None
     flags: frozenset[str] = frozenset()
     """"torch": plain torch in place of Triton while decoding; "eager": no CUDA graph;
-    "staying": what is gathered one layer ahead is by a few programs that stay."""
+    "staying": what is gathered one layer ahead is by a few programs that stay; "fused": norms,
+    gates and rotations in one launch each."""
 
 
 def parse_patterns(text: str) -> list[Pattern]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from penstock.kernels.device import available
+from penstock.models import fused_step
 from penstock.runtime.device_tier import device_layer
 
 
@@ -21,8 +22,9 @@ def without_triton() -> Iterator[None]:
 @contextmanager
 def as_flagged(flags: Collection[str]) -> Iterator[None]:
     """As a method's flags say (`Method.flags`); what is none of a kernel's is left out."""
-    found = device_layer.STAYING_GATHER
+    found = device_layer.STAYING_GATHER, fused_step.ENABLED
     vars(device_layer)["STAYING_GATHER"] = "staying" in flags
+    vars(fused_step)["ENABLED"] = "fused" in flags
     try:
         if "torch" in flags:
             with without_triton():
@@ -30,4 +32,4 @@ def as_flagged(flags: Collection[str]) -> Iterator[None]:
         else:
             yield
     finally:
-        vars(device_layer)["STAYING_GATHER"] = found
+        vars(device_layer)["STAYING_GATHER"], vars(fused_step)["ENABLED"] = found
