@@ -1,0 +1,83 @@
+"""Kernels become machine code for a GPU on a machine without one.
+
+Triton's interpreter, in which the other tests run here, takes what its compiler does not.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+TABLES = {
+    "host_ptr": "*i64", "pool_ptr": "*i64", "mask_ptr": "*bf16", "start_ptr": "*i32",
+    "units_ptr": "*i32", "slots_ptr": "*i32", "counts_ptr": "*i32", "width": "i32",
+    "host_row_words": "i32", "pool_row_words": "i32", "mask_row": "i32",
+}  # fmt: skip
+STRIDES = (
+    "heads", "key_heads", "query_row", "query_head", "key_row", "key_head", "position_row",
+)  # fmt: skip
+ENDS = ("query_ptr", "key_ptr", "cos_ptr", "sin_ptr", "query_out_ptr", "key_out_ptr")
+UNIT = {"WORDS": 64, "CHUNK": 64, "GROUP": 1, "GROUP_WIDE": 1}
+
+
+def parts(kind: str) -> list[tuple[Any, ...]]:
+    """Norms, rotations and gates of one dtype."""
+    return [
+        (
+            "layer_parts_triton", "_rms_norm",
+            {"hidden_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "out_ptr": f"*{kind}",
+             "dim": "i32", "eps": "fp32"}, {"WIDE": 4096}, 8,
+        ),
+        (
+            "layer_parts_triton", "_gated",
+            {"gate_ptr": f"*{kind}", "up_ptr": f"*{kind}", "out_ptr": f"*{kind}", "count": "i32"},
+            {"AT_ONCE": 1024}, 4,
+        ),
+        (
+            "layer_parts_triton", "_rotate",
+            {**dict.fromkeys(ENDS, f"*{kind}"), **dict.fromkeys(STRIDES, "i32")},
+            {"HALF": 64, "WIDE": 64}, 1,
+        ),
+    ]  # fmt: skip
+
+
+KERNELS = [
+    ("slots_triton", "_gather", TABLES, {**UNIT, "ENTRIES": 8, "TILES": 16}, 4),
+    (
+        "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},
+        {**UNIT, "ENTRIES": 64, "CHUNKS": 1, "ROWS": 256}, 8,
+    ),
+    *parts("bf16"), *parts("fp16"), *parts("fp32"),
+]  # fmt: skip
+PROGRAM = """
+import importlib, json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+for module, name, signature, constants, warps in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module("penstock.kernels.device." + module), name)
+    source = ASTSource(
+        fn=kernel, signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(name, len(made.asm["cubin"]))
+"""
+
+
+def test_kernels_compile_for_a_gpu(triton: None, tmp_path: Any) -> None:
+    """In a process of its own: here the kernels are the interpreter's."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(KERNELS), capture_output=True, text=True,
+        env=environment, timeout=300,
+    )  # fmt: skip
+    if "Cannot find ptxas" in done.stderr:
+        pytest.skip("this build of Triton has no assembler")
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _ in told] == [kernel[1] for kernel in KERNELS]
+    assert all(int(size) > 1000 for _, size in told)
