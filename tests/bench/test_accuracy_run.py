@@ -158,6 +158,26 @@ def test_workers_answer_as_one_process_does(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_it_says_how_far_prompts_are_read(
+    workers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first answer; where workers read, how far is told every few seconds only."""
+    monkeypatch.setattr(accuracy_jobs, "_TELL_S", 0.0)
+    accuracy.run(
+        ["--tokens=300", "--samples=2", "--tasks=single_essay,multi_value", "--settings=full",
+         "--store=memory", "--chunk=100", f"--workers={workers}"]
+    )  # fmt: skip
+    told = capsys.readouterr().err.splitlines()
+    for task in ("single_essay", "multi_value"):
+        ours = [line for line in told if task in line]
+        assert "the prompts are being read" in ours[0]
+        assert "took" in ours[-1]
+        if workers == 1:  # the others are processes with the module's own pace
+            assert "100 of 3" in ours[1]
+            assert "tokens read" in ours[1]
+
+
 def test_a_worker_that_dies_is_an_error_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     how = Examination(
         model="recall", device="cpu", dtype=None, data=None, haystack=(), chat=False, chunk=100,
