@@ -9,9 +9,7 @@ import torch
 
 from penstock.models import fused_step
 from penstock.models.fused_step import fused_parts
-from penstock.testing.tiny_models import VOCABULARY, tiny_model
-
-FAMILIES = ["llama", "qwen3", "qwen2", "mistral", "phi3", "gemma2", "gpt_neox", "opt", "granite"]
+from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 
 @pytest.fixture(autouse=True)
