@@ -12,6 +12,7 @@ from penstock.bench.accuracy_settings import Setting
 from penstock.bench.retrieval_counts import Counts, RetrievalWatch
 from penstock.bench.tasks import Sample
 from penstock.generation.prompts import PromptBatch, make_batch
+from penstock.generation.read_ahead import read_ahead
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
@@ -142,10 +143,11 @@ def answer(
         loaded.model, setting.policy, memory=setting.memory, store=store,
         max_tokens=question.max_tokens, batch_size=len(question.samples),
     ) as cache:  # fmt: skip
-        extra: dict[str, Any] = {"prefill_chunk_size": chunk}
+        extra: dict[str, Any] = {}
         if shared is not None:
             shared.put_into(cache)
-            extra = {}
+        else:
+            read_ahead(loaded.model, cache, question.batch, max(2, chunk))
         watch = RetrievalWatch(cache)
         if all(sample.is_all_or_nothing for sample in question.samples):
             extra["stopping_criteria"] = [WrongAlready(question, loaded.tokenizer)]

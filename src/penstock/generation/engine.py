@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
@@ -17,6 +16,7 @@ from penstock.generation.answer_watch import AnswerWatch, OnText
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
+from penstock.generation.read_ahead import read_ahead
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
@@ -216,10 +216,7 @@ class LLM:
         cache: TieredCache,
     ) -> None:
         model: Any = self.model
-        if cache.get_seq_length() > 0:
-            # Older releases of transformers lose count of chunks behind a cache that holds tokens.
-            self._read_ahead(batch.input_ids, cache)
-            config.prefill_chunk_size = None
+        read_ahead(self.model, cache, batch, self._prefill_chunk_size)
         with _seeded(params.seed, model.device):
             model.generate(
                 input_ids=batch.input_ids.to(model.device),
@@ -229,15 +226,6 @@ class LLM:
                 stopping_criteria=[watch],
                 **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
             )
-
-    def _read_ahead(self, input_ids: Tensor, cache: TieredCache) -> None:
-        """Prefill all but the last chunk of what the cache does not hold yet."""
-        model: Any = self.model
-        rest = input_ids[:, cache.get_seq_length() :].to(model.device)
-        while rest.shape[1] > self._prefill_chunk_size + 1:
-            chunk, rest = rest[:, : self._prefill_chunk_size], rest[:, self._prefill_chunk_size :]
-            with torch.no_grad():
-                model(chunk, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
 
     def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
         """The model's own generation config with `params` in it, and the ids that end an answer."""
@@ -256,7 +244,7 @@ class LLM:
         config.return_dict_in_generate = False
         config.use_cache = True
         config.cache_implementation = None
-        config.prefill_chunk_size = self._prefill_chunk_size
+        config.prefill_chunk_size = None  # the prompt is read before, see `read_ahead`
         config.do_sample = not params.is_greedy
         config.temperature = None if params.is_greedy else params.temperature
         config.top_p = None if params.is_greedy else params.top_p
