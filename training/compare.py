@@ -18,8 +18,6 @@ from penstock.core.errors import ConfigError, PenstockError
 from training import evaluate, evaluate_prose
 
 LEVEL = 0.05
-_TIES = 1 + 1e-7
-"""Tables as likely as the one that was seen, up to rounding, count as much against it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +63,7 @@ def fisher(right: int, asked: int, other_right: int, other_asked: int) -> float:
     least, most = max(0, together - other_asked), min(asked, together)
     weights = [weight(count) for count in range(least, most + 1)]
     seen = weight(right)
-    return min(1.0, sum(w for w in weights if w <= seen * _TIES) / sum(weights))
+    return sum(w for w in weights if w <= seen) / sum(weights)
 
 
 def compare(run: Iterable[Mapping[str, Any]], card: Iterable[Mapping[str, Any]]) -> list[Compared]:
