@@ -1,9 +1,10 @@
 """Train a model of several sittings and hold it against its card, by one command.
 
 `python -m training.retrain training/recipes/recall-2.toml --seed 2`: every sitting from the model
-of the one before, and with the next seed where a gate refuses one; then the questions of the card
-and the comparison with its answers (`training.compare`). Stopped at any moment, the same command
-goes on. Exit status 0: no cell is worse than the card's; 1: some are; 3: stopped; 2: it cannot be.
+of the one before, and with the next seed where a gate refuses one; another one for as long as other
+questions than the card's say that something is missing; then the questions of the card and the
+comparison with its answers (`training.compare`). Stopped at any moment, the same command goes on.
+Exit status 0: no cell is worse than the card's; 1: some are; 3: stopped; 2: it cannot be.
 """
 
 import argparse
@@ -15,9 +16,9 @@ from pathlib import Path
 
 from penstock.core.errors import ConfigError, PenstockError
 from training.ahead import default_workers
-from training.compare import cells_of, compare, report, some_are_worse
+from training.compare import Compared, cells_of, compare, report, some_are_worse
 from training.gate import REFUSED
-from training.recipe import Recipe, SittingPlan, read_recipe
+from training.recipe import Questions, Recipe, SittingPlan, read_recipe
 from training.train import say
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ class Retraining:
         self._common = ("--device", device, "--workers", str(workers))
 
     def train(self, seed: int) -> tuple[int, Path]:
-        """All sittings.
+        """All sittings, the further ones if they are needed.
 
         Args:
             seed: of the first one.
@@ -43,14 +44,34 @@ class Retraining:
         Raises:
             ConfigError: every seed that was tried is refused.
         """
-        model: Path | None = None
-        for number, plan in enumerate(self._recipe.sittings):
-            first = seed + number * self._recipe.seed_step
+        recipe, model = self._recipe, None
+        plans = [*recipe.sittings, *[recipe.further.sitting] * recipe.further.most]
+        for number, plan in enumerate(plans):
+            if number >= len(recipe.sittings):
+                assert model is not None
+                status, is_there = self._is_there(number, model)
+                if status or is_there:
+                    return status, model
+            first = seed + number * recipe.seed_step
             status, model = self._sit(number + 1, plan, first, model)
             if status:
                 return status, self._folder
         assert model is not None
         return 0, model
+
+    def _is_there(self, number: int, model: Path) -> tuple[int, bool]:
+        """Whether a model answers like the card's what comes late; the exit status is first.
+
+        Args:
+            number: of the sittings behind it.
+        """
+        asked = self._recipe.further.questions
+        status, result = self.ask(model, asked, f"late-after-{number}.json")
+        if status:
+            return status, False
+        compared = self.compare(result)
+        say(f"what comes late, after {number} sittings\n{report(compared)}")
+        return 0, not some_are_worse(compared)
 
     def _sit(
         self, number: int, plan: SittingPlan, first: int, begin: Path | None
@@ -63,7 +84,7 @@ class Retraining:
                 continue
             if (out / "model" / "SHA256SUMS").exists():
                 return 0, out / "model"
-            say(f"sitting {number} of {len(self._recipe.sittings)}, seed {seed}")
+            say(f"sitting {number}, {plan.minutes:g} minutes, seed {seed}")
             words = [str(settings), "--fit", str(plan.minutes), "--seed", str(seed)]
             words += ["--out", str(out), *self._common]
             words += ["--from", str(begin)] if begin is not None else []
@@ -77,17 +98,28 @@ class Retraining:
             "another --seed"
         )
 
-    def ask(self, model: Path) -> tuple[int, Path]:
-        """The questions, unless they have all been answered; the exit status and the result."""
-        asked, out = self._recipe.questions, self._folder / "evaluation.json"
-        if out.exists() and self._is_whole(out):
+    def ask(self, model: Path, asked: Questions, name: str) -> tuple[int, Path]:
+        """Questions, unless they have all been answered; the exit status and the result."""
+        out = self._folder / name
+        if out.exists() and self._is_whole(out, asked):
             return 0, out
         words = [str(model), "--tokens", ",".join(map(str, asked.tokens)), *self._common]
         words += ["--tasks", ",".join(asked.tasks), "--samples", str(asked.samples)]
+        words += ["--seed", str(asked.seed)]
         return call("training.evaluate", [*words, "--out", str(out)]), out
 
-    def _is_whole(self, result: Path) -> bool:
-        asked = self._recipe.questions
+    def compare(self, result: Path) -> list[Compared]:
+        """A result's cells beside the card's.
+
+        Raises:
+            ConfigError: a file of the card is no such result.
+        """
+        cells, kind = cells_of([result])
+        files = [self._recipe.folder / file for file in self._recipe.card]
+        return compare(cells, cells_of(files, kind)[0])
+
+    @staticmethod
+    def _is_whole(result: Path, asked: Questions) -> bool:
         cells, _ = cells_of([result])
         wanted = len(asked.tasks) * len(asked.tokens)
         return len(cells) == wanted and all(cell["asked"] == asked.samples for cell in cells)
@@ -140,14 +172,12 @@ def retrain(args: argparse.Namespace) -> int:
     run = Retraining(recipe, folder.resolve(), device=device, workers=args.workers)
     status, model = run.train(seed)
     if not status:
-        status, result = run.ask(model)
+        status, result = run.ask(model, recipe.questions, "evaluation.json")
     if status:
         if status == STOPPED:
             say("stopped; the same command goes on")
         return status
-    asked, kind = cells_of([result])
-    card, _ = cells_of([recipe.folder / file for file in recipe.questions.card], kind)
-    compared = compare(asked, card)
+    compared = run.compare(result)
     print(f"\nbeside the card, whose shares are in brackets\n{report(compared)}")
     say(f"model: {model}")
     return int(some_are_worse(compared))

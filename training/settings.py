@@ -9,7 +9,6 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from penstock.core.errors import ConfigError
 from training.gate import Gate
-from training.goals import Goals
 
 Attention = Literal["auto", "cudnn", "flash"]
 _Section = TypeVar("_Section")
@@ -183,7 +182,6 @@ class Settings(RunSettings):
     stages: tuple[RecallStage, ...]
     rows: Rows
     gate: Gate | None = None
-    goals: Goals | None = None
 
     @property
     def groups(self) -> list[str]:
@@ -197,15 +195,14 @@ class Settings(RunSettings):
         return self.mix if stage.mix is None else stage.mix
 
     def scaled(self, factor: float) -> Self:
-        """The same curriculum, its gate and its goals, in `factor` times as many steps.
+        """The same curriculum, and its gate, in `factor` times as many steps.
 
         Raises:
             ConfigError: `factor` is not positive.
         """
         scaled = RunSettings.scaled(self, factor)  # super() does not work in a class with slots
         gate = None if self.gate is None else self.gate.scaled(factor)
-        goals = None if self.goals is None else self.goals.scaled(factor)
-        return replace(scaled, gate=gate, goals=goals)
+        return replace(scaled, gate=gate)
 
 
 SECTIONS: dict[str, Any] = {
@@ -257,8 +254,8 @@ def read_table(path: str | Path, make: Callable[[Mapping[str, Any]], _Made]) -> 
 
 
 def _recall_settings(content: Mapping[str, Any]) -> Settings:
-    optional = {"gate": Gate, "goals": Goals}
-    sections = {**SECTIONS, "rows": Rows} | {k: v for k, v in optional.items() if k in content}
+    gate_too = {"gate": Gate} if "gate" in content else {}
+    sections = {**SECTIONS, "rows": Rows, **gate_too}
     settings = section(Settings, content, "the file", sections, RecallStage)
     for number, stage in enumerate(settings.stages, 1):
         if stage.mix is not None:
@@ -266,22 +263,7 @@ def _recall_settings(content: Mapping[str, Any]) -> Settings:
     gate = settings.gate
     if gate is not None and (gate.step < 1 or gate.task not in settings.groups):
         raise ConfigError(f"[gate] needs a step above 0 and a task of the mixes, not {gate.task!r}")
-    goals = settings.goals
-    if goals is not None:
-        _check_goals(goals, settings.groups)
     return settings
-
-
-def _check_goals(goals: Goals, tasks: Sequence[str]) -> None:
-    losses = goals.losses
-    are_numbers = isinstance(losses, dict) and all(
-        isinstance(loss, int | float) and loss > 0 for loss in losses.values()
-    )
-    if goals.steps < 1 or not losses or not are_numbers or not set(losses) <= set(tasks):
-        raise ConfigError(
-            "[goals] needs steps above 0 and, in [goals.losses], a loss above 0 for some of the "
-            "mixes' tasks"
-        )
 
 
 def section(

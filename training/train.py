@@ -292,12 +292,6 @@ def _main(args: argparse.Namespace, began: float) -> int:
         trainer.model, folder / "model", source if isinstance(source, Path) else TOKENIZER_FOLDER
     )
     say(f"model after {trainer.steps_done:,} steps: {folder / 'model'}")
-    goals = settings.goals if isinstance(settings, Settings) else None
-    missed = goals.missed(folder / "log.jsonl") if goals is not None else []
-    for line in missed:
-        say(f"not there yet: {line}")
-    if missed:
-        say(f"go on with the same settings, --from {folder / 'model'}, another --seed and --out")
     return 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import training
 from penstock.core.errors import ConfigError
-from training.compare import Compared, cells_of, compare, fisher, holm, main, report
+from training.compare import Compared, cells_of, compare, fisher, holm, main, report, some_are_worse
 
 RESULTS = Path(training.__file__).parents[1] / "benchmarks" / "results"
 CARD = [RESULTS / f"training-recall-2-two-sittings-{which}.json" for which in ("h200", "4k-cpu")]
@@ -49,15 +49,32 @@ def test_holm_takes_the_family_into_account() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "agree"),
-    [("second-run", 46), ("second-run-third-sitting", 47), ("second-run-lists", 48)],
+    ("run", "agree", "differ"),
+    [
+        ("second-run-h200", 46, 3),
+        ("second-run-third-sitting-h200", 47, 2),
+        ("second-run-lists-h200", 48, 1),
+        ("third-run-h100", 52, 0),
+        ("fourth-run-h100", 50, 2),
+    ],
 )
 def test_the_runs_that_the_log_tells_of(
-    run: str, agree: int, capsys: pytest.CaptureFixture[str]
+    run: str, agree: int, differ: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = RESULTS / f"training-recall-2-{run}-h200.json"
-    assert main([str(result), *(word for path in CARD for word in ("--card", str(path)))]) == 1
-    assert f"{agree} of 52 cells agree" in capsys.readouterr().out
+    result = RESULTS / f"training-recall-2-{run}.json"
+    status = main([str(result), *(word for path in CARD for word in ("--card", str(path)))])
+    assert status == (differ > 0)
+    said = capsys.readouterr().out
+    assert f"{agree} of 52 cells agree" in said
+    assert f"all cells together (Holm): {differ} differ" in said
+
+
+def test_each_cell_counts_by_itself() -> None:
+    worse = [cell("copy", 94), *(cell("copy", 100, tokens=n) for n in range(1, 20))]
+    card = [cell("copy", 100, tokens=n) for n in (4096, *range(1, 20))]
+    assert some_are_worse(compare(worse, card))
+    assert not some_are_worse(compare(card, worse))
+    assert not some_are_worse(compare([cell("copy", 95)], card))
 
 
 def test_a_card_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,45 +19,65 @@ from training.recipe import read_recipe
 
 FOLDER = Path(training.__file__).parent
 RECALL = FOLDER / "recipes" / "recall-2.toml"
+CARD = FOLDER.parent / "benchmarks/results/training-recall-2-two-sittings-4k-cpu.json"
 TEXT = """
 name = "toy"
 seed = 3
 seed_step = 10
 tries = 3
+card = ["card.json"]
 [[sittings]]
 settings = "{first}"
 minutes = 0.03
 [[sittings]]
 settings = "{last}"
 minutes = 0.02
+[further]
+most = 2
+[further.sitting]
+settings = "{last}"
+minutes = 0.01
+[further.questions]
+seed = 1
+tokens = [256]
+samples = 2
+tasks = ["copy"]
 [questions]
 tokens = [256]
 samples = 3
 tasks = ["multi_key_few", "copy"]
-card = ["card.json"]
 """
 
 
 def recipe(folder: Path, first: Path = FOLDER / "configs" / "toy.toml") -> Path:
     """The toy twice, and a card that the toy will not be worse than."""
-    card = json.loads(
-        (
-            FOLDER.parent / "benchmarks/results/training-recall-2-two-sittings-4k-cpu.json"
-        ).read_text()
-    )
-    cells = [c for c in card["figures"]["cells"] if c["task"] in ("copy", "multi_key_few")]
-    card["figures"]["cells"] = [{**c, "tokens": 256, "asked": 3, "exact": 0} for c in cells]
-    (folder / "card.json").write_text(json.dumps(card))
+    write_result(folder / "card.json", [("copy", 0, 3), ("multi_key_few", 0, 3)])
     path = folder / "toy.toml"
     path.write_text(TEXT.format(first=first, last=FOLDER / "configs" / "toy.toml"))
     return path
 
 
+def write_result(path: Path, cells: Sequence[tuple[str, int, int]]) -> None:
+    """Answers to prompts of 256 tokens: the task, how many are right, of how many."""
+    result = json.loads(CARD.read_text())
+    named = {cell["task"]: cell for cell in result["figures"]["cells"]}
+    result["figures"]["cells"] = [
+        {**named[task], "tokens": 256, "exact": right, "asked": asked}
+        for task, right, asked in cells
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result))
+
+
 class Commands:
     """Stands in for the processes: notes what is called, leaves what they would."""
 
-    def __init__(self, statuses: Sequence[int]) -> None:
+    def __init__(self, statuses: Sequence[int], late: Sequence[int] = ()) -> None:
+        """Args:
+        late: answers of three that are right when it is asked whether a further sitting is needed.
+        """
         self.statuses, self.called = list(statuses), list[list[str]]()
+        self.late = list(late)
 
     def __call__(self, module: str, words: Sequence[str]) -> int:
         self.called.append([module, *words])
@@ -69,6 +89,11 @@ class Commands:
                 (out / "model" / "SHA256SUMS").touch()
             if status == retrain.STOPPED:
                 (out / "checkpoint.pt").touch()
+        elif status == 0:
+            asked = int(self.after("--samples"))
+            right = self.late.pop(0) if self.after("--seed") == "1" else asked
+            cells = [(task, right) for task in self.after("--tasks").split(",")]
+            write_result(out, [(task, right, asked) for task, right in cells])
         return status
 
     def after(self, option: str) -> str:
@@ -86,6 +111,8 @@ def test_the_recipe_of_the_bundled_model() -> None:
     assert [plan.minutes for plan in read.sittings] == [12, 11]
     assert (read.seed, read.seed_step) == (6, 60)
     assert len(read.questions.tasks) * len(read.questions.tokens) == 52
+    assert read.further.questions.seed != read.questions.seed == 0
+    assert set(read.further.questions.tasks) < set(read.questions.tasks)
 
 
 def test_recipes_are_read_strictly(tmp_path: Path) -> None:
@@ -95,6 +122,8 @@ def test_recipes_are_read_strictly(tmp_path: Path) -> None:
         ("tries = 3", "trys = 3", "no setting 'trys'"),
         ("seed = 3\n", "", "lacks the setting 'seed'"),
         ("card.json", "cart.json", "no cart.json"),
+        ("seed = 1\n", "", "a seed that is not 0"),
+        ("most = 2\n", "", "further lacks the setting 'most'"),
     ):
         text = path.read_text()
         (tmp_path / "bad.toml").write_text(text.replace(old, new))
@@ -128,6 +157,43 @@ def test_seeds_that_a_gate_refuses_are_left_out(
     assert [words[0] for words in commands.called] == ["training.evaluate"]
 
 
+def test_what_comes_late_has_further_sittings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = recipe(tmp_path), tmp_path / "run"
+    path.write_text(path.read_text().replace("samples = 2", "samples = 30"))
+    write_result(tmp_path / "card.json", [("copy", 30, 30), ("multi_key_few", 30, 30)])
+    # 28 of 30 is what chance has (p .49); 20 is not. Stopped in the third sitting.
+    commands = Commands([0, 0, 0, retrain.STOPPED], late=[20])
+    assert run(path, out, commands, monkeypatch) == retrain.STOPPED
+    _, _, late, third = commands.called
+    assert late[late.index("--seed") + 1] == "1"
+    assert third[third.index("--seed") + 1] == "23"
+    assert third[third.index("--fit") + 1] == "0.01"
+    assert third[third.index("--from") + 1] == str(out / "2-toy-seed-13" / "model")
+    # It goes on, and is asked again; then the card's questions.
+    commands = Commands([0, 0, 0], late=[28])
+    assert run(path, out, commands, monkeypatch) == 0
+    third, late, asked = commands.called
+    assert "--resume" in third
+    assert late[1] == asked[1] == str(out / "3-toy-seed-23" / "model")
+    assert asked[asked.index("--seed") + 1] == "0"
+    # All is there: nothing is called.
+    assert run(path, out, Commands([]), monkeypatch) == 0
+
+
+def test_further_sittings_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recipe(tmp_path)
+    path.write_text(path.read_text().replace("samples = 2", "samples = 30"))
+    write_result(tmp_path / "card.json", [("copy", 30, 30)])
+    commands = Commands([0] * 7, late=[20, 20])
+    run(path, tmp_path / "run", commands, monkeypatch)
+    assert [words[0] for words in commands.called] == [
+        "training.train", "training.train", "training.evaluate", "training.train",
+        "training.evaluate", "training.train", "training.evaluate",
+    ]  # fmt: skip
+
+
 def test_when_all_seeds_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +207,8 @@ def test_for_real(tmp_path: Path) -> None:
     long = tmp_path / "long.toml"
     long.write_text((FOLDER / "configs" / "toy.toml").read_text().replace("= 0.5", "= 0.001", 1))
     path, out = recipe(tmp_path, long), tmp_path / "run"
-    path.write_text(path.read_text().replace("minutes = 0.03", "minutes = 0.1"))
+    text = path.read_text()
+    path.write_text(text.replace("minutes = 0.03", "minutes = 2"))
     command = [
         sys.executable, "-m", "training.retrain", str(path), "--out", str(out), "--device", "cpu",
         "--workers", "0",
@@ -156,6 +223,7 @@ def test_for_real(tmp_path: Path) -> None:
     assert process.returncode == retrain.STOPPED, said
     assert "the same command goes on" in said
 
+    path.write_text(text.replace("minutes = 0.03", "minutes = 0.1"))
     done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 cells agree" in done.stdout
