@@ -11,6 +11,8 @@ from torch import Tensor
 
 from penstock.core.errors import BudgetError, ConfigError, FetchError
 from penstock.core.shape import KVShape
+from penstock.indexes.centroid_scan import CentroidScan
+from penstock.kernels.native.compiled import kernel
 from penstock.policies.dynakv import DynaKV
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.cluster_layer import ClusterLayer
@@ -168,6 +170,8 @@ def test_reads_and_writes_are_counted() -> None:
 
 @pytest.mark.parametrize("num_layers", [2, 8, 32])
 def test_memory_is_that_of_two_layers(num_layers: int) -> None:
+    """Of two layers nothing is saved but the 8-bit copies, which compiled kernels alone keep; what
+    the buffers take is rounded up to sectors."""
     memory, flash = (make(place, num_layers=num_layers) for place in ("memory", "flash"))
     for runtime in (memory, flash):
         Script().run([runtime], 60)
@@ -178,11 +182,17 @@ def test_memory_is_that_of_two_layers(num_layers: int) -> None:
     capacity = policy.cluster_sizes.capacity(MAX_TOKENS)
     centroids = 2 * capacity * 16 * 4  # of a layer
     saved = before.items["index"] - after.items["index"]
-    assert saved >= num_layers * centroids, "and their 8-bit copies"
+    copies = CentroidScan.num_bytes(2, capacity, 16)
+    copies -= CentroidScan.num_bytes(2, capacity, 16, copies=False)
+    assert (copies > 0) == (kernel("copy_centroids") is not None)
+    assert saved == num_layers * (centroids + copies), "and their 8-bit copies"
     buffers = RepresentativeBuffer.num_bytes(2, capacity, 16, 512)
     assert centroids <= buffers < centroids + 512
     assert before.used_bytes - after.used_bytes == saved - 2 * buffers
-    assert before.used_bytes > after.used_bytes
+    if num_layers > 2 or copies:
+        assert before.used_bytes > after.used_bytes
+    else:
+        assert 0 <= after.used_bytes - before.used_bytes < 2 * 512
     arrays = {
         layer.followed.clusters.statistics.centroids.__array_interface__["data"][0]
         for layer in layers(flash)

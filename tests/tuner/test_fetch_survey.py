@@ -1,5 +1,7 @@
 """The survey's counts against the engine's own, and its rankings against an index of each size."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,14 +25,35 @@ LOOKING = KVSwap(group_tokens=1, selected_tokens=400, reuse_tokens=400, rank=48,
 
 
 @pytest.fixture(scope="module")
-def work() -> Workpiece:
-    loaded: LoadedModel = load("recall")
-    ids = max(calibration_tokens(loaded, [], tokens=2048, forced=1), key=len)[None]
-    text = PrefilledText(loaded.model, ids[:, :CONTEXT], chunk=512)
+def recall() -> LoadedModel:
+    return load("recall")
+
+
+@pytest.fixture(scope="module")
+def ids(recall: LoadedModel) -> torch.Tensor:
+    """A text that goes on behind `CONTEXT`. [1, tokens]"""
+    return max(calibration_tokens(recall, [], tokens=2048, forced=1), key=len)[None]
+
+
+@pytest.fixture(scope="module")
+def work(recall: LoadedModel, ids: torch.Tensor) -> Workpiece:
+    text = PrefilledText(recall.model, ids[:, :CONTEXT], chunk=512)
     return Workpiece(
-        model=loaded.model, adapter=find_adapter(fingerprint(loaded.model)),
+        model=recall.model, adapter=find_adapter(fingerprint(recall.model)),
         document=TextDocument(text, 1), batch=1, context=CONTEXT,
     )  # fmt: skip
+
+
+@pytest.fixture
+def as_written(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run decodes how the text goes on, whatever it would say itself."""
+    step = EngineRun._step
+
+    def step_as_written(run: EngineRun) -> dict[str, float]:
+        run._token.copy_(ids[:, run._position, None])
+        return step(run)
+
+    monkeypatch.setattr(EngineRun, "_step", step_as_written)
 
 
 def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]:
@@ -50,18 +73,46 @@ def test_its_own_setting_is_counted_exactly(work: Workpiece) -> None:
     assert 0 < found.reads < found.missing
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def needed(work: Workpiece, reuse: int) -> dict[FetchSetting, Fetches]:
+    """What settings of every group size fetch, by the engine's own counts."""
+    out = {}
+    for group in (1, 2, 4, 8, 16):
+        policy = KVSwap(
+            group_tokens=group, selected_tokens=208, reuse_tokens=reuse, rank=32, index_bits=8
+        )
+        figures, choice = counted(work, policy)
+        out[choice] = Fetches(figures.units_wanted - figures.units_hit, figures.reads)
+    return out
+
+
+@pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("reuse", [0, 208, 416])
-def test_other_settings_are_foretold(work: Workpiece, group: int, reuse: int) -> None:
-    """They attend to other tokens and so say others, which changes what is selected a little."""
-    policy = KVSwap(
-        group_tokens=group, selected_tokens=208, reuse_tokens=reuse, rank=32, index_bits=8
-    )
-    figures, choice = counted(work, policy)
-    found = survey(work, [choice], rank=48, store="memory")[choice]
-    missing = figures.units_wanted - figures.units_hit
-    assert found.missing == pytest.approx(missing, rel=0.0 if reuse == 0 else 0.15)
-    assert found.reads == pytest.approx(figures.reads, rel=0.15)
+def test_other_settings_are_foretold(work: Workpiece, reuse: int) -> None:
+    """They attend to other tokens, which changes what is selected a little; so does a rank that
+    is not the survey's."""
+    engine = needed(work, reuse)
+    for rank, share in ((32, 0.06), (48, 0.12)):
+        found = survey(work, list(engine), rank=rank, store="memory")
+        for choice, (missing, reads) in engine.items():
+            nearly = pytest.approx(missing, rel=0.0 if reuse == 0 else share)
+            assert found[choice].missing == nearly, choice
+            assert found[choice].reads == pytest.approx(reads, rel=share), choice
+
+
+@pytest.mark.parametrize("reuse", [208, 416])
+def test_what_they_say_themselves_is_foretold_on_the_whole(
+    work: Workpiece, ids: torch.Tensor, reuse: int
+) -> None:
+    """They attend to other tokens and so say others, which changes what is selected: behind a
+    single text the survey may be a fifth off, with compiled kernels and without. So four are
+    taken together."""
+    sums = np.zeros((2, 5, 2))  # foretold and needed; group sizes; units and requests
+    for end in (1300, 1400, 1500, CONTEXT):
+        behind = replace(work, context=end, first_token=int(ids[0, end]))
+        engine = needed(behind, reuse)
+        found = survey(behind, list(engine), rank=48, store="memory")
+        sums += np.array([[found[choice] for choice in engine], list(engine.values())])
+    assert sums[0] == pytest.approx(sums[1], rel=0.12)
 
 
 def test_many_choices_cost_one_run(work: Workpiece, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, StorageError, UnsupportedModelError
 from penstock.devices.presets import PRESETS
+from penstock.kernels.int8_linear import Int8Linear
+from penstock.kernels.native.compiled import kernel
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
+from penstock.models.query_projection import decoder_layers
 from penstock.policies.kvswap import KVSwap
 from penstock.storage.measured_directory import MIN_FILE_BYTES
 from penstock.testing.tiny_models import tiny_model
@@ -98,14 +101,26 @@ def test_noise_is_the_same_for_all(make_task: MakeTask) -> None:
     assert chunks[0][0].shape == (2, 2, 100, 64)
 
 
-def test_a_seat_knows_what_is_not_predicted(make_task: MakeTask) -> None:
+@pytest.mark.parametrize("is_fast", [None, True, False], ids=["here", "compiled", "plain"])
+def test_a_seat_knows_what_is_not_predicted(
+    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch, is_fast: bool | None
+) -> None:
+    """Layers 1 and 2 are predicted, from copies of their weights where a kernel reads those."""
+    if is_fast is not None:
+        monkeypatch.setattr(Int8Linear, "is_fast", lambda weight: is_fast)
     task = make_task()
     assert task.adapter is not None
     adapter = type(task.adapter)(task.adapter.layers, task.adapter.fingerprint, 0, (1, 0.2, 1))
     seat = make_task(adapter=adapter).seat(KVSwap())
     assert seat.true_query_layers == {1}
     assert seat.has_adapter
-    assert 0 < seat.predictor_bytes < task.seat(KVSwap()).predictor_bytes
+    linear = decoder_layers(task.model)[1].get_submodule("self_attn.q_proj")
+    assert isinstance(linear, torch.nn.Linear)
+    is_copied = Int8Linear.is_fast(linear.weight)
+    copy = Int8Linear.num_bytes(linear.weight, linear.bias) if is_copied else 0
+    assert is_copied == (kernel("int8_linear") is not None if is_fast is None else is_fast)
+    assert seat.predictor_bytes == copy, "of layer 2"
+    assert task.seat(KVSwap()).predictor_bytes == 2 * copy
     assert make_task(adapter=None).seat(KVSwap()).has_adapter is False
     assert task.seat(KVSwap(predict=False)).predictor_bytes == 0
 
