@@ -93,6 +93,24 @@ def test_a_write_that_a_death_cut_short_is_sent_again(tmp_path: Path) -> None:
         np.testing.assert_allclose(rig.score(150), rig.expected(150), **CLOSE["attention"])
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_written_before_a_death_and_mapped_after_it_has_codes(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NearRig(tmp_path, devices=devices) as rig:
+        scorer = rig.store.scorer
+        with monkeypatch.context() as patched:
+            patched.setattr(scorer, "map", lambda *_: None)
+            rig.fill()
+        process = rig.store.devices[-1].process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        rig.store.region(0).file.sync()  # as a later layer's write: the device starts again
+        scorer.map(0, 0, rig.units[:, :100])
+        scorer.map(0, 100, rig.units[:, 100:])
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), **CLOSE["attention"])
+
+
 def test_another_batch_keeps_the_files(tmp_path: Path) -> None:
     with NearRig(tmp_path) as rig:
         rig.fill()
