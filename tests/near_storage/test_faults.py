@@ -13,7 +13,8 @@ import pytest
 from penstock.core.errors import StoreFullError
 from penstock.near_storage.channel import ScorerError
 from penstock.near_storage.device_client import NearDevice
-from penstock.testing.near_rig import NearRig
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.testing.near_rig import UNIT_BYTES, NearRig
 
 NONSENSE = (
     "out of range", "negative", "not a number", "infinite", "twice in a block", "wrong row",
@@ -120,6 +121,29 @@ def test_reads_of_one_device_end_where_another_is_lost(tmp_path: Path) -> None:
             assert not whole.reads._exchanges
             rig.store.scorer.ensure_alive()
         rig.read(units)
+
+
+def test_reads_that_nobody_waits_for_hold_up_no_others(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        region, device = rig.store.region(0), rig.store.devices[0]
+        free = device.sections.qsize()
+        buffers = [AlignedBuffer(2, region.row_bytes) for _ in range(free + 1)]
+        tickets = [
+            region.submit_read(rig.units[0, 2 * i : 2 * i + 2].copy(), buffer, np.arange(2))
+            for i, buffer in enumerate(buffers)
+        ]
+        last = threading.Thread(target=tickets[-1].wait, daemon=True)
+        last.start()
+        last.join(20)
+        ended = not last.is_alive()
+        for ticket in tickets:
+            ticket.wait()
+        assert ended, "it waited for a section that only others' waiting would have freed"
+        assert device.sections.qsize() == free
+        keys = np.stack([buffer.array[:, : UNIT_BYTES // 2] for buffer in buffers])
+        expected = rig.keys[0, : 2 * len(buffers)].reshape(len(buffers), 2, -1)
+        np.testing.assert_array_equal(keys.view(np.float32), expected)
 
 
 def test_nobody_scores_before_a_restarted_device_knows_its_maps(tmp_path: Path) -> None:

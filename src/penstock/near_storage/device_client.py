@@ -76,6 +76,7 @@ class NearDevice:
         self._close = weakref.finalize(self, _end, self._state, self._descriptors)
         self.lock = threading.RLock()
         """For starting and stopping."""
+        self._sparing = threading.Lock()
         self.link = Link()
         self.sector_bytes, self.is_direct, self.description = 1, False, ""
         self.write_lock = threading.Lock()
@@ -205,6 +206,17 @@ class NearDevice:
         self._close()
 
     # Requests ---------------------------------------------------------------------------------
+
+    def spare_section(self) -> int | None:
+        """A section of the shared memory for who may never wait; None where only one is left, which
+        is for those who wait."""
+        with self._sparing:
+            if self.sections.qsize() < 2:
+                return None
+            try:
+                return self.sections.get_nowait()
+            except queue.Empty:
+                return None
 
     def call(self, channel: Channel, message: protocol.Message, patience_s: float = 0.0) -> int:
         """Send a request and wait for `Done`; returns nanoseconds worked. Raises as `Exchange`."""

@@ -31,8 +31,8 @@ class _Part:
 class RemoteTicket(Ticket):
     """Reads through the shared memory, a section at a time; `wait` copies to where they go.
 
-    One section is taken at submission if there is one; what is beyond it is read in `wait`, so that
-    tickets that nobody waits for yet cannot keep all sections.
+    One section is taken at submission if more than one is left; what is beyond it is read in
+    `wait`, for which the last section is kept: tickets that nobody waits for yet cannot hold all.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class RemoteTicket(Ticket):
         device = self._file.device
         if wait:
             part.section = device.sections.get()
-        elif device.sections.empty():
+        elif (spare := device.spare_section()) is None:
             return
         else:
-            part.section = device.sections.get()
+            part.section = spare
         offsets, lengths, _ = self._pieces
         count = part.end - part.first
         lists = device.memory[part.section : part.section + 16 * count].view(np.int64)
