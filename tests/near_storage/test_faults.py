@@ -1,8 +1,12 @@
 """Devices that die, hang, are slow or talk nonsense: typed errors in bounded time, and recovery."""
 
 import contextlib
+import errno
+import gc
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -10,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core.errors import StoreFullError
+from penstock.core.errors import StorageError, StoreFullError
+from penstock.near_storage import shared_memory
 from penstock.near_storage.channel import ScorerError
 from penstock.near_storage.device_client import NearDevice
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -89,8 +94,6 @@ def test_a_slow_device_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_full_disk_is_said_by_its_name(tmp_path: Path) -> None:
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         pytest.skip("only root can mount")
-    import subprocess
-
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount")
@@ -170,3 +173,59 @@ def test_nobody_scores_before_a_restarted_device_knows_its_maps(tmp_path: Path) 
         rig.store.scorer.ensure_alive()
         assert not np.isnan(rig.score(400)).any()
         writer.join()
+
+
+def test_a_device_that_does_not_start_leaves_no_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("descriptors cannot be counted here")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        for place in (tmp_path, "memory"):
+            with pytest.raises(StorageError, match="no more processes"):
+                NearRig(place)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("part", ["create", "attach"])
+def test_another_batch_without_memory_for_it_changes_nothing(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("no memory")
+
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        with monkeypatch.context() as patched:
+            patched.setattr(shared_memory, part, refuse)
+            with pytest.raises(StorageError, match="no memory"):
+                rig.store.serve(3)
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+        rig.store.serve(3)
+        rig.store.scorer.map(0, 0, rig.units[[1, 0, 1]])
+        rig.query, rig.keys, rig.rows = rig.query[[1, 0, 1]], rig.keys[[1, 0, 1]], 3
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)
+    for descriptor in others:
+        os.close(descriptor)  # which nobody else has done
+
+
+def test_too_many_open_files_are_said_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StorageError, match="Too many open files"):
+        shared_memory.create(4096)
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+    monkeypatch.setattr(shared_memory, "attach", lambda *_: np.zeros(1 << 22, dtype=np.uint8))
+    with pytest.raises(StorageError, match="Too many open files"):
+        NearRig("memory")
