@@ -229,3 +229,21 @@ def test_too_many_open_files_are_said_by_their_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_memory, "attach", lambda *_: np.zeros(1 << 22, dtype=np.uint8))
     with pytest.raises(StorageError, match="Too many open files"):
         NearRig("memory")
+
+
+def test_another_batch_that_one_device_failed_to_take_is_asked_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise StorageError("does not start")
+
+    with NearRig(tmp_path, devices=2) as rig:
+        rig.fill()
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.store.devices[1], "renew", refuse)
+            with pytest.raises(StorageError, match="does not start"):
+                rig.store.serve(3)
+        rig.store.serve(3)
+        rig.store.scorer.map(0, 0, rig.units[[1, 0, 1]])
+        rig.query, rig.keys, rig.rows = rig.query[[1, 0, 1]], rig.keys[[1, 0, 1]], 3
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)

@@ -62,11 +62,13 @@ class NearStore(KVStore):
     def serve(self, rows: int) -> None:
         """Serve a batch of so many rows; starts the devices anew for another one than before: the
         files stay, and nothing is mapped."""
-        if rows == self.devices[0].settings.rows:
-            return
-        for device in self.devices:
-            device.renew(device.settings.for_rows(rows))
-        self.scorer.forget()
+        others = [device for device in self.devices if device.settings.rows != rows]
+        try:
+            for device in others:
+                device.renew(device.settings.for_rows(rows))
+        finally:
+            if others:
+                self.scorer.forget()
 
 
 def _close_all(devices: list[NearDevice]) -> None:
