@@ -17,6 +17,7 @@ from penstock.tuner import engine_run, kvswap_search
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
 from penstock.tuner.tune import Tuned, tune
+from penstock.tuner.tuning_task import TuningTask
 
 WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 
@@ -156,6 +157,27 @@ def test_an_interrupted_tuning_goes_on(
     done.save(tmp_path / "config.json")
     assert len(made) == kvswap_search.CHECKS + kvswap_search.FINALISTS
     assert not journal.exists()
+
+
+def test_an_interrupted_tuning_within_free_memory_goes_on(
+    quick: dict[str, Any], recall: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.tuner import tune as module
+
+    class Stop(Exception):
+        pass
+
+    def stop(task: TuningTask, _: object) -> None:
+        limits.append(task.limit_bytes)
+        raise Stop
+
+    monkeypatch.setattr(module, "search_kvswap", stop)
+    limits, whole = list[int](), inspect_model(recall.model).kv.full_cache_bytes(1, 1536)
+    for free in (whole, whole // 2):  # which is never the same twice
+        monkeypatch.setattr(module, "free_bytes", lambda _, free=free: free)
+        with pytest.raises(Stop):
+            tune(**{**quick, "memory": "auto"}, journal=tmp_path / "journal")
+    assert limits == [whole // 2] * 2
 
 
 def test_a_pick_that_measures_badly_is_ruled_out(

@@ -6,6 +6,7 @@ Source: KVSwap (arXiv 2511.11907), section 3.5, Fig. 4 and appendix A, widened t
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -101,7 +102,8 @@ def tune(
         max_context: most tokens of a sequence, prompt and answer (S_max); default: 32,768, or the
             model's positions where they are fewer.
         max_batch: most sequences at once (b_max).
-        memory: budget for the KV of all of them: bytes, "2200MiB", or a share of the full cache.
+        memory: budget for the KV of all of them: bytes, "2200MiB", a share of the full cache, or
+            "auto": half of what is free when the tuning begins, at most the full cache.
         disk: where the KV will lie, as `store` of `TieredCache`: a folder, "auto", or "nvme",
             "ufs", "emmc" (simulated).
         policies: names of `POLICIES`; each gets its own solution, the fastest is the pick.
@@ -133,11 +135,10 @@ def tune(
     pieces = calibration_tokens(
         loaded, texts, tokens=min(max_context, MOST_TEXT_TOKENS), forced=FORCED_TOKENS
     )[:MOST_TEXTS]
-    about = circumstances(
-        loaded, pieces, adapter=adapter, tables=tables, disk=str(disk), max_context=max_context,
-        max_batch=max_batch, limit=limit, floor=floor,
+    kept, limit = _journal(
+        journal, memory, limit, loaded, pieces, adapter=adapter, tables=tables, disk=str(disk),
+        max_context=max_context, max_batch=max_batch, floor=floor,
     )  # fmt: skip
-    kept = Journal(None if journal is None else Path(journal), about)
     progress = _forwards(progress)
     device = _device(str(disk), kept, progress)
     basis, own = _adapter(loaded, adapter, pieces, progress)
@@ -156,6 +157,23 @@ def tune(
     config = config_of(task, search, others, refused, fingerprint=fingerprint(loaded.model))
     progress(1.0, "done")
     return Tuned(config=config, adapter=own, tables=known, refused=refused, kept=kept)
+
+
+def _journal(
+    path: str | Path | None, memory: int | float | str, limit: int, *about: Any, **asked: Any
+) -> tuple[Journal, int]:
+    """The journal, and the limit: where it follows from free memory, what was free when the tuning
+    began.
+
+    Args:
+        about, asked: for `circumstances`.
+    """
+    is_auto = isinstance(memory, str) and memory.strip().lower() == "auto"
+    head = circumstances(*about, limit="auto" if is_auto else limit, **asked)
+    kept = Journal(None if path is None else Path(path), head)
+    if is_auto:
+        limit = int(kept.measured({"run": "free memory"}, lambda: limit))
+    return kept, limit
 
 
 def _device(disk: str, kept: Journal, progress: Say) -> DeviceProfile:
