@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core.errors import StorageError, StoreFullError
+from penstock.core.errors import FetchError, StorageError, StoreFullError
 from penstock.near_storage import shared_memory
-from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.channel import Exchange, ScorerError
 from penstock.near_storage.device_client import NearDevice
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.testing.near_rig import UNIT_BYTES, NearRig
@@ -147,6 +147,44 @@ def test_reads_that_nobody_waits_for_hold_up_no_others(tmp_path: Path) -> None:
         keys = np.stack([buffer.array[:, : UNIT_BYTES // 2] for buffer in buffers])
         expected = rig.keys[0, : 2 * len(buffers)].reshape(len(buffers), 2, -1)
         np.testing.assert_array_equal(keys.view(np.float32), expected)
+
+
+def test_a_read_that_fails_gives_no_section_back_that_is_still_read_into(tmp_path: Path) -> None:
+    with NearRig(tmp_path, rows=2, tokens=800) as rig:
+        rig.fill()
+        device, free = rig.store.devices[0], rig.store.devices[0].sections.qsize()
+        file, row_bytes = rig.store.region(0).file, rig.store.row_bytes
+        offsets = np.arange(0, 800, 2) * row_bytes  # more than a section holds
+        offsets[0] = row_bytes << 20  # there is nothing
+        buffer = AlignedBuffer(len(offsets), row_bytes)
+        targets = buffer.address + np.arange(len(offsets)) * row_bytes
+        ticket = file.submit_reads(offsets, np.full(len(offsets), row_bytes), targets, buffer)
+        process, start = device.process_id, time.monotonic()
+        with pytest.raises(FetchError):
+            ticket.wait()
+        assert time.monotonic() < start + 5
+        assert device.process_id == process
+        assert not device.reads._exchanges
+        assert device.sections.qsize() == free
+
+
+def test_an_interrupted_wait_is_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    with NearRig(tmp_path) as rig:
+        rig.fill()
+        region = rig.store.region(0)
+        buffer = AlignedBuffer(2, region.row_bytes)
+        ticket = region.submit_read(rig.units[0, :2].copy(), buffer, np.arange(2))
+        with monkeypatch.context() as patched:
+            patched.setattr(Exchange, "done", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ticket.wait()
+        with pytest.raises(FetchError, match="interrupted"):
+            ticket.wait()
+        assert not rig.store.devices[0].reads._exchanges
+        rig.read(rig.units[0])
 
 
 def test_nobody_scores_before_a_restarted_device_knows_its_maps(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """RemoteFile: a layer's file that a near-storage device owns, as any other KVFile."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.core.errors import AlignmentError
+from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.copy_runs import copy_runs
 from penstock.near_storage import protocol
 from penstock.near_storage.channel import Exchange, ScorerError
@@ -69,9 +70,12 @@ class RemoteTicket(Ticket):
                         self._take(part)
                 except Exception as error:
                     self._error = error
+                except BaseException:  # Ctrl-C: not all is where it goes
+                    self._error = FetchError("the wait for a read was interrupted")
+                    raise
                 finally:
                     for part in self._parts:
-                        self._drop(part)
+                        self._end(part)
                     self.finished_ns, self._keep_alive = time.perf_counter_ns(), None
         if self._error is not None:
             raise self._error
@@ -105,11 +109,23 @@ class RemoteTicket(Ticket):
         assert part.exchange is not None
         device, (_, lengths, addresses) = self._file.device, self._pieces
         size = int(lengths[part.first : part.end].sum())
-        worked = part.exchange.done(device.deadline(size / SLOWEST_BANDWIDTH))
+        try:
+            worked = part.exchange.done(device.deadline(size / SLOWEST_BANDWIDTH))
+        except StorageError:
+            part.exchange = None  # no other answer comes
+            raise
         device.link.note(size // self._file.unit_stride, worked)
         start = part.section + self._file.lists_bytes
         source = device.memory[start : start + size]
         copy_runs(source, lengths[part.first : part.end], addresses[part.first : part.end])
+        self._drop(part)
+
+    def _end(self, part: _Part) -> None:
+        """Give a section back when the device, too, is done with it."""
+        if part.section >= 0 and part.exchange is not None:
+            size = self._file.device.settings.section_bytes
+            with contextlib.suppress(StorageError):
+                part.exchange.done(self._file.device.deadline(size / SLOWEST_BANDWIDTH))
         self._drop(part)
 
     def _drop(self, part: _Part) -> None:
