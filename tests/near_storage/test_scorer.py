@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.protocol import ProtocolError
 from penstock.near_storage.scorer import LocalScorer, Moved
-from penstock.near_storage.settings import Rule
+from penstock.near_storage.settings import DeviceSettings, Rule, ScoreSettings
 from penstock.near_storage.stripes import Stripes
 from penstock.testing.near_rig import DIM, HEADS, KV_HEADS, NOTHING, NearRig
 
@@ -131,6 +132,16 @@ def test_processes_end_with_their_store(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", "1"), ("dtype", "int8"), ("scaling", None)])
+def test_settings_of_other_types_are_refused(name: str, value: object) -> None:
+    common = {"rows": 1, "max_tokens": 4, "query_heads": 1, "kv_heads": 1, "head_dim": 2}
+    settings = ScoreSettings(**common, dtype="float32", scaling=0.5)  # type: ignore[arg-type]
+    whole = DeviceSettings.of(settings, layers=1, unit_bytes=16)
+    assert DeviceSettings.from_json(whole.as_json()) == whole
+    with pytest.raises(ProtocolError, match=name):
+        DeviceSettings.from_json({**whole.as_json(), name: value})
 
 
 def test_stripes_partition_the_units() -> None:
