@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import FetchError, StorageError, StoreFullError
-from penstock.near_storage import shared_memory
+from penstock.near_storage import device_client, shared_memory
 from penstock.near_storage.channel import Exchange, ScorerError
 from penstock.near_storage.device_client import NearDevice
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -82,6 +82,19 @@ def test_a_device_that_hangs_is_given_up(
         assert time.monotonic() < start + 5
         rig.store.devices[0].ensure_alive()
         assert rig.store.devices[0].process_id != process
+
+
+def test_a_device_that_never_starts_is_waited_for_as_long_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(NearDevice, "program", ("sleeper",))
+    monkeypatch.setattr(device_client, "START_TIMEOUT_S", 2.0)
+    start = time.monotonic()
+    with pytest.raises(ScorerError, match="within 2 s"):
+        NearRig("memory", timeout_s=0.5)
+    assert time.monotonic() > start + 2
 
 
 def test_a_slow_device_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
