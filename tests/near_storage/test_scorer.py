@@ -123,6 +123,15 @@ def test_another_batch_keeps_the_files(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rig.score(150), before[[1, 0, 1]])
 
 
+def test_a_simulated_device_is_called_simulated(tmp_path: Path) -> None:
+    for place, devices in (("emmc", 1), (f"emmc:{tmp_path}", 2)):
+        with NearRig(place, devices=devices) as rig:
+            assert rig.store.simulated == "emmc"
+            assert rig.store.describe().startswith("simulated eMMC (250 MB/s) over ")
+    with NearRig(tmp_path) as rig:
+        assert "eMMC" not in rig.store.describe()
+
+
 def test_processes_end_with_their_store(tmp_path: Path) -> None:
     rig = NearRig(tmp_path, devices=2)
     processes = [device.process_id for device in rig.store.devices]
