@@ -1,5 +1,6 @@
 """tune(): from a model and a budget to a config that runs; interruptions, refusals, quality."""
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,8 @@ def test_a_pick_that_measures_badly_is_ruled_out(
         ({"policies": ["kvswop"]}, "no policy 'kvswop'"),
         ({"policies": []}, "at least one policy"),
         ({"floor": 0.0}, "floor 0.0"),
+        ({"floor": math.inf}, "floor inf must be .* finite"),
+        ({"floor": math.nan}, "floor nan"),
         ({"memory": "lots"}, "lots"),
     ],
 )

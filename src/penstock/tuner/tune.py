@@ -3,6 +3,7 @@
 Source: KVSwap (arXiv 2511.11907), section 3.5, Fig. 4 and appendix A, widened to every policy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -199,8 +200,8 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
     for name in policies:
         if name not in POLICIES:
             raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
-    if not floor > 0:
-        raise ConfigError(f"--floor {floor} must be above 0 nats")
+    if not 0 < floor < math.inf:
+        raise ConfigError(f"--floor {floor} must be above 0 nats, and finite")
 
 
 def _within_positions(loaded: LoadedModel, max_context: int | None) -> int:
