@@ -81,6 +81,17 @@ def test_the_explanation_names_the_disk_and_the_group(tuned: Tuned) -> None:
     assert "tokens/s predicted" in words
 
 
+def test_the_reason_names_the_divergence_of_the_figures(tuned: Tuned) -> None:
+    config = tuned.config
+    last = max((each.batch, each.context) for each in config.solutions)
+    found = [each for each in config.solutions if each.policy == "kvswap"]
+    assert found
+    for each in found:
+        words = f"KL {each.predicted['kl']:.3f} of"
+        assert words in each.reason
+        assert words in config.explanation or (each.batch, each.context) != last
+
+
 def test_nothing_on_the_front_is_beaten(tuned: Tuned) -> None:
     front = tuned.config.front
     assert front
