@@ -33,7 +33,7 @@ from penstock.tuner.fidelity import KL_FLOOR, Reference
 from penstock.tuner.journal import Journal
 from penstock.tuner.kvswap_search import KVSwapSearch
 from penstock.tuner.lookup_tables import LookupTables, shipped_tables
-from penstock.tuner.other_policies import OtherPolicies, PolicySetting
+from penstock.tuner.other_policies import OtherPolicies, PolicySetting, together
 from penstock.tuner.prefill_profile import PrefillProfile, PrefillWatch
 from penstock.tuner.solutions import config_of
 from penstock.tuner.tuning_task import (
@@ -278,7 +278,7 @@ def _others(
     measured = OtherPolicies(
         replace(task, say=lambda share, what: progress(0.5 + 0.5 * share, what)), reference
     )
-    return list(measured.settings(names)), measured.refused
+    return together(list(measured.settings(names))), measured.refused
 
 
 def search_kvswap(task: TuningTask, reference: Reference) -> KVSwapSearch:
