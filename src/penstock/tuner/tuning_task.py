@@ -78,7 +78,7 @@ class TuningTask:
 
     @property
     def contexts(self) -> list[int]:
-        """S of the grid (appendix A.3)."""
+        """S of the grid (appendix A.3): halvings of the largest; the paper has steps of 2K."""
         return grid(self.max_context, min(SHORTEST_CONTEXT, self.max_context))
 
     @property
