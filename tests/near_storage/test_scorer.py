@@ -1,5 +1,6 @@
 """Near-storage devices: scores, bytes, restarts, several of them."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.device_client import NearDevice
 from penstock.near_storage.protocol import ProtocolError
 from penstock.near_storage.scorer import LocalScorer, Moved
 from penstock.near_storage.settings import DeviceSettings, Rule, ScoreSettings
@@ -151,6 +153,18 @@ def test_settings_of_other_types_are_refused(name: str, value: object) -> None:
     assert DeviceSettings.from_json(whole.as_json()) == whole
     with pytest.raises(ProtocolError, match=name):
         DeviceSettings.from_json({**whole.as_json(), name: value})
+
+
+def test_a_device_that_is_dropped_ends_its_process(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        device = NearDevice(rig.store.devices[0].settings, "memory", timeout_s=10.0)
+    process = device.process_id
+    assert process is not None
+    os.kill(process, 0)
+    del device
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
 
 
 def test_stripes_partition_the_units() -> None:

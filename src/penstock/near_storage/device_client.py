@@ -120,7 +120,8 @@ class NearDevice:
         except OSError as error:
             raise StorageError(f"cannot start a near-storage device: {error}") from error
         state.failure = None
-        state.channels = [Channel(ours, self) for ours, _ in pairs]
+        # A dropped device is ended by who holds the channels: they must not hold the device.
+        state.channels = [Channel(ours, weakref.proxy(self)) for ours, _ in pairs]
         self.scores, self.reads, self.writes = state.channels
         handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
         try:
