@@ -1,5 +1,6 @@
 """Near-storage devices: scores, bytes, restarts, several of them."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from penstock.near_storage.channel import ScorerError
+from penstock.near_storage.device_client import NearDevice
+from penstock.near_storage.protocol import ProtocolError
 from penstock.near_storage.scorer import LocalScorer, Moved
-from penstock.near_storage.settings import Rule
+from penstock.near_storage.settings import DeviceSettings, Rule, ScoreSettings
 from penstock.near_storage.stripes import Stripes
 from penstock.testing.near_rig import DIM, HEADS, KV_HEADS, NOTHING, NearRig
 
@@ -93,6 +96,24 @@ def test_a_write_that_a_death_cut_short_is_sent_again(tmp_path: Path) -> None:
         np.testing.assert_allclose(rig.score(150), rig.expected(150), **CLOSE["attention"])
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_written_before_a_death_and_mapped_after_it_has_codes(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NearRig(tmp_path, devices=devices) as rig:
+        scorer = rig.store.scorer
+        with monkeypatch.context() as patched:
+            patched.setattr(scorer, "map", lambda *_: None)
+            rig.fill()
+        process = rig.store.devices[-1].process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        rig.store.region(0).file.sync()  # as a later layer's write: the device starts again
+        scorer.map(0, 0, rig.units[:, :100])
+        scorer.map(0, 100, rig.units[:, 100:])
+        np.testing.assert_allclose(rig.score(150), rig.expected(150), **CLOSE["attention"])
+
+
 def test_another_batch_keeps_the_files(tmp_path: Path) -> None:
     with NearRig(tmp_path) as rig:
         rig.fill()
@@ -104,6 +125,15 @@ def test_another_batch_keeps_the_files(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rig.score(150), before[[1, 0, 1]])
 
 
+def test_a_simulated_device_is_called_simulated(tmp_path: Path) -> None:
+    for place, devices in (("emmc", 1), (f"emmc:{tmp_path}", 2)):
+        with NearRig(place, devices=devices) as rig:
+            assert rig.store.simulated == "emmc"
+            assert rig.store.describe().startswith("simulated eMMC (250 MB/s) over ")
+    with NearRig(tmp_path) as rig:
+        assert "eMMC" not in rig.store.describe()
+
+
 def test_processes_end_with_their_store(tmp_path: Path) -> None:
     rig = NearRig(tmp_path, devices=2)
     processes = [device.process_id for device in rig.store.devices]
@@ -113,6 +143,28 @@ def test_processes_end_with_their_store(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", "1"), ("dtype", "int8"), ("scaling", None)])
+def test_settings_of_other_types_are_refused(name: str, value: object) -> None:
+    common = {"rows": 1, "max_tokens": 4, "query_heads": 1, "kv_heads": 1, "head_dim": 2}
+    settings = ScoreSettings(**common, dtype="float32", scaling=0.5)  # type: ignore[arg-type]
+    whole = DeviceSettings.of(settings, layers=1, unit_bytes=16)
+    assert DeviceSettings.from_json(whole.as_json()) == whole
+    with pytest.raises(ProtocolError, match=name):
+        DeviceSettings.from_json({**whole.as_json(), name: value})
+
+
+def test_a_device_that_is_dropped_ends_its_process(tmp_path: Path) -> None:
+    with NearRig(tmp_path) as rig:
+        device = NearDevice(rig.store.devices[0].settings, "memory", timeout_s=10.0)
+    process = device.process_id
+    assert process is not None
+    os.kill(process, 0)
+    del device
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
 
 
 def test_stripes_partition_the_units() -> None:

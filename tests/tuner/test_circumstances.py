@@ -1,5 +1,6 @@
 """What a tuning's journal holds for: no other adapter, dtype, table or machine."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.models.bundled_adapter import find_adapter
 from penstock.models.loader import LoadedModel, load
+from penstock.storage import open_files
 from penstock.tuner import circumstances as module
 from penstock.tuner.circumstances import circumstances
 from penstock.tuner.lookup_tables import shipped_tables
@@ -56,3 +59,37 @@ def test_dtype_and_machine_count(recall: LoadedModel, monkeypatch: pytest.Monkey
     assert about(load("recall", dtype="float32")) != mine
     monkeypatch.setattr(module, "processor_name", lambda: "another")
     assert about(recall)["machine"] != mine["machine"]
+
+
+def test_an_adapter_beside_the_model_counts(
+    recall: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = find_adapter(about(recall)["fingerprint"])
+    assert shipped is not None
+    first, last = shipped.layers[0], shipped.layers[1:]
+    other = replace(shipped, layers=[replace(first, peak=2 * first.peak), *last])
+    heads = []
+    for found in (shipped, other, None):
+        monkeypatch.setattr(module, "find_adapter", lambda *_, found=found: found)
+        assert about(recall) == about(recall)
+        heads.append(about(recall))
+    assert heads[0] != heads[1] != heads[2] != heads[0]
+
+
+def test_the_folder_that_a_disk_leads_to_counts(
+    recall: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, whole = about(recall, disk="kv"), about(recall, disk=str(tmp_path / "kv"))
+    assert here["folder"] == whole["folder"]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert about(recall, disk="kv") != here
+    for simulated in ("nvme", "memory"):
+        assert about(recall, disk=simulated)["folder"] is None
+    heads = []
+    for folder in ("kv", "other"):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+        monkeypatch.setattr(open_files, "_is_on_disk", lambda _: True)
+        heads.append(about(recall))
+    assert heads[0] != heads[1], "auto led elsewhere"

@@ -103,10 +103,14 @@ def spoilt(content: dict[str, Any]) -> list[object]:
         {**content, "entries": [{**first, "kl": "low"}, *others]},
         {**content, "entries": [{**first, "reuse": [0.5]}, *others]},
         {**content, "entries": [{k: v for k, v in first.items() if k != "rank"}, *others]},
+        {**content, "entries": [first, *others[:2], *others[3:]]},
+        {**content, "entries": [first, *others[:-1]]},
+        {**content, "entries": [{**each, "group_tokens": 0} for each in (first, *others)]},
+        {**content, "entries": [{**first, "rank": -48}, *others]},
     ]
 
 
-@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("which", range(11))
 def test_other_files_are_refused(tables: LookupTables, tmp_path: Path, which: int) -> None:
     path = tmp_path / "tables.json"
     tables.save(path)

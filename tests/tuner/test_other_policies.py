@@ -1,12 +1,16 @@
 """Settings of other policies: which are tried, and what is expected between the corners."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
-from penstock.policies import POLICIES, Quest
+from penstock.policies import POLICIES, KVSwap, Quest
 from penstock.tuner.engine_run import StepFigures
-from penstock.tuner.other_policies import MOST_SETTINGS, PolicySetting, varied
+from penstock.tuner.other_policies import MOST_SETTINGS, OtherPolicies, PolicySetting, varied
+from penstock.tuner.tune import _others
+from penstock.tuner.tuning_task import TuningTask
 
 
 def figures(step_s: float, resident: int = 1) -> StepFigures:
@@ -50,3 +54,26 @@ def test_what_does_not_fit_at_a_corner_has_no_step() -> None:
     some = {(1, 4096): figures(0.01), (1, 16384): figures(0.02), (4, 4096): figures(0.04)}
     setting = PolicySetting(policy=Quest(), kl=0.0, read_bytes_per_token=0.0, figures=some)
     assert setting.step_s(1, 4096) is None
+
+
+def test_policies_that_were_run_in_slow_and_fast_moments_are_told_at_one_pace(
+    make_task: Callable[..., TuningTask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {(1, 2048): replace(figures(3.0), pace_s=0.03)}
+    fast = {
+        (1, 2048): replace(figures(2.0), pace_s=0.01),
+        (1, 4096): replace(figures(4.0), pace_s=0.02),
+    }
+    settings = [
+        PolicySetting(policy=KVSwap(), kl=0.0, read_bytes_per_token=0.0, figures=each)
+        for each in (slow, fast)
+    ]
+    monkeypatch.setattr(OtherPolicies, "settings", lambda *_: iter(settings))
+    nothing: Any = None
+    (one, other), _ = _others(make_task(), nothing, ["quest"], lambda *_: None)
+    assert one.figures[1, 2048].step_s == pytest.approx(2.0)
+    assert [each.step_s for each in other.figures.values()] == pytest.approx([4.0, 4.0])
+    told = [each.pace_s for setting in (one, other) for each in setting.figures.values()]
+    assert told == pytest.approx([0.02] * 3)
+    settings = []
+    assert _others(make_task(), nothing, ["quest"], lambda *_: None)[0] == []

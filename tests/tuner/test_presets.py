@@ -70,6 +70,14 @@ def test_folder(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "experts"),
         ({"torch_dtype": "int3"}, "dtype int3"),
         ({"vocab_size": "many"}, "cannot be read"),
+        ({"num_key_value_heads": "many"}, "cannot be read"),
+        ({"num_key_value_heads": 3}, "no decoder has.*kv_heads 3"),
+        ({"num_attention_heads": 0}, "no decoder has.*query_heads 0"),
+        ({"num_hidden_layers": -2}, "no decoder has.*layers -2"),
+        ({"hidden_size": float("inf")}, "cannot be read"),
+        ({"torch_dtype": ["float16"]}, "dtype .*float16"),
+        ({"model_type": "bert"}, "bert model's; only decoders with a gated MLP"),
+        ({"model_type": "gpt_neox"}, "gpt_neox model's; only decoders with a gated MLP"),
     ],
 )
 def test_folders_that_cannot_be_predicted(

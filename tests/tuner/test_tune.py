@@ -1,5 +1,6 @@
 """tune(): from a model and a budget to a config that runs; interruptions, refusals, quality."""
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.tuner import engine_run, kvswap_search
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
 from penstock.tuner.tune import Tuned, tune
+from penstock.tuner.tuning_task import TuningTask
 
 WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 
@@ -77,6 +79,17 @@ def test_the_explanation_names_the_disk_and_the_group(tuned: Tuned) -> None:
     words = tuned.config.explanation
     assert "NVMe: G=" in words
     assert "tokens/s predicted" in words
+
+
+def test_the_reason_names_the_divergence_of_the_figures(tuned: Tuned) -> None:
+    config = tuned.config
+    last = max((each.batch, each.context) for each in config.solutions)
+    found = [each for each in config.solutions if each.policy == "kvswap"]
+    assert found
+    for each in found:
+        words = f"KL {each.predicted['kl']:.3f} of"
+        assert words in each.reason
+        assert words in config.explanation or (each.batch, each.context) != last
 
 
 def test_nothing_on_the_front_is_beaten(tuned: Tuned) -> None:
@@ -158,6 +171,27 @@ def test_an_interrupted_tuning_goes_on(
     assert not journal.exists()
 
 
+def test_an_interrupted_tuning_within_free_memory_goes_on(
+    quick: dict[str, Any], recall: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.tuner import tune as module
+
+    class Stop(Exception):
+        pass
+
+    def stop(task: TuningTask, _: object) -> None:
+        limits.append(task.limit_bytes)
+        raise Stop
+
+    monkeypatch.setattr(module, "search_kvswap", stop)
+    limits, whole = list[int](), inspect_model(recall.model).kv.full_cache_bytes(1, 1536)
+    for free in (whole, whole // 2):  # which is never the same twice
+        monkeypatch.setattr(module, "free_bytes", lambda _, free=free: free)
+        with pytest.raises(Stop):
+            tune(**{**quick, "memory": "auto"}, journal=tmp_path / "journal")
+    assert limits == [whole // 2] * 2
+
+
 def test_a_pick_that_measures_badly_is_ruled_out(
     quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +220,8 @@ def test_a_pick_that_measures_badly_is_ruled_out(
         ({"policies": ["kvswop"]}, "no policy 'kvswop'"),
         ({"policies": []}, "at least one policy"),
         ({"floor": 0.0}, "floor 0.0"),
+        ({"floor": math.inf}, "floor inf must be .* finite"),
+        ({"floor": math.nan}, "floor nan"),
         ({"memory": "lots"}, "lots"),
     ],
 )

@@ -242,3 +242,27 @@ def test_no_more_caches_are_open_than_memory_holds(
     usage = type("Usage", (), {"free": 2 * 4 * whole})
     monkeypatch.setattr("shutil.disk_usage", lambda place: usage)
     assert on_disk.most_open(2, 2048) == 4, "the whole KV of each is on the disk"
+
+
+def test_a_folder_under_home_is_found(
+    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for store in ("~/kv", "nvme:~/kv"):
+        assert make_task(store=store).most_open(1, 2048) >= 1
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_the_disk_that_auto_leads_to_is_asked_for_its_room(
+    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = list[str]()
+
+    def usage(place: str) -> object:
+        asked.append(place)
+        return type("Usage", (), {"free": 1 << 40})
+
+    monkeypatch.setattr(tuning_task, "find_directory", lambda place: f"where {place} leads")
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    make_task(store="auto").most_open(1, 2048)
+    assert asked == ["where auto leads"]

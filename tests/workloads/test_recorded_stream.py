@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,13 @@ from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
 from penstock.policies import POLICIES, KVSwap, SelectionPolicy
-from penstock.workloads.recorded_stream import RecordedStream, Recorder, Recording, scaled_units
+from penstock.workloads.recorded_stream import (
+    FORMAT,
+    RecordedStream,
+    Recorder,
+    Recording,
+    scaled_units,
+)
 from penstock.workloads.selection_streams import NOTHING, Step, StreamedIndex, streamed, units_of
 from penstock.workloads.synthetic_kv import SyntheticKV
 
@@ -141,6 +148,48 @@ def test_what_is_no_recording_is_refused(content: bytes | None, tmp_path: Path) 
     np.save(tmp_path / "y.npy", np.ones(3))
     with pytest.raises(ConfigError, match="penstock bench record"):
         Recording.load(tmp_path / "y.npy")
+
+
+def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
+    path, draw = tmp_path / "x.npz", np.random.default_rng(0)
+    shares = draw.random((20, 4, 2, 50)).astype(np.float32)
+    Recording(shares=shares, context=1000, group_tokens=4).save(path)
+    whole, refused = path.read_bytes(), 0
+    for place in range(0, len(whole), len(whole) // 300):
+        content = bytearray(whole)
+        content[place] ^= 0xFF
+        path.write_bytes(content)
+        try:
+            Recording.load(path)
+        except ConfigError:
+            refused += 1
+    assert refused > 250
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"context": None},
+        {"context": 0},
+        {"context": "x"},
+        {"group_tokens": 0},
+        {"source": 3},
+        {"group_tokens": -4},
+        {"context": float("inf")},
+    ],
+)
+def test_a_recording_without_its_sizes_is_refused(spoilt: dict[str, Any], tmp_path: Path) -> None:
+    path, shares = tmp_path / "x.npz", np.full((2, 1, 1, 3), 0.5, dtype=np.float32)
+    about: dict[str, Any] = {"format": FORMAT, "context": 1000, "group_tokens": 4, "source": {}}
+    np.savez(path, shares=shares, about=np.array(json.dumps(about)))
+    assert Recording.load(path).context == 1000
+    np.savez(path, shares=shares, about=np.array(json.dumps(about | spoilt)))
+    with pytest.raises(ConfigError, match="recorded selections"):
+        Recording.load(path)
+    del about[next(iter(spoilt))]
+    np.savez(path, shares=shares, about=np.array(json.dumps(about)))
+    with pytest.raises(ConfigError, match="recorded selections"):
+        Recording.load(path)
 
 
 # Scaling ----------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class Channel:
                     raise self.failure
                 self._connection.sendall(data)
         except BlockingIOError as error:
-            raise self._late() from error
+            raise self._late(self._device.timeout_s) from error
         except OSError as error:
             if isinstance(error, ScorerError):
                 raise
@@ -126,21 +126,22 @@ class Channel:
 
     def wait_for(self, exchange: Exchange, deadline: float) -> protocol.Message:
         """The next answer of a request. Raises as `Exchange.next`, but for `Failed`."""
+        patience_s = deadline - time.monotonic()
         while not exchange.answers:
             if self.failure is not None:
                 raise self.failure
             if not self._receiving.acquire(timeout=_GLANCE_S):
                 if time.monotonic() > deadline:
-                    raise self._late()
+                    raise self._late(patience_s)
                 continue
             try:
                 if not exchange.answers:
-                    self._receive(deadline)
+                    self._receive(deadline, patience_s)
             finally:
                 self._receiving.release()
         return exchange.answers.popleft()
 
-    def _receive(self, deadline: float) -> None:
+    def _receive(self, deadline: float, patience_s: float) -> None:
         """Read what comes and hand it out."""
         try:
             if not self._reader.receive_some():
@@ -149,7 +150,7 @@ class Channel:
                 self._take(*received)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise self._late() from None
+                raise self._late(patience_s) from None
         except protocol.ProtocolError as error:
             raise self.nonsense(str(error)) from error
         except OSError as error:
@@ -178,11 +179,11 @@ class Channel:
         self._device.give_up(error)
         return error
 
-    def _late(self) -> ScorerError:
+    def _late(self, patience_s: float) -> ScorerError:
         if self.failure is not None:
             return self.failure
         error = ScorerError(
-            f"the near-storage device did not answer within {self._device.timeout_s:g} s and was "
+            f"the near-storage device did not answer within {max(0.0, patience_s):.3g} s and was "
             "stopped; it is started again when it is needed next"
         )
         self._device.give_up(error)

@@ -63,36 +63,48 @@ class NearDevice:
         self.generation = 0
         self.restore: Callable[[], None] = lambda: None
         self._descriptors: list[int] = []
-        if place == "memory":
-            settings = replace(settings, in_memory=True)
-            for _ in range(settings.layers):
-                self._descriptors.append(shared_memory.create(0))
-        else:
-            opened = open_descriptors(place, settings.layers)
-            self._descriptors = opened.numbers
-            settings = replace(settings, directory=opened.directory, direct=opened.direct)
-        self.settings = settings
         self._state = _State()
         self._close = weakref.finalize(self, _end, self._state, self._descriptors)
         self.lock = threading.RLock()
         """For starting and stopping."""
+        self._sparing = threading.Lock()
         self.link = Link()
         self.sector_bytes, self.is_direct, self.description = 1, False, ""
         self.write_lock = threading.Lock()
         """For `write_section`."""
-        self._share_memory()
-        self._start()
+        try:
+            self._share_memory(self._open(settings, place))
+            self._start()
+        except BaseException:
+            self._close()
+            raise
         self._state.is_ready = True
 
     # Life -------------------------------------------------------------------------------------
 
-    def _share_memory(self) -> None:
-        """Make the shared memory; it outlives a process, so that no bytes are lost with one."""
-        division, state = self.settings.division, self._state
+    def _open(self, settings: DeviceSettings, place: str) -> DeviceSettings:
+        """Open the files; returns the settings with what the process must know of them."""
+        if place == "memory":
+            for _ in range(settings.layers):
+                self._descriptors.append(shared_memory.create(0))
+            return replace(settings, in_memory=True)
+        opened = open_descriptors(place, settings.layers)
+        self._descriptors += opened.numbers
+        return replace(settings, directory=opened.directory, direct=opened.direct)
+
+    def _share_memory(self, settings: DeviceSettings) -> None:
+        """Serve these settings: make the shared memory, which outlives a process, so that no bytes
+        are lost with one. Where that fails nothing is changed."""
+        division, state = settings.division, self._state
+        made = shared_memory.create(division.num_bytes)
+        try:
+            self.memory: NDArray[np.uint8] = shared_memory.attach(made, division.num_bytes)
+        except BaseException:
+            os.close(made)
+            raise
         if state.memory >= 0:
             os.close(state.memory)
-        state.memory = shared_memory.create(division.num_bytes)
-        self.memory: NDArray[np.uint8] = shared_memory.attach(state.memory, division.num_bytes)
+        state.memory, self.settings = made, settings
         self.areas = [division.area(self.memory, i) for i in range(shared_memory.NUM_AREAS)]
         self.sections: queue.SimpleQueue[int] = queue.SimpleQueue()
         for i in range(shared_memory.NUM_SECTIONS):
@@ -103,9 +115,13 @@ class NearDevice:
     def _start(self) -> None:
         state = self._state
         state.is_ready = False  # until whoever keeps state with the device has sent it anew
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+        try:
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+        except OSError as error:
+            raise StorageError(f"cannot start a near-storage device: {error}") from error
         state.failure = None
-        state.channels = [Channel(ours, self) for ours, _ in pairs]
+        # A dropped device is ended by who holds the channels: they must not hold the device.
+        state.channels = [Channel(ours, weakref.proxy(self)) for ours, _ in pairs]
         self.scores, self.reads, self.writes = state.channels
         handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
         try:
@@ -159,11 +175,10 @@ class NearDevice:
         with self.lock:
             self.give_up(ScorerError("the near-storage device was started anew"))
             _stop(self._state)
-            self.settings = replace(
+            self._share_memory(replace(
                 settings, directory=self.settings.directory, direct=self.settings.direct,
                 in_memory=self.settings.in_memory,
-            )  # fmt: skip
-            self._share_memory()
+            ))  # fmt: skip
             self._start()
             self._state.is_ready = True
 
@@ -205,6 +220,17 @@ class NearDevice:
         self._close()
 
     # Requests ---------------------------------------------------------------------------------
+
+    def spare_section(self) -> int | None:
+        """A section of the shared memory for who may never wait; None where only one is left, which
+        is for those who wait."""
+        with self._sparing:
+            if self.sections.qsize() < 2:
+                return None
+            try:
+                return self.sections.get_nowait()
+            except queue.Empty:
+                return None
 
     def call(self, channel: Channel, message: protocol.Message, patience_s: float = 0.0) -> int:
         """Send a request and wait for `Done`; returns nanoseconds worked. Raises as `Exchange`."""

@@ -46,6 +46,9 @@ class Device:
         self.address = int(memory.__array_interface__["data"][0])
         self.areas = [s.division.area(memory, i) for i in range(shared_memory.NUM_AREAS)]
         self.keys = [ColdKeys(s) for _ in range(s.layers)]
+        self._coded = [np.zeros(k.codes.num_units, dtype=np.bool_) for k in self.keys]
+        """Units of a layer whose codes this process has made. [units]"""
+        self._coding = threading.Lock()  # what is written goes before what a file had
         self.row_bytes = -(-s.unit_bytes // self.files[0].sector_bytes) * self.files[0].sector_bytes
         self._send = send
         self._scored: int = 0
@@ -75,7 +78,27 @@ class Device:
         if rest or message.num_bytes % self.row_bytes:
             raise protocol.ProtocolError("a write that is not of whole units")
         raw = data.reshape(-1, self.row_bytes)
-        self.keys[message.layer].put(np.arange(first, first + len(raw)), raw)
+        self._put(message.layer, np.arange(first, first + len(raw)), raw)
+
+    def _put(
+        self, layer: int, units: Int64Array, raw: NDArray[np.uint8], *, missing: bool = False
+    ) -> None:
+        """Make the codes of some units; with `missing` only of those that have none."""
+        with self._coding:
+            if missing:
+                left = ~self._are_coded(layer, units)
+                units, raw = units[left], raw[left]
+            self.keys[layer].put(units, raw)
+            self._are_coded(layer, units)
+            self._coded[layer][units] = True
+
+    def _are_coded(self, layer: int, units: Int64Array) -> NDArray[np.bool_]:
+        coded = self._coded[layer]
+        if (most := int(units.max(initial=-1)) + 1) > len(coded):
+            more = np.zeros(max(most, len(coded) * 5 // 4) - len(coded), dtype=np.bool_)
+            coded = self._coded[layer] = np.concatenate([coded, more])
+        found: NDArray[np.bool_] = coded[units]
+        return found
 
     def read(self, message: protocol.Read) -> None:
         """Read pieces side by side; neighbours on the disk are one read."""
@@ -89,7 +112,7 @@ class Device:
         self.file(message.layer).submit_reads(offsets, lengths, begins, self.memory).wait()
 
     def map(self, message: protocol.Map) -> None:
-        """Learn where tokens are; after a restart their codes are made from the file."""
+        """Learn where tokens are; after a restart codes that are missing are made from the file."""
         s, keys = self.settings, self.keys[message.layer]
         if message.first < 0 or message.first + message.count > s.max_tokens:
             raise protocol.ProtocolError("tokens beyond max_tokens")
@@ -102,6 +125,7 @@ class Device:
         keys.map(message.first, units)
 
     def _encode(self, layer: int, units: Int64Array) -> None:
+        units = units[~self._are_coded(layer, units)]
         for first in range(0, len(units), ENCODE_UNITS):
             part = units[first : first + ENCODE_UNITS]
             buffer = AlignedBuffer(len(part), self.row_bytes)
@@ -109,7 +133,7 @@ class Device:
             begins = buffer.address + np.arange(len(part), dtype=np.int64) * self.row_bytes
             pieces = _joined(part * self.row_bytes, lengths, begins)
             self.file(layer).submit_reads(*pieces, buffer).wait()
-            self.keys[layer].put(part, buffer.array)
+            self._put(layer, part, buffer.array, missing=True)
 
     # Scores -----------------------------------------------------------------------------------
 

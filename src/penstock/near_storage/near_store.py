@@ -1,5 +1,6 @@
 """NearStore: a KVStore whose files near-storage devices own, and their scorer."""
 
+from penstock.devices.presets import PRESETS
 from penstock.near_storage.device_client import NearDevice
 from penstock.near_storage.remote_file import RemoteFile
 from penstock.near_storage.scorer import RemoteScorer
@@ -26,8 +27,13 @@ class NearStore(KVStore):
         how = (
             "a near-storage device" if len(devices) == 1 else f"{len(devices)} near-storage devices"
         )
+        where = devices[0].description
+        if settings.simulate:
+            profile = PRESETS[settings.simulate]
+            megabytes = f"{profile.bandwidth / 1e6:.0f} MB/s"
+            where = f"simulated {profile.title} ({megabytes}) over {where}"
         super().__init__(
-            files, settings.unit_bytes, f"{devices[0].description}, behind {how}",
+            files, settings.unit_bytes, f"{where}, behind {how}",
             lambda: _close_all(devices),
         )  # fmt: skip
         self.devices = devices
@@ -62,11 +68,13 @@ class NearStore(KVStore):
     def serve(self, rows: int) -> None:
         """Serve a batch of so many rows; starts the devices anew for another one than before: the
         files stay, and nothing is mapped."""
-        if rows == self.devices[0].settings.rows:
-            return
-        for device in self.devices:
-            device.renew(device.settings.for_rows(rows))
-        self.scorer.forget()
+        others = [device for device in self.devices if device.settings.rows != rows]
+        try:
+            for device in others:
+                device.renew(device.settings.for_rows(rows))
+        finally:
+            if others:
+                self.scorer.forget()
 
 
 def _close_all(devices: list[NearDevice]) -> None:

@@ -150,7 +150,8 @@ class Sync(Message):
 @dataclass(frozen=True, slots=True)
 class Map(Message):
     """Tokens [first, first + count) of every row are in the units at `start`: int64 [rows, count].
-    They are cold. With `encode` their keys are read back from the file (after a restart)."""
+    They are cold. With `encode` keys without codes are read back from the file (after a restart).
+    """
 
     KIND: ClassVar[int] = 6
     FIELDS: ClassVar[str] = "IQQQ?"

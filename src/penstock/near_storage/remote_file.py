@@ -1,5 +1,6 @@
 """RemoteFile: a layer's file that a near-storage device owns, as any other KVFile."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.core.errors import AlignmentError
+from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.copy_runs import copy_runs
 from penstock.near_storage import protocol
 from penstock.near_storage.channel import Exchange, ScorerError
@@ -31,8 +32,8 @@ class _Part:
 class RemoteTicket(Ticket):
     """Reads through the shared memory, a section at a time; `wait` copies to where they go.
 
-    One section is taken at submission if there is one; what is beyond it is read in `wait`, so that
-    tickets that nobody waits for yet cannot keep all sections.
+    One section is taken at submission if more than one is left; what is beyond it is read in
+    `wait`, for which the last section is kept: tickets that nobody waits for yet cannot hold all.
     """
 
     def __init__(
@@ -69,9 +70,12 @@ class RemoteTicket(Ticket):
                         self._take(part)
                 except Exception as error:
                     self._error = error
+                except BaseException:  # Ctrl-C: not all is where it goes
+                    self._error = FetchError("the wait for a read was interrupted")
+                    raise
                 finally:
                     for part in self._parts:
-                        self._drop(part)
+                        self._end(part)
                     self.finished_ns, self._keep_alive = time.perf_counter_ns(), None
         if self._error is not None:
             raise self._error
@@ -82,10 +86,10 @@ class RemoteTicket(Ticket):
         device = self._file.device
         if wait:
             part.section = device.sections.get()
-        elif device.sections.empty():
+        elif (spare := device.spare_section()) is None:
             return
         else:
-            part.section = device.sections.get()
+            part.section = spare
         offsets, lengths, _ = self._pieces
         count = part.end - part.first
         lists = device.memory[part.section : part.section + 16 * count].view(np.int64)
@@ -105,11 +109,23 @@ class RemoteTicket(Ticket):
         assert part.exchange is not None
         device, (_, lengths, addresses) = self._file.device, self._pieces
         size = int(lengths[part.first : part.end].sum())
-        worked = part.exchange.done(device.deadline(size / SLOWEST_BANDWIDTH))
+        try:
+            worked = part.exchange.done(device.deadline(size / SLOWEST_BANDWIDTH))
+        except StorageError:
+            part.exchange = None  # no other answer comes
+            raise
         device.link.note(size // self._file.unit_stride, worked)
         start = part.section + self._file.lists_bytes
         source = device.memory[start : start + size]
         copy_runs(source, lengths[part.first : part.end], addresses[part.first : part.end])
+        self._drop(part)
+
+    def _end(self, part: _Part) -> None:
+        """Give a section back when the device, too, is done with it."""
+        if part.section >= 0 and part.exchange is not None:
+            size = self._file.device.settings.section_bytes
+            with contextlib.suppress(StorageError):
+                part.exchange.done(self._file.device.deadline(size / SLOWEST_BANDWIDTH))
         self._drop(part)
 
     def _drop(self, part: _Part) -> None:

@@ -218,7 +218,8 @@ class RemoteScorer(Scorer):
         self.settings = devices[0].settings
         self._next_area = 0
         self._maps: dict[int, NDArray[np.int64]] = {}
-        self._codeless: set[int] = set()
+        self._restarted: set[int] = set()
+        """Devices that may have units in their files of which they have no codes."""
         for i, device in enumerate(devices):
             device.restore = partial(self._restore, i)
 
@@ -242,8 +243,7 @@ class RemoteScorer(Scorer):
         self._remember(layer, first, unit_ids)
         for i in range(len(self.devices)):
             self.devices[i].ensure_alive()
-            self._send_map(i, layer, first, unit_ids, encode=layer in self._codeless)
-        self._codeless.discard(layer)
+            self._send_map(i, layer, first, unit_ids, encode=i in self._restarted)
 
     def _remember(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
         s = self.settings
@@ -254,7 +254,7 @@ class RemoteScorer(Scorer):
     def forget(self) -> None:
         """Nothing is mapped any more, and the devices serve other settings (`NearStore.serve`)."""
         self._maps.clear()
-        self._codeless = set(range(self.devices[0].settings.layers))
+        self._restarted = set(range(len(self.devices)))
         self.settings = self.devices[0].settings
 
     def link_rate(self) -> float:
@@ -285,8 +285,10 @@ class RemoteScorer(Scorer):
                 device.call(device.scores, message, patience)
 
     def _restore(self, i: int) -> None:
-        """Say again what was mapped, so that the codes are made from the files."""
-        for layer, units in self._maps.items():
+        """Say again what was mapped, so that the codes are made from the files. What was written
+        and is not mapped yet gets its codes when it is."""
+        self._restarted.add(i)
+        for layer, units in list(self._maps.items()):
             known = int((units >= 0).any(axis=0).sum())
             if known:
                 self._send_map(i, layer, 0, units[:, :known], encode=True)

@@ -1,8 +1,9 @@
 """DeviceSettings: everything that a near-storage device is told before its first request."""
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
+from penstock.core.plain_data import fits
 from penstock.kernels.key_rounding import KeyDtype
 from penstock.near_storage.protocol import ProtocolError
 from penstock.near_storage.shared_memory import Division, section_bytes
@@ -91,7 +92,10 @@ class DeviceSettings(ScoreSettings):
         Raises:
             ProtocolError: a field is missing, unknown or of another type.
         """
-        known = {field.name: field.type for field in fields(cls)}
+        known = get_type_hints(cls)
         if values.keys() != known.keys():
             raise ProtocolError(f"settings differ in {sorted(values.keys() ^ known.keys())}")
+        other = [name for name, hint in known.items() if not fits(values[name], hint)]
+        if other:
+            raise ProtocolError(f"settings of other types in {other}")
         return cls(**values)

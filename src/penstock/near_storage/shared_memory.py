@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.errors import StorageError
+
 _PAGE_BYTES = 4096
 NUM_AREAS = 2
 """Score requests whose query and scores have a place at the same time."""
@@ -102,17 +104,35 @@ class Area:
 
 
 def create(num_bytes: int) -> int:
-    """A descriptor of `num_bytes` of memory without a name, zeroed, gone with its last user."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
-    else:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - only its descriptor is kept
-        descriptor = os.dup(file.fileno())
-        file.close()
-    os.ftruncate(descriptor, num_bytes)
+    """A descriptor of `num_bytes` of memory without a name, zeroed, gone with its last user.
+
+    Raises:
+        StorageError: there are too many open files, or too little memory.
+    """
+    try:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        else:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - only its descriptor is kept
+            descriptor = os.dup(file.fileno())
+            file.close()
+        try:
+            os.ftruncate(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise StorageError(f"cannot share {num_bytes} bytes of memory: {error}") from error
     return descriptor
 
 
 def attach(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map the memory behind a descriptor; the mapping lives as long as the array."""
-    return np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
+    """Map the memory behind a descriptor; the mapping lives as long as the array.
+
+    Raises:
+        StorageError: there is too little memory.
+    """
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
+    except OSError as error:
+        raise StorageError(f"cannot share {num_bytes} bytes of memory: {error}") from error

@@ -59,7 +59,13 @@ def open_files(place: str, count: int) -> FileSet:
     return wrap_descriptors(open_descriptors(place, count))
 
 
-def _find_directory(place: str) -> str:
+def find_directory(place: str) -> str:
+    """Where files of a place lie: a directory, made if missing, or what "auto" leads to.
+
+    Raises:
+        ConfigError: the path is a file.
+        StorageError: the directory cannot be made.
+    """
     if place != "auto":
         return _directory(place)
     first = default_directory()
@@ -111,7 +117,7 @@ def open_descriptors(place: str, count: int) -> Descriptors:
         ConfigError: the path is a file.
         StorageError: the directory cannot be made or written to.
     """
-    directory = _find_directory(place)
+    directory = find_directory(place)
     direct = _is_on_disk(directory)
     numbers: list[int] = []
     try:

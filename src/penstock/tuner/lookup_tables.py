@@ -155,7 +155,12 @@ class LookupTables:
         ):
             raise ConfigError(f"{path} holds no whole lookup tables; make them again")
         made = tuple(TableEntry(**{**each, "reuse": tuple(each["reuse"])}) for each in entries)
-        return cls(**content, entries=made)
+        tables = cls(**content, entries=made)
+        selections = [(each.group_tokens, each.selected_tokens) for each in tables._selections]
+        indexes = [(each.rank, each.index_bits) for each in tables._indexes]
+        if not (_is_grid(selections) and _is_grid(indexes)):
+            raise ConfigError(f"{path} holds lookup tables with gaps; make them again")
+        return tables
 
 
 def _is_whole(value: object, hints: dict[str, Any]) -> bool:
@@ -165,6 +170,12 @@ def _is_whole(value: object, hints: dict[str, Any]) -> bool:
         and value.keys() == hints.keys()
         and all(fits(value[name], hint) for name, hint in hints.items())
     )
+
+
+def _is_grid(points: list[tuple[int, int]]) -> bool:
+    """Whether `interpolated` can be asked: every x with every y, all of them above zero."""
+    columns, rows = ({point[axis] for point in points} for axis in (0, 1))
+    return len(set(points)) == len(columns) * len(rows) and min(*columns, *rows) > 0
 
 
 def interpolated(points: dict[tuple[int, int], float], x: int, y: int) -> float:

@@ -22,6 +22,11 @@ _FIELDS = {
     "vocabulary": "vocab_size",
     "query_heads": "num_attention_heads",
 }
+_OTHERS = (
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "electra", "gpt_neox", "nemotron",
+    "persimmon", "phi", "roberta", "starcoder2", "xlm-roberta",
+)  # fmt: skip
+"""Model types with the same fields and an MLP of two matrices, as far as they are known here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,21 +108,29 @@ def _from_config(path: Path) -> ModelSizes:
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
         entry = {name: int(config[key]) for name, key in _FIELDS.items()}
-    except (OSError, ValueError, TypeError) as error:
+        heads = entry["query_heads"]
+        entry["kv_heads"] = int(config.get("num_key_value_heads") or heads)
+        entry["head_dim"] = int(config.get("head_dim") or entry["hidden"] // max(1, heads))
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{path} has no {error}: not a decoder that can be predicted") from error
     if any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ConfigError(f"{path} has experts, which the prediction does not know")
-    heads = entry["query_heads"]
+    if config.get("model_type") in _OTHERS:
+        raise ConfigError(
+            f"{path} is a {config['model_type']} model's; only decoders with a gated MLP can be "
+            "predicted"
+        )
+    if min(entry.values()) < 1 or heads % entry["kv_heads"]:
+        sizes = ", ".join(f"{name} {size}" for name, size in entry.items())
+        raise ConfigError(f"{path} has sizes that no decoder has: {sizes}")
     return _from_entry(
         path.parent.name,
         entry
         | {
-            "kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or entry["hidden"] // heads,
             "tied": bool(config.get("tie_word_embeddings", False)),
-            "dtype": config.get("torch_dtype") or config.get("dtype") or "bfloat16",
+            "dtype": str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
         },
     )
 

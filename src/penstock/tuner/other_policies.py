@@ -15,7 +15,13 @@ from penstock.models.model_shape import inspect_model
 from penstock.policies import POLICIES
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.search_space import fields_of
-from penstock.tuner.engine_run import EngineRun, StepFigures, as_dict, run_together
+from penstock.tuner.engine_run import (
+    EngineRun,
+    StepFigures,
+    as_dict,
+    at_one_pace,
+    run_together,
+)
 from penstock.tuner.fidelity import Reference
 from penstock.tuner.tuning_task import TuningTask
 
@@ -51,6 +57,13 @@ class PolicySetting:
         """The plan at the nearest corner that is at least as large."""
         covering = [place for place in self.figures if place[0] >= batch and place[1] >= context]
         return self.figures[min(covering, default=max(self.figures))].resident_bytes
+
+
+def together(settings: Sequence[PolicySetting]) -> list[PolicySetting]:
+    """The same settings, told at one pace: where nothing else was measured, nobody has told yet at
+    which (`TuningTask.pace_s`)."""
+    told = iter(at_one_pace([each for one in settings for each in one.figures.values()]))
+    return [replace(one, figures={place: next(told) for place in one.figures}) for one in settings]
 
 
 def varied(name: str, most: int = MOST_SETTINGS) -> list[SelectionPolicy]:

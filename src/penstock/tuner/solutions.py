@@ -29,8 +29,10 @@ def config_of(
         BudgetError: nothing was.
     """
     solutions: list[Solution] = []
+    solved: list[Found] = []
     if search is not None and search.profile is not None:
-        solutions += [_of_kvswap(task, search.profile, found) for found in search.found]
+        solved = [_as_held(task, found) for found in search.found]
+        solutions += [_of_kvswap(task, search.profile, found) for found in solved]
     solutions += _of_others(task, others)
     if not solutions:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
@@ -38,7 +40,7 @@ def config_of(
     solutions = with_picks(solutions)
     name, said = task.store.split(":", 1)[0], _on_others(solutions)
     words = "" if search is None or search.profile is None else paragraph(
-        search.found, search.profile, floor=task.floor,
+        solved, search.profile, floor=task.floor,
         joint_dim=inspect_model(task.model).kv.joint_dim,
     )  # fmt: skip
     return TunedConfig(
@@ -90,10 +92,19 @@ def _speed(each: Solution) -> float:
     return (each.measured or each.predicted)["tokens_per_s"]
 
 
-def _of_kvswap(task: TuningTask, profile: BlockProfile, found: Found) -> Solution:
+def _as_held(task: TuningTask, found: Found) -> Found:
+    """The same with the divergence that was measured of its setting, where that was done."""
     candidate = found.best.candidate
     key = {"kl": KVSwap.name, "fields": fields_of(candidate.policy)}
-    kl = float(task.journal.recall(key)) if task.journal.knows(key) else candidate.kl
+    if not task.journal.knows(key):
+        return found
+    held = replace(candidate, kl=float(task.journal.recall(key)))
+    return replace(found, best=replace(found.best, candidate=held))
+
+
+def _of_kvswap(task: TuningTask, profile: BlockProfile, found: Found) -> Solution:
+    candidate = found.best.candidate
+    kl = candidate.kl
     batch, context = found.spot.batch, found.spot.context
     return Solution(
         batch=batch, context=context, policy=KVSwap.name, fields=fields_of(candidate.policy),

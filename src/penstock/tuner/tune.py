@@ -3,9 +3,11 @@
 Source: KVSwap (arXiv 2511.11907), section 3.5, Fig. 4 and appendix A, widened to every policy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from penstock.tuner.fidelity import KL_FLOOR, Reference
 from penstock.tuner.journal import Journal
 from penstock.tuner.kvswap_search import KVSwapSearch
 from penstock.tuner.lookup_tables import LookupTables, shipped_tables
-from penstock.tuner.other_policies import OtherPolicies, PolicySetting
+from penstock.tuner.other_policies import OtherPolicies, PolicySetting, together
 from penstock.tuner.prefill_profile import PrefillProfile, PrefillWatch
 from penstock.tuner.solutions import config_of
 from penstock.tuner.tuning_task import (
@@ -101,7 +103,8 @@ def tune(
         max_context: most tokens of a sequence, prompt and answer (S_max); default: 32,768, or the
             model's positions where they are fewer.
         max_batch: most sequences at once (b_max).
-        memory: budget for the KV of all of them: bytes, "2200MiB", or a share of the full cache.
+        memory: budget for the KV of all of them: bytes, "2200MiB", a share of the full cache, or
+            "auto": half of what is free when the tuning begins, at most the full cache.
         disk: where the KV will lie, as `store` of `TieredCache`: a folder, "auto", or "nvme",
             "ufs", "emmc" (simulated).
         policies: names of `POLICIES`; each gets its own solution, the fastest is the pick.
@@ -133,11 +136,10 @@ def tune(
     pieces = calibration_tokens(
         loaded, texts, tokens=min(max_context, MOST_TEXT_TOKENS), forced=FORCED_TOKENS
     )[:MOST_TEXTS]
-    about = circumstances(
-        loaded, pieces, adapter=adapter, tables=tables, disk=str(disk), max_context=max_context,
-        max_batch=max_batch, limit=limit, floor=floor,
+    kept, limit = _journal(
+        journal, memory, limit, loaded, pieces, adapter=adapter, tables=tables, disk=str(disk),
+        max_context=max_context, max_batch=max_batch, floor=floor,
     )  # fmt: skip
-    kept = Journal(None if journal is None else Path(journal), about)
     progress = _forwards(progress)
     device = _device(str(disk), kept, progress)
     basis, own = _adapter(loaded, adapter, pieces, progress)
@@ -156,6 +158,23 @@ def tune(
     config = config_of(task, search, others, refused, fingerprint=fingerprint(loaded.model))
     progress(1.0, "done")
     return Tuned(config=config, adapter=own, tables=known, refused=refused, kept=kept)
+
+
+def _journal(
+    path: str | Path | None, memory: int | float | str, limit: int, *about: Any, **asked: Any
+) -> tuple[Journal, int]:
+    """The journal, and the limit: where it follows from free memory, what was free when the tuning
+    began.
+
+    Args:
+        about, asked: for `circumstances`.
+    """
+    is_auto = isinstance(memory, str) and memory.strip().lower() == "auto"
+    head = circumstances(*about, limit="auto" if is_auto else limit, **asked)
+    kept = Journal(None if path is None else Path(path), head)
+    if is_auto:
+        limit = int(kept.measured({"run": "free memory"}, lambda: limit))
+    return kept, limit
 
 
 def _device(disk: str, kept: Journal, progress: Say) -> DeviceProfile:
@@ -181,8 +200,8 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
     for name in policies:
         if name not in POLICIES:
             raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
-    if not floor > 0:
-        raise ConfigError(f"--floor {floor} must be above 0 nats")
+    if not 0 < floor < math.inf:
+        raise ConfigError(f"--floor {floor} must be above 0 nats, and finite")
 
 
 def _within_positions(loaded: LoadedModel, max_context: int | None) -> int:
@@ -259,7 +278,7 @@ def _others(
     measured = OtherPolicies(
         replace(task, say=lambda share, what: progress(0.5 + 0.5 * share, what)), reference
     )
-    return list(measured.settings(names)), measured.refused
+    return together(list(measured.settings(names))), measured.refused
 
 
 def search_kvswap(task: TuningTask, reference: Reference) -> KVSwapSearch:

@@ -18,9 +18,9 @@ from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.prefetch_hooks import predictor_bytes
 from penstock.policies.kvswap import KVSwap
-from penstock.storage.file_space import default_directory
 from penstock.storage.measured_directory import measure_directory
-from penstock.storage.store import KVStore
+from penstock.storage.open_files import find_directory
+from penstock.storage.store import KVStore, parse_location
 from penstock.tuner.candidates import Seat, Tables
 from penstock.tuner.engine_run import ANSWER_TOKENS, Document, Workpiece
 from penstock.tuner.fetch_survey import Fetches, FetchSetting, survey
@@ -78,7 +78,7 @@ class TuningTask:
 
     @property
     def contexts(self) -> list[int]:
-        """S of the grid (appendix A.3)."""
+        """S of the grid (appendix A.3): halvings of the largest; the paper has steps of 2K."""
         return grid(self.max_context, min(SHORTEST_CONTEXT, self.max_context))
 
     @property
@@ -158,13 +158,11 @@ class TuningTask:
     def most_open(self, batch: int, context: int) -> int:
         """Caches of this size that half of the free memory and disk hold together; at least 1."""
         whole = inspect_model(self.model).kv.full_cache_bytes(batch, context)
-        name, _, folder = self.store.partition(":")
-        in_memory = (name in PRESETS or name == "memory") and not folder
-        each = self.limit_for(batch) + (whole if in_memory else 0)
+        _, place = parse_location(self.store)
+        each = self.limit_for(batch) + (whole if place == "memory" else 0)
         fitting = int(psutil.virtual_memory().available) // 2 // each
-        if not in_memory:
-            place = folder or ("auto" if name in PRESETS else self.store)
-            free = shutil.disk_usage(default_directory() if place == "auto" else place).free
+        if place != "memory":
+            free = shutil.disk_usage(find_directory(place)).free
             fitting = min(fitting, free // 2 // whole)
         return max(1, fitting)
 

@@ -5,8 +5,10 @@ Source: none; how a recording is scaled is said in `RecordedStream`.
 
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -101,20 +103,23 @@ class Recording:
             with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as content:
                 about = json.loads(str(content["about"]))
                 shares = content["shares"].astype(np.float32)
-            known = about["format"] == FORMAT and shares.ndim == 4
+            found = None
+            if about["format"] == FORMAT and shares.ndim == 4 and np.isfinite(shares).any():
+                found = cls(
+                    shares=shares, context=int(about["context"]),
+                    group_tokens=int(about["group_tokens"]), source=dict(about["source"]),
+                )  # fmt: skip
         except (
-            OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile,
+            OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError,
+            OverflowError, zipfile.BadZipFile, zlib.error, TokenError,
         ) as error:  # fmt: skip
             raise ConfigError(
                 f"cannot read the recorded selections {path}: {error}; make them with penstock "
                 "bench record"
             ) from error
-        if not known or not np.isfinite(shares).any():
+        if found is None or min(found.context, found.group_tokens) < 1:
             raise ConfigError(f"{path} holds no recorded selections of penstock bench record")
-        return cls(
-            shares=shares, context=int(about["context"]), group_tokens=int(about["group_tokens"]),
-            source=dict(about["source"]),
-        )  # fmt: skip
+        return found
 
 
 # Recording --------------------------------------------------------------------------------------
