@@ -264,8 +264,13 @@ class TieredCache(Cache):  # type: ignore[misc]
         length = self.get_seq_length(self._first_tiered)
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         for layer in self.layers:
-            if not isinstance(layer, TieredCacheLayer):
-                layer.crop(min(0, keep - layer.get_seq_length()))
+            if isinstance(layer, TieredCacheLayer):
+                continue
+            removed = max(0, layer.get_seq_length() - keep)
+            # To older transformers 0 is the length to keep, and newer ones refuse full windows
+            # even then; those that record their past are cut to their size by it.
+            if removed or getattr(layer, "record_past", False):
+                layer.crop(-removed)
         self._runtime.crop(min(max(0, keep), length))
 
     @property
@@ -308,6 +313,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._awaited = None
         for layer in self.layers:
             if not isinstance(layer, TieredCacheLayer):
+                # Older transformers fill what is there with zeros, and append to it.
+                layer.keys, layer.values, layer.is_initialized = None, None, False
                 layer.reset()
         self._runtime.reset()
 
