@@ -7,6 +7,7 @@ import torch
 
 from penstock.generation.answer_watch import AnswerText, AnswerWatch
 from penstock.generation.sampling import SamplingParams
+from penstock.models.loader import load
 
 END = 0
 
@@ -54,6 +55,21 @@ def test_what_could_begin_a_stop_string_is_held_back_only_as_long_as_it_could() 
     shown = [text.push(byte)[0] for byte in b"aENxE"]
     assert shown == ["a", "", "", "ENx", ""]
     assert text.finish() == "E"
+
+
+def test_a_special_token_takes_no_space_away() -> None:
+    tokenizer = load("recall").tokenizer
+    assert tokenizer is not None
+    words = tokenizer("The grass is green .", add_special_tokens=False)["input_ids"]
+    special = tokenizer.unk_token_id
+    ids = [special, words[0], special, special, *words[1:], special]
+    text = AnswerText(tokenizer, ("is green",))
+    pieces = [text.push(token)[0] for token in ids[:5]]
+    assert pieces == ["", "The", "", "", " grass"]
+    assert [text.push(token) for token in ids[5:7]] == [(" ", False), ("", True)]
+    whole = AnswerText(tokenizer, ())
+    assert "".join([*(whole.push(token)[0] for token in ids), whole.finish()]) == whole.text
+    assert whole.text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def watch(num_rows: int, said: list[tuple[int, str]], **fields: Any) -> AnswerWatch:

@@ -39,7 +39,9 @@ class AnswerText:
             return "", False
         self._tail.append(token_id)
         decoded = self._decode(self._tail)
-        if decoded.endswith("\ufffd"):
+        # A token without a text (a special one) is no neighbour: behind it alone, the next word
+        # would lose the space in front of it.
+        if decoded.endswith("\ufffd") or len(decoded) <= len(self._tail_text):
             return "", False
         fresh = decoded[len(self._tail_text) :]
         self._tail = self._tail[self._num_decoded :]
