@@ -235,8 +235,11 @@ class LLM:
             ends = self.tokenizer.eos_token_id
         end_token_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         config.eos_token_id = sorted(end_token_ids) or None
-        if config.pad_token_id is None:
-            config.pad_token_id = min(end_token_ids, default=0)
+        # It fills short rows and those that are done; what it is changes nothing, but some models
+        # name one that they do not have (-1, or the first behind their vocabulary).
+        known = range(int(self.model.get_input_embeddings().weight.shape[0]))
+        wanted = (config.pad_token_id, *sorted(end_token_ids))
+        config.pad_token_id = next((each for each in wanted if each in known), 0)
         config.max_length = None
         config.max_new_tokens = params.max_tokens
         config.num_beams = 1
