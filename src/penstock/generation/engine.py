@@ -273,7 +273,7 @@ class LLM:
         new_tokens = sum(len(ids) for ids in watch.token_ids)
         return RunReport(
             policy=cache.policy.name,
-            exact=self._exact,
+            exact=cache._config.exact,
             prompt_tokens=sum(len(ids) for ids in batch.token_ids),
             new_tokens=new_tokens,
             prefill_s=watch.first_token_s - started_s,
