@@ -204,6 +204,9 @@ def test_refusals(model: Any) -> None:
         llm.generate("text")
     with pytest.raises(ConfigError, match="stop needs a tokenizer"):
         llm.generate([5], SamplingParams(stop="a"))
+    several: Any = [GREEDY, GREEDY]
+    with pytest.raises(ConfigError, match="sampling_params is a list; give one"):
+        llm.generate([[5], [6]], several)
     with pytest.raises(ConfigError, match="prefill_chunk_size=0"):
         LLM(model, prefill_chunk_size=0)
     with pytest.raises(BudgetError) as caught:

@@ -139,12 +139,18 @@ class LLM:
 
         Raises:
             PromptError: a prompt is empty or does not fit the model.
-            ConfigError: the prompts are longer or more than what the config was tuned for.
+            ConfigError: the prompts are longer or more than what the config was tuned for, or
+                `sampling_params` is something else.
             BudgetError: `memory` is too small for these prompts; says how much would do.
             UnsupportedModelError: the model's attention cannot work with a tiered cache.
             StorageError: the store cannot be used, is full, or failed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"sampling_params is a {type(params).__name__}; give one SamplingParams for all "
+                "prompts"
+            )
         batch = self.batch_of(as_prompt_list(prompts), params)
         total, most = batch.padded_tokens, batch.padded_tokens + params.max_tokens
         choices = self._choices.for_batch(len(batch.token_ids), most)
