@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -71,6 +72,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "sliding mistral": (
         lambda: MistralConfig(**SIZES, sliding_window=16),
         "every layer .* sliding window, so that its cache is bounded already",
+    ),
+    "phi3": (
+        lambda: Phi3Config(**SIZES, sliding_window=64, pad_token_id=0, eos_token_id=2),
+        r"of 64 tokens, but it has 64 positions.*: set model\.config\.sliding_window = None",
     ),
     "gemma3n": (_gemma3n, "shares keys and values between layers"),
     "bart": (

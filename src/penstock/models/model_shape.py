@@ -55,6 +55,12 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         )
     layer_types, windows = _layer_types(config, name)
     tiered = tuple(i for i, kind in enumerate(layer_types) if kind == FULL)
+    if not tiered and _is_idle_window(config):
+        raise UnsupportedModelError(
+            f"every layer of {name} has a sliding window, of {config.sliding_window:,} tokens, but "
+            f"it has {config.max_position_embeddings:,} positions, so that the window hides "
+            "nothing: set model.config.sliding_window = None"
+        )
     if not tiered:
         raise UnsupportedModelError(
             f"every layer of {name} has a sliding window, so that its cache is bounded already; "
@@ -76,6 +82,23 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         raise UnsupportedModelError(f"{name} is in {shape.dtype}; use float32, bfloat16 or float16")
     positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     return ModelShape(shape, tiered, windows, positions, tuple(layer_types))
+
+
+def drop_idle_window(config: Any) -> None:
+    """Take a sliding window off the configuration of a model that is about to be made, if no
+    prompt is long enough for it (Phi-4-mini's and those of long Phi-3s): it computes the same
+    without, and its layers are full ones then."""
+    decoder = config.get_text_config(decoder=True)
+    if _is_idle_window(decoder):
+        decoder.sliding_window = None
+
+
+def _is_idle_window(config: Any) -> bool:
+    """Whether one window is for all layers, and holds all positions."""
+    window = getattr(config, "sliding_window", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    said = getattr(config, "layer_types", None)
+    return said is None and window is not None and positions is not None and window >= positions
 
 
 def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int]]:
