@@ -19,7 +19,7 @@ from penstock.models.beam_cache import BeamCache, block_shape
 from penstock.models.cache_argument import cache_argument
 from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
-from penstock.models.model_shape import decoder_config
+from penstock.models.model_shape import check_rope, decoder_config
 from penstock.runtime.beams.beam_memory import BeamMemory
 from penstock.runtime.beams.beam_schedule import ScheduleOptions
 from penstock.runtime.beams.block_tree import Path
@@ -266,6 +266,7 @@ def make_decoder(
     if min(beams, width, max_tokens, block_tokens) < 1:
         raise ConfigError(f"{beams=}, {width=}, {max_tokens=}, {block_tokens=} must be positive")
     shape = block_shape(model, block_tokens)
+    check_rope(model, max_tokens)
     device = model.get_input_embeddings().weight.device
     full = -(-max_tokens // block_tokens) * beams * shape.block_bytes
     everything = strategy == "resident" and memory == "auto"

@@ -84,6 +84,35 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
     return ModelShape(shape, tiered, windows, positions, tuple(layer_types))
 
 
+def check_rope(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse sequences behind whose start all positions would have to be rotated anew.
+
+    longrope has two sets of factors, and a model changes from one to the other, for all of a
+    sequence, with the token that passes its original positions. Keys of a prompt's first chunks
+    would have the wrong ones, and Phi-3 drops a cache there without a word.
+
+    Args:
+        max_tokens: most tokens of a sequence.
+
+    Raises:
+        UnsupportedModelError: says how long sequences may be.
+    """
+    config = decoder_config(model)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "longrope" not in (each.get("rope_type"), each.get("type")):
+            continue
+        original = each.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if original is not None and max_tokens > original:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} rotates all keys of a sequence anew when it passes "
+                f"{original:,} tokens (longrope), which a cache that stores them cannot do; "
+                f"sequences of up to {original:,} tokens work, and {max_tokens:,} are asked for"
+            )
+
+
 def drop_idle_window(config: Any) -> None:
     """Take a sliding window off the configuration of a model that is about to be made, if no
     prompt is long enough for it (Phi-4-mini's and those of long Phi-3s): it computes the same
