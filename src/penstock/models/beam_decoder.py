@@ -265,6 +265,7 @@ def make_decoder(
         raise ConfigError(f"there is no strategy {strategy!r}; choose from {', '.join(STRATEGIES)}")
     if min(beams, width, max_tokens, block_tokens) < 1:
         raise ConfigError(f"{beams=}, {width=}, {max_tokens=}, {block_tokens=} must be positive")
+    _refuse_host(str(store))
     shape = block_shape(model, block_tokens)
     check_rope(model, max_tokens)
     device = model.get_input_embeddings().weight.device
@@ -284,3 +285,12 @@ def make_decoder(
     except BaseException:
         made.close()
         raise
+
+
+def _refuse_host(store: str) -> None:
+    """Refuse what is a tier of caches and would be a new folder here."""
+    if store == "host":
+        raise ConfigError(
+            "store=host is for caches, whose GPU reads host memory by itself; give memory, which "
+            "is host memory here, or ./host for a folder of that name"
+        )
