@@ -21,7 +21,14 @@ from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
-from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
+from penstock.models.loader import (
+    BUNDLED,
+    CausalLM,
+    LoadedModel,
+    Tokenizer,
+    check_own_tokenizer,
+    load,
+)
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.tuned_config import TunedConfig
 
@@ -67,7 +74,8 @@ class LLM:
     Raises:
         ModelLoadError: the model cannot be loaded.
         UnsupportedModelError: it is no causal language model.
-        ConfigError: a setting is impossible, or the config cannot be read or is another model's.
+        ConfigError: a setting is impossible, or the config cannot be read or is another model's;
+            or a tokenizer was given where the model brings one.
         AdapterError: the adapter that the config names is not beside it.
     """
 
@@ -91,6 +99,7 @@ class LLM:
         self._choices = CacheChoices.of(
             policy=policy, memory=memory, store=store, adapter=adapter, config=config
         )
+        check_own_tokenizer(model, tokenizer)
         if isinstance(model, LoadedModel):
             self._loaded = model
         elif isinstance(model, str | Path):

@@ -102,6 +102,19 @@ def load(
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
 
 
+def check_own_tokenizer(model: object, tokenizer: object) -> None:
+    """Refuse a tokenizer beside a model that has one, which would be left unused.
+
+    Raises:
+        ConfigError: says what a tokenizer is for.
+    """
+    if tokenizer is not None and isinstance(model, LoadedModel | str | Path):
+        raise ConfigError(
+            "tokenizer is for a transformers model alone: a folder, a name and what load() "
+            "returned have their own"
+        )
+
+
 def lasting_name(name: str) -> str:
     """A model's name for another day and another folder: the path of a folder in full, the name
     of a bundled, fetched or cached model as it is."""
