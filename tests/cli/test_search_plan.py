@@ -71,6 +71,9 @@ def test_everything_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ({"step": "0"}, ConfigError, "--step 0"),
         ({"convention": "end"}, ConfigError, "paper-figure"),
         ({"bandwidth": -1.0}, ConfigError, "positive"),
+        ({"bandwidth": float("nan")}, ConfigError, "--bandwidth nan"),
+        ({"bandwidth": float("inf")}, ConfigError, "--bandwidth inf"),
+        ({"seed": -1}, ConfigError, "--seed -1 must be 0 or more"),
     ],
 )
 def test_bad_input(settings: dict[str, Any], error: type[PenstockError], message: str) -> None:

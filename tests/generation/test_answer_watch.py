@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from penstock.generation.answer_watch import AnswerText, AnswerWatch
 from penstock.generation.sampling import SamplingParams
+from penstock.generation.step_texts import StepTexts
+from penstock.models.loader import load
 
 END = 0
 
@@ -14,8 +18,11 @@ END = 0
 class ByteTokenizer:
     """Token ids are bytes, so that one character can take several tokens."""
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(
+        self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         assert skip_special_tokens
+        assert not clean_up_tokenization_spaces
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -54,6 +61,36 @@ def test_what_could_begin_a_stop_string_is_held_back_only_as_long_as_it_could() 
     shown = [text.push(byte)[0] for byte in b"aENxE"]
     assert shown == ["a", "", "", "ENx", ""]
     assert text.finish() == "E"
+
+
+def test_a_special_token_takes_no_space_away() -> None:
+    tokenizer = load("recall").tokenizer
+    assert tokenizer is not None
+    words = tokenizer("The grass is green .", add_special_tokens=False)["input_ids"]
+    special = tokenizer.unk_token_id
+    ids = [special, words[0], special, special, *words[1:], special]
+    text = AnswerText(tokenizer, ("is green",))
+    pieces = [text.push(token)[0] for token in ids[:5]]
+    assert pieces == ["", "The", "", "", " grass"]
+    assert [text.push(token) for token in ids[5:7]] == [(" ", False), ("", True)]
+    whole = AnswerText(tokenizer, ())
+    assert "".join([*(whole.push(token)[0] for token in ids), whole.finish()]) == whole.text
+    assert whole.text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_cleans_up_takes_no_letter_away() -> None:
+    """As Llama 3's does in older transformers: " 's" becomes "'s"."""
+    backend = Tokenizer(models.BPE({"print": 0, "Ġ'": 1, "sum": 2, "'": 3}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )  # fmt: skip
+    assert tokenizer.decode([0, 1, 2, 3]) == "print'sum'"
+    text = AnswerText(tokenizer, ())
+    pieces = [text.push(token)[0] for token in (0, 1, 2, 3)]
+    assert pieces == ["print", " '", "sum", "'"]
+    assert StepTexts(tokenizer).decode([0, 1, 2, 3]) == "print 'sum'"
 
 
 def watch(num_rows: int, said: list[tuple[int, str]], **fields: Any) -> AnswerWatch:

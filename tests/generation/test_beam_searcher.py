@@ -14,6 +14,7 @@ from penstock.core.errors import ConfigError, PromptError
 from penstock.generation import beam_searcher
 from penstock.generation.beam_search import BeamSearch
 from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
+from penstock.generation.engine import LLM
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import SearchOutput, SearchStep
 from penstock.generation.step_scorer import CallableScorer, LogProbabilityScorer
@@ -144,6 +145,15 @@ def test_what_the_searcher_refuses(model: PreTrainedModel, decoders: Made) -> No
         BeamSearch(
             PlainDecoder(model), params(max_new_tokens=600), LogProbabilityScorer(), StepTexts(None)
         ).run(PROMPT)
+
+
+def test_a_tokenizer_beside_a_model_that_has_one(bundled: LoadedModel) -> None:
+    given: Any
+    for given in ("recall", bundled):
+        for made in (BeamSearcher, LLM):
+            with pytest.raises(ConfigError, match="tokenizer is for a transformers model alone"):
+                made(given, tokenizer=bundled.tokenizer)
+    LLM(bundled.model, tokenizer=bundled.tokenizer)
 
 
 def test_an_interrupted_searcher_tells_what_it_found(bundled: LoadedModel, decoders: Made) -> None:

@@ -64,6 +64,15 @@ def test_a_batch_gives_each_prompts_own_tokens(model: Any, settings: dict[str, A
         assert output.text == ""
 
 
+@pytest.mark.parametrize("named", [-1, 128, None])
+def test_a_padding_token_that_the_model_does_not_have(
+    model: Any, named: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.generation_config, "pad_token_id", named)
+    outputs = LLM(model, policy="full", memory=None, store="memory").generate(PROMPTS, GREEDY)
+    assert [each.token_ids for each in outputs] == [plain(model, prompt) for prompt in PROMPTS]
+
+
 def test_the_report_counts(model: Any) -> None:
     [first, second] = LLM(model, store="memory", memory=None).generate(PROMPTS, GREEDY)
     assert first.run is second.run
@@ -195,6 +204,9 @@ def test_refusals(model: Any) -> None:
         llm.generate("text")
     with pytest.raises(ConfigError, match="stop needs a tokenizer"):
         llm.generate([5], SamplingParams(stop="a"))
+    several: Any = [GREEDY, GREEDY]
+    with pytest.raises(ConfigError, match="sampling_params is a list; give one"):
+        llm.generate([[5], [6]], several)
     with pytest.raises(ConfigError, match="prefill_chunk_size=0"):
         LLM(model, prefill_chunk_size=0)
     with pytest.raises(BudgetError) as caught:

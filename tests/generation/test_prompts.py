@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import BatchEncoding
 
 from penstock.core.errors import PromptError
 from penstock.generation.prompts import as_prompt_list, make_batch, read_text_file
@@ -63,6 +66,38 @@ def test_one_prompt_or_several() -> None:
     assert as_prompt_list([1, 2]) == [[1, 2]]
     several: list[str | list[int]] = ["a", [1]]
     assert as_prompt_list(several) == several
+
+
+def test_whole_numbers_of_arrays_are_token_ids(recall: LoadedModel) -> None:
+    for given in (np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), torch.tensor(2)]):
+        prompts: Any = given
+        assert make(recall, *as_prompt_list(prompts)).token_ids == [[1, 2]]
+    rows: Any = torch.tensor([[1, 2], [3, 4]])
+    assert make(recall, *as_prompt_list(rows)).token_ids == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompt": "The grass"}, "not dict"),  # its keys would be the prompts
+        ([{"prompt_token_ids": [1, 2]}], "not dict"),
+        (BatchEncoding({"input_ids": [[1, 2]]}), "not BatchEncoding"),
+        (["The grass", 5], "beside other prompts"),  # the 5 would be left out
+        ([5, "The grass"], "beside other prompts"),
+        (b"The grass", "not bytes"),  # they would be token ids
+        ([b"The grass"], "not bytes"),
+        ([[1.5, 2.0]], "holds a float"),  # they would be 1 and 2
+        ([[1, None]], "holds a NoneType"),
+        ([1.5], "not float"),
+        ([["The", "grass"]], "holds a str"),
+        (None, "not NoneType"),
+        (5, "not int"),
+        (torch.tensor(5), "not Tensor"),
+    ],
+)
+def test_what_is_no_prompt(recall: LoadedModel, given: Any, said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        make(recall, *as_prompt_list(given))
 
 
 def test_reading_a_file(tmp_path: Path) -> None:

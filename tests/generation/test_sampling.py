@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,34 @@ from penstock.generation.search_params import SearchParams
 def test_a_field_out_of_range_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens=None must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"temperature": "0"}, "temperature='0' must be a number"),
+        ({"top_p": None}, "top_p=None"),
+        ({"stop": 5}, "stop=5"),
+        ({"stop": ["a", 1]}, r"stop=\['a', 1\] must be a text, or a list of texts"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SamplingParams(**fields)
+    if "max_tokens" not in fields:
+        with pytest.raises(ConfigError, match=named):
+            SearchParams(**fields)
+    with pytest.raises(ConfigError, match=r"beams=2\.0 must be a whole number"):
+        SearchParams(beams=2.0)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_will_do() -> None:
+    given: Any = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": ["a"]}
+    assert SamplingParams(**given).max_tokens == 3
 
 
 def test_temperature_zero_is_greedy() -> None:

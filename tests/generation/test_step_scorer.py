@@ -1,7 +1,8 @@
 """Step scorers: their ratings, where they come from, and what is said about bad ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_numbers_of_any_kind_will_do(returned: Any) -> None:
         ("abc", "returned str instead of a list of 3 numbers"),
         (None, "returned NoneType instead of a list of 3 numbers"),
         (0.5, "returned float instead"),
+        (torch.tensor(0.5), "returned Tensor instead of a list"),
+        (np.array(0.5), "returned ndarray instead of a list"),
     ],
 )
 def test_what_is_no_rating_is_refused(returned: Any, said: str) -> None:
@@ -114,11 +117,28 @@ def test_what_a_scorer_raises_is_named_in_one_line() -> None:
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
 
+    def fail_later(texts: Sequence[str]) -> Iterator[float]:
+        yield from fail(texts)
+
+    with pytest.raises(VerifierError, match=r"^scorer fail_later raised KeyError: "):
+        checked_scores(CallableScorer(fail_later), CANDIDATES)
+
     def interrupt(texts: Sequence[str]) -> list[float]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         checked_scores(CallableScorer(interrupt), CANDIDATES)
+
+
+def test_a_scorer_that_has_no_name_and_takes_none() -> None:
+    @dataclass(frozen=True)
+    class Frozen:
+        def score(self, candidates: Sequence[Candidate]) -> list[float]:
+            return [0.0] * len(candidates)
+
+    scorer: Any = Frozen()
+    with pytest.raises(ConfigError, match="Frozen has no name"):
+        as_scorer(scorer)
 
 
 @pytest.fixture

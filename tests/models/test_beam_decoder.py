@@ -179,6 +179,8 @@ def test_the_budget_is_kept_and_too_little_is_refused(llama: PreTrainedModel) ->
 
 
 def test_what_makes_no_sense_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match=r"store=host is for caches.* give memory"):
+        decoder_of(llama, store="host")
     with pytest.raises(ConfigError, match="no strategy 'greedy'"):
         decoder_of(llama, strategy="greedy")
     with pytest.raises(ConfigError, match="must be positive"):

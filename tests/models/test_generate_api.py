@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, UnsupportedModelError
@@ -165,6 +166,43 @@ def test_reset_and_reuse(model: PreTrainedModel, ids: torch.Tensor) -> None:
         cache.reset()
         assert cache.get_seq_length() == 0
         assert torch.equal(expected, run(model, cache, ids))
+
+
+@pytest.mark.parametrize("tokens", [15, 60], ids=["within the window", "beyond it"])
+def test_a_crop_that_removes_nothing_leaves_the_windows(tokens: int, ids: torch.Tensor) -> None:
+    model = tiny_model("gemma3")
+    expected = run(model, plain(model), ids[:, : tokens + 1])
+    with tiered(model, "kvswap", 2) as cache, torch.no_grad():
+        model(ids[:, :tokens], **cache_argument(model, cache))
+        cache.crop(tokens)
+        cache.crop(0)
+        assert torch.equal(expected, run(model, cache, ids[:, : tokens + 1]))
+
+
+def test_windows_of_older_transformers(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.24 `crop` took the length to keep, and `reset` left zeros to append to."""
+
+    def crop(layer: Any, keep: int) -> None:
+        keep = layer.get_seq_length() + keep if keep < 0 else keep
+        layer.keys, layer.values = layer.keys[..., :keep, :], layer.values[..., :keep, :]
+        layer.cumulative_length = layer.keys.shape[-2]
+
+    def reset(layer: Any) -> None:
+        if layer.is_initialized:
+            layer.keys.zero_()
+            layer.values.zero_()
+        layer.cumulative_length = 0
+
+    model = tiny_model("gemma3")
+    expected = run(model, plain(model), ids[:, :15])
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "crop", crop)
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "reset", reset)
+    with tiered(model, "kvswap", 2) as cache, torch.no_grad():
+        model(ids[:, 20:30], **cache_argument(model, cache))
+        cache.reset()
+        model(ids[:, :14], **cache_argument(model, cache))
+        cache.crop(14)
+        assert torch.equal(expected, run(model, cache, ids[:, :15]))
 
 
 def test_truthful_answers(model: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -3,12 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Phi3Config, Phi3ForCausalLM
 
+from penstock import LLM, SamplingParams
 from penstock.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from penstock.models.kv_shapes import kv_shape
 from penstock.models.loader import lasting_name, load
 
 RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
@@ -110,6 +114,24 @@ def test_not_a_causal_decoder(folder: Path, model_type: str, said: str) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UnsupportedModelError, match=said):
         load(folder)
+
+
+def test_a_window_that_holds_all_positions_is_none(folder: Path) -> None:
+    """As Phi-4-mini's, 262,144 tokens of 131,072: nothing is ever outside of it."""
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=1472, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        sliding_window=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model: Any = Phi3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    assert kv_shape(folder).num_layers == 2
+    ids = torch.arange(5, 65)[None]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 60:].tolist()
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [output] = LLM(load(folder), policy="full", store="memory").generate(ids[0].tolist(), params)
+    assert output.token_ids == expected
 
 
 def test_impossible_settings() -> None:

@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -24,6 +25,7 @@ from transformers import (
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import UnsupportedModelError
+from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
 from penstock.policies import Quest
@@ -71,6 +73,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "sliding mistral": (
         lambda: MistralConfig(**SIZES, sliding_window=16),
         "every layer .* sliding window, so that its cache is bounded already",
+    ),
+    "phi3": (
+        lambda: Phi3Config(**SIZES, sliding_window=64, pad_token_id=0, eos_token_id=2),
+        r"of 64 tokens, but it has 64 positions.*: set model\.config\.sliding_window = None",
     ),
     "gemma3n": (_gemma3n, "shares keys and values between layers"),
     "bart": (
@@ -126,6 +132,32 @@ def test_codegen_is_exact_or_refused() -> None:
             found = model.generate(ids, **cache_argument(model, cache), **asked)
             assert cache.stats.decode.tokens == 19
         assert torch.equal(found, expected)
+
+
+def test_longrope_within_its_original_positions_alone() -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "factor": 4.0,
+        "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    sizes = {**SIZES, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, eos_token_id=2)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(3, 63)[None]
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 99}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+    with TieredCache(model, "full", store="memory", max_tokens=64) as cache:
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), **cache_argument(model, cache), **asked
+        )
+        assert cache.stats.decode.tokens == 3
+    assert torch.equal(found, expected)
+    for refused in (
+        lambda: TieredCache(model, "full", store="memory", max_tokens=65),
+        lambda: TieredCache(model, "full", store="memory"),
+        lambda: make_decoder(model, beams=2, width=1, max_tokens=65),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"up to 64 tokens work, and \d+ are asked"):
+            refused()
 
 
 def test_t5() -> None:

@@ -5,6 +5,8 @@ import io
 import lzma
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -272,6 +274,16 @@ def test_a_site_that_cannot_go_on_begins_again(
     assert is_whole(tmp_path / "m", original)
 
 
+def test_a_reset(model: Released, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(answer: Answer) -> None:
+        answer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        socket.close(answer.connection.detach())
+
+    monkeypatch.setattr(Answer, "do_GET", reset)
+    with pytest.raises(ModelLoadError, match=r"cannot fetch http.* run it again to go on"):
+        fetch(model, tmp_path / "m")
+
+
 @pytest.mark.parametrize("change", ["flipped", "longer", "shorter"])
 def test_a_wrong_file_is_not_unpacked(
     model: Released, site: Site, tmp_path: Path, change: str
@@ -301,6 +313,8 @@ def test_what_is_not_there_says_what_to_do(model: Released, site: Site, tmp_path
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(ModelLoadError, match=r"cannot fetch http://127\.0\.0\.1:1/"):
         fetch(replace(model, url="http://127.0.0.1:1/x"), tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"http://\[::1/x is no address"):
+        fetch(model, tmp_path / "m", source="http://[::1/x")
     with pytest.raises(ConfigError, match=r"give --from with prose-9\.tar\.xz, or train it"):
         fetch(replace(model, url=""), tmp_path / "m")
     with pytest.raises(ModelLoadError, match="there is no /no/such/file"):

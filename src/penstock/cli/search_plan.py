@@ -79,8 +79,10 @@ def search_plan_command(
     """Say what a step-wise search would load from the slow tier, strategy by strategy."""
     if convention not in CONVENTIONS:
         raise ConfigError(f"--convention {convention} is not one of {', '.join(CONVENTIONS)}")
-    if bandwidth < 0:
+    if not 0 <= bandwidth < float("inf"):
         raise ConfigError(f"--bandwidth {bandwidth:g} must be positive (GB/s)")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} must be 0 or more")
     shape = kv_shape(model, dtype or None)
     requests = [
         TransferRequest.of_shape(

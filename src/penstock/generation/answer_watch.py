@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.generation.output import FinishReason
 from penstock.generation.sampling import SamplingParams
+from penstock.generation.token_text import text_of
 from penstock.models.loader import Tokenizer
 
 OnText = Callable[[int, str], None]
@@ -39,7 +40,9 @@ class AnswerText:
             return "", False
         self._tail.append(token_id)
         decoded = self._decode(self._tail)
-        if decoded.endswith("\ufffd"):
+        # A token without a text (a special one) is no neighbour: behind it alone, the next word
+        # would lose the space in front of it.
+        if decoded.endswith("\ufffd") or len(decoded) <= len(self._tail_text):
             return "", False
         fresh = decoded[len(self._tail_text) :]
         self._tail = self._tail[self._num_decoded :]
@@ -58,7 +61,7 @@ class AnswerText:
 
     def _decode(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return text_of(self._tokenizer, ids)
 
     def _release(self) -> tuple[str, bool]:
         ends = [at for stop in self._stop_texts if (at := self._held.find(stop)) >= 0]

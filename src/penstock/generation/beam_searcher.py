@@ -15,7 +15,14 @@ from penstock.generation.search_tree import SearchOutput, SearchPlace
 from penstock.generation.step_scorer import StepScorer, as_scorer, needs_text
 from penstock.generation.step_texts import StepTexts
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
-from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
+from penstock.models.loader import (
+    BUNDLED,
+    CausalLM,
+    LoadedModel,
+    Tokenizer,
+    check_own_tokenizer,
+    load,
+)
 from penstock.models.model_shape import inspect_model
 
 
@@ -59,7 +66,7 @@ class BeamSearcher:
     Raises:
         ModelLoadError: the model, or the reward model, cannot be loaded.
         UnsupportedModelError: it is no causal language model.
-        ConfigError: a setting is impossible.
+        ConfigError: a setting is impossible, or a tokenizer was given where the model brings one.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class BeamSearcher:
         device: torch.device | str = "cpu",
     ) -> None:
         self._scorer = as_scorer(scorer)
+        check_own_tokenizer(model, tokenizer)
         if isinstance(model, LoadedModel):
             self._loaded = model
         elif isinstance(model, str | Path):

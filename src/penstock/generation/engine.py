@@ -21,7 +21,14 @@ from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
-from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer, load
+from penstock.models.loader import (
+    BUNDLED,
+    CausalLM,
+    LoadedModel,
+    Tokenizer,
+    check_own_tokenizer,
+    load,
+)
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.tuned_config import TunedConfig
 
@@ -67,7 +74,8 @@ class LLM:
     Raises:
         ModelLoadError: the model cannot be loaded.
         UnsupportedModelError: it is no causal language model.
-        ConfigError: a setting is impossible, or the config cannot be read or is another model's.
+        ConfigError: a setting is impossible, or the config cannot be read or is another model's;
+            or a tokenizer was given where the model brings one.
         AdapterError: the adapter that the config names is not beside it.
     """
 
@@ -91,6 +99,7 @@ class LLM:
         self._choices = CacheChoices.of(
             policy=policy, memory=memory, store=store, adapter=adapter, config=config
         )
+        check_own_tokenizer(model, tokenizer)
         if isinstance(model, LoadedModel):
             self._loaded = model
         elif isinstance(model, str | Path):
@@ -139,12 +148,18 @@ class LLM:
 
         Raises:
             PromptError: a prompt is empty or does not fit the model.
-            ConfigError: the prompts are longer or more than what the config was tuned for.
+            ConfigError: the prompts are longer or more than what the config was tuned for, or
+                `sampling_params` is something else.
             BudgetError: `memory` is too small for these prompts; says how much would do.
             UnsupportedModelError: the model's attention cannot work with a tiered cache.
             StorageError: the store cannot be used, is full, or failed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"sampling_params is a {type(params).__name__}; give one SamplingParams for all "
+                "prompts"
+            )
         batch = self.batch_of(as_prompt_list(prompts), params)
         total, most = batch.padded_tokens, batch.padded_tokens + params.max_tokens
         choices = self._choices.for_batch(len(batch.token_ids), most)
@@ -235,8 +250,11 @@ class LLM:
             ends = self.tokenizer.eos_token_id
         end_token_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         config.eos_token_id = sorted(end_token_ids) or None
-        if config.pad_token_id is None:
-            config.pad_token_id = min(end_token_ids, default=0)
+        # It fills short rows and those that are done; what it is changes nothing, but some models
+        # name one that they do not have (-1, or the first behind their vocabulary).
+        known = range(int(self.model.get_input_embeddings().weight.shape[0]))
+        wanted = (config.pad_token_id, *sorted(end_token_ids))
+        config.pad_token_id = next((each for each in wanted if each in known), 0)
         config.max_length = None
         config.max_new_tokens = params.max_tokens
         config.num_beams = 1
@@ -270,7 +288,7 @@ class LLM:
         new_tokens = sum(len(ids) for ids in watch.token_ids)
         return RunReport(
             policy=cache.policy.name,
-            exact=self._exact,
+            exact=cache._config.exact,
             prompt_tokens=sum(len(ids) for ids in batch.token_ids),
             new_tokens=new_tokens,
             prefill_s=watch.first_token_s - started_s,

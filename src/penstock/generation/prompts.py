@@ -1,9 +1,10 @@
 """Prompts as a batch: encoding, the checks that come before any work, and left padding."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,16 +74,40 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several.
 
     Raises:
-        PromptError: the list is empty.
+        PromptError: the list is empty, or what was given is no prompt.
     """
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    _require_list(prompts)
+    items: list[Any] = list(prompts)
     if not items:
         raise PromptError("there is no prompt: it has zero tokens")
-    if all(isinstance(item, int) for item in items):
-        return [[item for item in items if isinstance(item, int)]]
-    return [item for item in items if not isinstance(item, int)]
+    if all(map(_is_token, items)):
+        return [items]
+    if any(map(_is_token, items)):
+        raise PromptError("token ids stand beside other prompts; give them in a list of theirs")
+    return items
+
+
+def _require_list(prompt: Any) -> None:
+    """Refuse what is no list, or gives something else than tokens: a dict its keys, a text its
+    bytes.
+
+    Raises:
+        PromptError: says what may be given.
+    """
+    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes | bytearray)
+    if not is_list or getattr(prompt, "ndim", 1) == 0:
+        raise PromptError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+
+
+def _is_token(item: Any) -> bool:
+    """Whether it is a whole number, a tensor's or an array's too."""
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return getattr(item, "ndim", 0) == 0
 
 
 def encode(
@@ -95,9 +120,14 @@ def encode(
         alone: with the tokens that the tokenizer puts around a text.
 
     Raises:
-        PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold.
+        PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold, or
+            something among its token ids is none.
     """
     if not isinstance(prompt, str):
+        _require_list(prompt)
+        for token in prompt:
+            if not _is_token(token):
+                raise PromptError(f"{what} holds a {type(token).__name__} among its token ids")
         return [int(token) for token in prompt]
     require_text(prompt, what)
     if loaded.tokenizer is None:

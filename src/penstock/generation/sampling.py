@@ -1,6 +1,9 @@
 """SamplingParams: how the next token is chosen and when an answer ends."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from penstock.core.errors import ConfigError
 
@@ -35,6 +38,7 @@ class SamplingParams:
     `generation_config` has; None: there are none."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, whole=("top_k", "max_tokens", "seed"), real=("temperature", "top_p"))
         check_temperature(self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
@@ -56,6 +60,27 @@ class SamplingParams:
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def check_kinds(params: Any, *, whole: Sequence[str], real: Sequence[str]) -> None:
+    """Refuse settings that are of another kind, before they are compared with their ranges.
+
+    Args:
+        whole: fields that are whole numbers; `seed` may be None.
+        real: fields that are numbers.
+
+    Raises:
+        ConfigError: names the field, or what `stop` holds.
+    """
+    kinds: list[tuple[str, type, str]] = [(name, Integral, "a whole number") for name in whole]
+    kinds += [(name, Real, "a number") for name in real]
+    for name, kind, words in kinds:
+        value = getattr(params, name)
+        if not isinstance(value, kind) and not (name == "seed" and value is None):
+            raise ConfigError(f"{name}={value!r} must be {words}")
+    texts = () if params.stop is None or isinstance(params.stop, str) else params.stop
+    if not isinstance(texts, Iterable) or any(not isinstance(text, str) for text in texts):
+        raise ConfigError(f"stop={params.stop!r} must be a text, or a list of texts")
 
 
 def check_temperature(temperature: float) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.draws import check_draws
+from penstock.generation.sampling import check_kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,9 @@ class SearchParams:
     """Go on behind the end token, as a measurement of a given length does."""
 
     def __post_init__(self) -> None:
-        for name in ("beams", "width", "step_tokens", "max_new_tokens"):
+        counts = ("beams", "width", "step_tokens", "max_new_tokens")
+        check_kinds(self, whole=(*counts, "top_k", "seed"), real=("temperature", "top_p"))
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.beams % self.width:

@@ -163,23 +163,32 @@ def checked_scores(scorer: StepScorer, candidates: Sequence[Candidate]) -> list[
     """
     try:
         returned: Any = scorer.score(candidates)
+        values = _listed(returned)  # a generator does its work here
     except PenstockError:
         raise
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise VerifierError(f"scorer {scorer.name} raised {cause}") from error
-    if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
+    if values is None:
         raise VerifierError(
             f"scorer {scorer.name} returned {type(returned).__name__} instead of a list of "
             f"{len(candidates)} numbers"
         )
-    values = list(returned.detach() if isinstance(returned, torch.Tensor) else returned)
     if len(values) != len(candidates):
         raise VerifierError(
             f"scorer {scorer.name} returned {len(values)} scores for {len(candidates)} texts; it "
             "has to return one for each"
         )
     return [_checked(scorer, at, value) for at, value in enumerate(values)]
+
+
+def _listed(returned: Any) -> list[Any] | None:
+    """What a scorer returned as a list; None for what is none, such as an array of no dimension."""
+    if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
+        return None
+    if getattr(returned, "ndim", 1) == 0:
+        return None
+    return list(returned.detach() if isinstance(returned, torch.Tensor) else returned)
 
 
 def _checked(scorer: StepScorer, index: int, value: Any) -> float:
@@ -198,9 +207,18 @@ def _checked(scorer: StepScorer, index: int, value: Any) -> float:
 
 
 def _named(scorer: Any, name: str) -> StepScorer:
-    """A scorer that errors can name, as it wants or by `name`."""
+    """A scorer that errors can name, as it wants or by `name`.
+
+    Raises:
+        ConfigError: it has no name and takes none.
+    """
     if not hasattr(scorer, "name"):
-        scorer.name = name
+        try:
+            scorer.name = name
+        except AttributeError as error:  # frozen, or with slots
+            raise ConfigError(
+                f"{type(scorer).__name__} has no name and cannot be given one; add `name` to it"
+            ) from error
     named: StepScorer = scorer
     return named
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from penstock.generation.token_text import text_of
 from penstock.models.loader import Tokenizer
 
 _TOKENS_PER_CHARACTER = 4
@@ -55,7 +56,7 @@ class StepTexts:
         """The text of tokens, special ones left out; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return text_of(self._tokenizer, token_ids)
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """The text behind the prompt, up to the first stop string."""

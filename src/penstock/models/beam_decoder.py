@@ -19,7 +19,7 @@ from penstock.models.beam_cache import BeamCache, block_shape
 from penstock.models.cache_argument import cache_argument
 from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
-from penstock.models.model_shape import decoder_config
+from penstock.models.model_shape import check_rope, decoder_config
 from penstock.runtime.beams.beam_memory import BeamMemory
 from penstock.runtime.beams.beam_schedule import ScheduleOptions
 from penstock.runtime.beams.block_tree import Path
@@ -265,7 +265,9 @@ def make_decoder(
         raise ConfigError(f"there is no strategy {strategy!r}; choose from {', '.join(STRATEGIES)}")
     if min(beams, width, max_tokens, block_tokens) < 1:
         raise ConfigError(f"{beams=}, {width=}, {max_tokens=}, {block_tokens=} must be positive")
+    _refuse_host(str(store))
     shape = block_shape(model, block_tokens)
+    check_rope(model, max_tokens)
     device = model.get_input_embeddings().weight.device
     full = -(-max_tokens // block_tokens) * beams * shape.block_bytes
     everything = strategy == "resident" and memory == "auto"
@@ -283,3 +285,12 @@ def make_decoder(
     except BaseException:
         made.close()
         raise
+
+
+def _refuse_host(store: str) -> None:
+    """Refuse what is a tier of caches and would be a new folder here."""
+    if store == "host":
+        raise ConfigError(
+            "store=host is for caches, whose GPU reads host memory by itself; give memory, which "
+            "is host memory here, or ./host for a folder of that name"
+        )

@@ -27,7 +27,7 @@ from penstock.models.cache_options import (
     true_query_layers,
 )
 from penstock.models.graph_decoder import GraphDecoder
-from penstock.models.model_shape import ModelShape, decoder_config, inspect_model
+from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.rotary import rotary_of
 from penstock.policies import SelectionPolicy
@@ -169,6 +169,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
         if self.max_tokens < 1 or batch_size < 1:
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
+        check_rope(model, self.max_tokens)
         chosen, device = named_policy(policy), model.get_input_embeddings().weight.device
         given, full = (model, shape, chosen, adapter, self.notices), shape.kv.full_cache_bytes
         basis = find_basis(*given, exact=exact)
@@ -184,7 +185,6 @@ class TieredCache(Cache):  # type: ignore[misc]
             scaling=attention_scaling(model, shape.kv.head_dim),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
-        self._decoder_config = decoder_config(model)
         super().__init__(layers=self._make_layers(shape))
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         if past is not None:
@@ -192,6 +192,7 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
+        self._decoder_config = decoder_config(model)
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
@@ -264,8 +265,13 @@ class TieredCache(Cache):  # type: ignore[misc]
         length = self.get_seq_length(self._first_tiered)
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         for layer in self.layers:
-            if not isinstance(layer, TieredCacheLayer):
-                layer.crop(min(0, keep - layer.get_seq_length()))
+            if isinstance(layer, TieredCacheLayer):
+                continue
+            removed = max(0, layer.get_seq_length() - keep)
+            # To older transformers 0 is the length to keep, and newer ones refuse full windows
+            # even then; those that record their past are cut to their size by it.
+            if removed or getattr(layer, "record_past", False):
+                layer.crop(-removed)
         self._runtime.crop(min(max(0, keep), length))
 
     @property
@@ -308,6 +314,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._awaited = None
         for layer in self.layers:
             if not isinstance(layer, TieredCacheLayer):
+                # Older transformers fill what is there with zeros, and append to it.
+                layer.keys, layer.values, layer.is_initialized = None, None, False
                 layer.reset()
         self._runtime.reset()
 

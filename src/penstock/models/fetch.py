@@ -48,7 +48,7 @@ def fetch(
         on_bytes: told of the progress.
 
     Raises:
-        ConfigError: no source, or the target is there already.
+        ConfigError: no source, one that cannot be, or the target is there already.
         ModelLoadError: the archive is not there, cannot be fetched, or is not what it should be.
         StorageError: it cannot be written.
     """
@@ -63,7 +63,7 @@ def fetch(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(target):
-            if urlsplit(source).scheme in _SCHEMES:
+            if _is_address(source):
                 archive = target.parent / f"{released.file}.partial"
                 _download(released, _address(source, released), archive, on_bytes)
                 _check(released, archive, archive.name, on_bytes, remove=True)
@@ -98,6 +98,13 @@ def _only_one(target: Path) -> Iterator[None]:
         ) from None
     finally:
         os.close(handle)
+
+
+def _is_address(source: str) -> bool:
+    try:
+        return urlsplit(source).scheme in _SCHEMES
+    except ValueError as error:
+        raise ConfigError(f"{source} is no address: {error}") from error
 
 
 def _address(source: str, released: Released) -> str:
@@ -138,7 +145,9 @@ def _download(released: Released, address: str, partial: Path, on_bytes: OnBytes
         raise ModelLoadError(
             f"{address} answers {error.code} {error.reason}; {_instead(released)}"
         ) from error
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
+    except (
+        urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError
+    ) as error:  # fmt: skip
         reason = getattr(error, "reason", error)
         raise ModelLoadError(
             f"cannot fetch {address}: {reason}; run it again to go on, or {_instead(released)}"

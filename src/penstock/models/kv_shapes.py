@@ -64,12 +64,13 @@ def _read_shape(folder: Path) -> KVShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from penstock.models.load_errors import said_of
-    from penstock.models.model_shape import inspect_model
+    from penstock.models.model_shape import drop_idle_window, inspect_model
 
     try:
         config: Any = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        drop_idle_window(config)
         with torch.device("meta"):  # no weights: only what the classes say
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:

@@ -26,7 +26,7 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.load_errors import said_of
-from penstock.models.model_shape import inspect_model
+from penstock.models.model_shape import drop_idle_window, inspect_model
 from penstock.models.released import BUNDLED_NAME, released_models
 
 BUNDLED = "recall"
@@ -89,6 +89,7 @@ def load(
     folder = _find_folder(name)
     config = _load_config(name, folder)
     _require_causal(name, config)
+    drop_idle_window(config)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelLoadError(f"{name}: the folder has no tokenizer files ({_TOKENIZER_FILES[0]})")
     try:
@@ -99,6 +100,19 @@ def load(
     except Exception as error:
         raise ModelLoadError(f"{name}: {said_of(error)}") from error
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
+
+
+def check_own_tokenizer(model: object, tokenizer: object) -> None:
+    """Refuse a tokenizer beside a model that has one, which would be left unused.
+
+    Raises:
+        ConfigError: says what a tokenizer is for.
+    """
+    if tokenizer is not None and isinstance(model, LoadedModel | str | Path):
+        raise ConfigError(
+            "tokenizer is for a transformers model alone: a folder, a name and what load() "
+            "returned have their own"
+        )
 
 
 def lasting_name(name: str) -> str:

@@ -55,6 +55,12 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         )
     layer_types, windows = _layer_types(config, name)
     tiered = tuple(i for i, kind in enumerate(layer_types) if kind == FULL)
+    if not tiered and _is_idle_window(config):
+        raise UnsupportedModelError(
+            f"every layer of {name} has a sliding window, of {config.sliding_window:,} tokens, but "
+            f"it has {config.max_position_embeddings:,} positions, so that the window hides "
+            "nothing: set model.config.sliding_window = None"
+        )
     if not tiered:
         raise UnsupportedModelError(
             f"every layer of {name} has a sliding window, so that its cache is bounded already; "
@@ -76,6 +82,52 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         raise UnsupportedModelError(f"{name} is in {shape.dtype}; use float32, bfloat16 or float16")
     positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     return ModelShape(shape, tiered, windows, positions, tuple(layer_types))
+
+
+def check_rope(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse sequences behind whose start all positions would have to be rotated anew.
+
+    longrope has two sets of factors, and a model changes from one to the other, for all of a
+    sequence, with the token that passes its original positions. Keys of a prompt's first chunks
+    would have the wrong ones, and Phi-3 drops a cache there without a word.
+
+    Args:
+        max_tokens: most tokens of a sequence.
+
+    Raises:
+        UnsupportedModelError: says how long sequences may be.
+    """
+    config = decoder_config(model)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "longrope" not in (each.get("rope_type"), each.get("type")):
+            continue
+        original = each.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if original is not None and max_tokens > original:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} rotates all keys of a sequence anew when it passes "
+                f"{original:,} tokens (longrope), which a cache that stores them cannot do; "
+                f"sequences of up to {original:,} tokens work, and {max_tokens:,} are asked for"
+            )
+
+
+def drop_idle_window(config: Any) -> None:
+    """Take a sliding window off the configuration of a model that is about to be made, if no
+    prompt is long enough for it (Phi-4-mini's and those of long Phi-3s): it computes the same
+    without, and its layers are full ones then."""
+    decoder = config.get_text_config(decoder=True)
+    if _is_idle_window(decoder):
+        decoder.sliding_window = None
+
+
+def _is_idle_window(config: Any) -> bool:
+    """Whether one window is for all layers, and holds all positions."""
+    window = getattr(config, "sliding_window", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    said = getattr(config, "layer_types", None)
+    return said is None and window is not None and positions is not None and window >= positions
 
 
 def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int]]:

@@ -91,7 +91,7 @@ def shared_tokens(base: OpenDocument, tokens: Sequence[int]) -> int:
     pairs = enumerate(zip(base.tokens, tokens, strict=False))
     most = min(len(base.tokens), len(tokens))
     shared = next((i for i, (a, b) in pairs if a != b), most)
-    if shared == len(tokens) - 1:
+    if 0 < shared == len(tokens) - 1:
         shared -= 1  # one token alone would be a decode step
     # Windows are stored at the text's end alone.
     return shared if not base.about.has_windows or shared == base.about.tokens else 0
