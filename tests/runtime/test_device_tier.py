@@ -169,8 +169,9 @@ def test_a_long_answer_merges_segments_and_loses_nothing(boundaries: str) -> Non
         assert most > int(index_of(runtime).state.count.max()), "segments were merged"
 
 
-def test_means_of_merged_segments_are_those_of_their_tokens() -> None:
-    policy = LouisKV(boundaries="stride:1", cluster_tokens=8, **BUDGET)
+@pytest.mark.parametrize("boundaries", ["stride:1", "stride:2", "stride:3"])
+def test_means_of_merged_segments_are_those_of_their_tokens(boundaries: str) -> None:
+    policy = LouisKV(boundaries=boundaries, cluster_tokens=8, **BUDGET)
     runtime = make_runtime(policy, batch=1, device_tier=True)
     feed = Feed(runtime, padding=(0,))
     feed.step(40)

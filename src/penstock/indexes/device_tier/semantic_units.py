@@ -304,7 +304,8 @@ class DeviceSemanticUnits(DeviceIndex):
         count = state.count[rows, None]
         numbers = torch.arange(self._capacity, dtype=torch.int32, device=count.device)
         closed = (count - 1 - base).clamp_min(0)
-        pairs = base + torch.minimum(numbers - base, closed + closed % 2) // 2
+        place = numbers - base
+        pairs = base + torch.where(place < closed, place, closed + closed % 2) // 2
         target = torch.where(numbers < base, numbers, pairs).long()
         units = self.unit_of[rows, :length].long()
         ones = torch.ones_like(units, dtype=torch.float32)
