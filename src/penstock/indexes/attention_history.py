@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.shrunk_query import shrunk
 
 CHUNK_TOKENS = 128
 """Keys that the prompt's queries are multiplied with at a time; bounds the scratch memory."""
@@ -145,8 +146,9 @@ class AttentionHistoryIndex(KeyIndex):
     def _logits(self, keys: Tensor, first_token: int) -> Tensor:
         """float32 [rows, heads * queries, tokens], minus infinity where a query comes earlier."""
         assert self._queries is not None
-        queries = self._queries.flatten(1, 2)
-        logits = torch.matmul(queries, keys[:, :, 0].transpose(1, 2)).float().mul_(self._scaling)
+        queries, factor = shrunk(self._queries.flatten(1, 2))
+        logits = torch.matmul(queries, keys[:, :, 0].transpose(1, 2)).float()
+        logits.mul_(self._scaling * factor)
         count = self._queries.shape[2]
         first_query = self._prompt_end - count
         if first_token + keys.shape[1] > first_query:
