@@ -135,6 +135,9 @@ class KeyIndex(ABC):
             queries: post-RoPE. [batch, num_heads, at most num_prompt_queries, head_dim]
         """
 
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:  # noqa: B027 - optional
+        """Learn before `fit` where each row begins: the units before are padding. [batch]"""
+
     def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
         """Learn what the index needs from a sample of the prompt's own keys.
 

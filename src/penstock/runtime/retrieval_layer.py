@@ -285,6 +285,7 @@ class RetrievalLayer(LayerCache):
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
         self._fit.tell(self.index)
+        self.index.see_start(self._first_unit - self.setup.plan.sink_slots)
         group_tokens = self.setup.plan.group_tokens
         positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
