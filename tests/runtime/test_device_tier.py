@@ -169,8 +169,9 @@ def test_a_long_answer_merges_segments_and_loses_nothing(boundaries: str) -> Non
         assert most > int(index_of(runtime).state.count.max()), "segments were merged"
 
 
-def test_means_of_merged_segments_are_those_of_their_tokens() -> None:
-    policy = LouisKV(boundaries="stride:1", cluster_tokens=8, **BUDGET)
+@pytest.mark.parametrize("boundaries", ["stride:1", "stride:2", "stride:3"])
+def test_means_of_merged_segments_are_those_of_their_tokens(boundaries: str) -> None:
+    policy = LouisKV(boundaries=boundaries, cluster_tokens=8, **BUDGET)
     runtime = make_runtime(policy, batch=1, device_tier=True)
     feed = Feed(runtime, padding=(0,))
     feed.step(40)
@@ -185,8 +186,51 @@ def test_means_of_merged_segments_are_those_of_their_tokens() -> None:
             held = keys[units == unit]
             assert len(held) > 0
             # Clusters of k-means have the centroids of the iteration before the last assignment.
-            if unit >= index._first_segment:
+            if unit >= index._runs.first:
                 assert (held.mean(dim=0) - index.means[row, unit]).abs().max().item() < 1e-4
+
+
+def check_segments(runtime: TieredRuntime, feed: Feed) -> None:
+    """Segments of all answers hold consecutive tokens, and their means are those of these."""
+    index, layer = index_of(runtime), runtime.layers[0]
+    assert isinstance(layer, DeviceLayer)
+    runs = [*index._runs._closed, (index._runs.first, int(index.state.count.max()))]
+    for row in range(runtime.plan.batch):
+        keys = layer.host.tokens[row, : feed.length, 0, 0].to(DEVICE)
+        units = index.unit_of[row, : feed.length].long()
+        for unit in (unit for run in runs for unit in range(*run)):
+            held = (units == unit).nonzero()[:, 0]
+            if len(held):
+                assert held.tolist() == list(range(int(held[0]), int(held[-1]) + 1))
+                mean = keys[held].mean(dim=0)
+                assert (mean - index.means[row, unit]).abs().max().item() < 1e-4
+
+
+def test_many_turns_merge_the_segments_of_all_answers() -> None:
+    policy = LouisKV(boundaries="stride:2", cluster_tokens=16, **BUDGET)
+    runtime = make_runtime(policy, device_tier=True, max_tokens=1000)
+    feed = Feed(runtime)
+    while feed.length < 900:
+        feed.step(40)
+        for _ in range(50):
+            feed.step()
+        check_books(runtime, feed)
+        check_segments(runtime, feed)
+    assert len(index_of(runtime)._runs._closed) == feed.length // 90 - 1
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 17])
+def test_inputs_of_few_tokens_do_not_use_up_the_units(tokens: int) -> None:
+    """As a draft's tokens come, a few at a time, of which some are taken back."""
+    runtime = make_runtime(LouisKV(cluster_tokens=16, **BUDGET), device_tier=True, max_tokens=1000)
+    feed = Feed(runtime)
+    feed.step(40)
+    while feed.length < 990 - tokens:
+        feed.step(tokens)
+        feed.length -= tokens // 4
+        runtime.crop(feed.length)
+    feed.step()
+    check_books(runtime, feed)
 
 
 def test_a_second_prompt_and_a_crop_keep_the_books() -> None:

@@ -4,12 +4,15 @@ import math
 from abc import abstractmethod
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.shrunk_query import shrunk
 
 CHUNK_TOKENS = 128
 """Keys that the prompt's queries are multiplied with at a time; bounds the scratch memory."""
@@ -25,8 +28,8 @@ class AttentionHistoryIndex(KeyIndex):
 
     Units are single tokens, rows are KV heads. The prompt is valued by the attention of its newest
     queries over all its keys, in two passes: `look` for the softmax's sums, `append` for the
-    weights. Padding counts in those sums, which scales a query's weights alike. Afterwards
-    `observe` learns from each step and marks as dead what was a candidate and was not selected.
+    weights; padding in front of a row has no part in either. Afterwards `observe` learns from each
+    step and marks as dead what was a candidate and was not selected.
 
     Tokens that come back by a crop are as dead as they were once they leave the window again; taken
     in anew, they live. Many tokens at once after the first selection (a second prompt) are valued
@@ -57,6 +60,8 @@ class AttentionHistoryIndex(KeyIndex):
         """While the prompt is being valued. [rows, heads, queries, head_dim]"""
         self._sums: Tensor | None = None
         """Log of each query's softmax sum so far, float32. [rows, heads * queries, 1]"""
+        self._start: Tensor | None = None
+        """First token of each row, where one has padding before it. int64 [rows]"""
         self._ready = self._filling = False
         self._end = self._clock = 0
         """Tokens taken in, now and when `score` was called."""
@@ -98,6 +103,11 @@ class AttentionHistoryIndex(KeyIndex):
     def see_queries(self, queries: Tensor) -> None:
         """See `KeyIndex.see_queries`."""
         self._queries = queries[:, :, -self._window_queries :]
+
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:
+        """See `KeyIndex.see_start`."""
+        start = torch.from_numpy(first_unit).to(self._values.device)
+        self._start = start if first_unit.any() else None
 
     def fit(self, sample: Tensor, positions: Tensor) -> None:
         """See `KeyIndex.fit`; only the prompt's length is taken from the sample's positions."""
@@ -145,8 +155,9 @@ class AttentionHistoryIndex(KeyIndex):
     def _logits(self, keys: Tensor, first_token: int) -> Tensor:
         """float32 [rows, heads * queries, tokens], minus infinity where a query comes earlier."""
         assert self._queries is not None
-        queries = self._queries.flatten(1, 2)
-        logits = torch.matmul(queries, keys[:, :, 0].transpose(1, 2)).float().mul_(self._scaling)
+        queries, factor = shrunk(self._queries.flatten(1, 2))
+        logits = torch.matmul(queries, keys[:, :, 0].transpose(1, 2)).float()
+        logits.mul_(self._scaling * factor)
         count = self._queries.shape[2]
         first_query = self._prompt_end - count
         if first_token + keys.shape[1] > first_query:
@@ -154,13 +165,18 @@ class AttentionHistoryIndex(KeyIndex):
             seen_by = torch.arange(count, device=keys.device) + first_query
             hidden = tokens > seen_by[:, None]
             logits.view(len(logits), -1, count, keys.shape[1]).masked_fill_(hidden, DEAD)
+        if self._start is not None:
+            tokens = torch.arange(keys.shape[1], device=keys.device) + first_token
+            logits.masked_fill_((tokens < self._start[:, None])[:, None], DEAD)
         return logits
 
     def _weights(self, keys: Tensor, first_token: int) -> Tensor:
         """Shares of the softmax. float32 [rows, heads, queries, tokens]"""
         assert self._queries is not None
         assert self._sums is not None
-        weights = self._logits(keys, first_token).sub_(self._sums).exp_()
+        # What is padding itself has seen nothing.
+        sums = self._sums.masked_fill(self._sums == DEAD, 0.0)
+        weights = self._logits(keys, first_token).sub_(sums).exp_()
         return weights.view(*self._queries.shape[:3], -1)
 
     # What the methods differ in ---------------------------------------------------------------
@@ -221,6 +237,7 @@ class AttentionHistoryIndex(KeyIndex):
         self._end, self._clock, self._scored = other._end, other._clock, other._scored
         self._known, self._prompt_end = other._known, other._prompt_end
         self._entered = other._entered
+        self._start = None if other._start is None else other._start[rows]
 
 
 class ObservationVotes(AttentionHistoryIndex):

@@ -77,10 +77,11 @@ class KeyIndex(ABC):
         it is something else."""
         return None
 
-    def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
-        """As `score`, where only the device knows how many units there are.
+    def score_before(self, query: Tensor, num_units: int, end: Tensor, first: Tensor) -> Tensor:
+        """As `score`, where only the device knows which units there are.
 
         Args:
+            first: units before it are padding, and mean nothing either. int [batch]
             end: units from here on mean nothing, and what their scores are does not matter.
                 int64 [1]
         """
@@ -134,6 +135,10 @@ class KeyIndex(ABC):
         Args:
             queries: post-RoPE. [batch, num_heads, at most num_prompt_queries, head_dim]
         """
+
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:  # noqa: B027 - optional
+        """Learn where each row begins, before a prompt's keys: units before it are padding.
+        [batch]"""
 
     def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
         """Learn what the index needs from a sample of the prompt's own keys.

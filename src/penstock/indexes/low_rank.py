@@ -87,6 +87,8 @@ class LowRankIndex(KeyIndex):
         self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         self._ready = self._fitted = False
         self._selection: GroupSelection | None = None
+        self._start: Tensor | None = None
+        """First unit of each row, where one has padding before it. int64 [rows]"""
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_groups // BLOCK_GROUPS)
         self._codes = torch.zeros(
@@ -136,6 +138,11 @@ class LowRankIndex(KeyIndex):
     def rank(self) -> int:
         """Components per token."""
         return self._rank
+
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:
+        """See `KeyIndex.see_start`: padding has no share of a softmax."""
+        start = torch.from_numpy(first_unit).to(self._device)
+        self._start = start if first_unit.any() else None
 
     # Basis ------------------------------------------------------------------------------------
 
@@ -241,6 +248,7 @@ class LowRankIndex(KeyIndex):
             self._fitted = other._fitted
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
             self._selection = None
+        self._start = None if other._start is None else other._start[rows]
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -258,9 +266,13 @@ class LowRankIndex(KeyIndex):
         per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[:, :blocks]
-        if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
+        whole = blocks <= self._chunk_blocks or is_compiled(codes, self._bits)
+        if whole and self._start is None:
             return group_scores(codes, per_head, self._bits, num_units)
-        return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units)
+        logits = self._group_logits(per_head, num_units)
+        if self._start is not None:
+            _hide_before(self._start, logits)
+        return sum_of_softmaxes(logits, num_units)
 
     def best_units(
         self, query: Tensor, first: int, num_units: int, wanted: int
@@ -271,7 +283,7 @@ class LowRankIndex(KeyIndex):
 
     def selection(self) -> GroupSelection | None:
         """See `KeyIndex.selection`."""
-        if self._head_reduction == "sum":
+        if self._head_reduction == "sum" or self._start is not None:
             return None
         if self._selection is None:
             shape = self._shape
@@ -281,13 +293,14 @@ class LowRankIndex(KeyIndex):
             )  # fmt: skip
         return self._selection if self._selection.is_compiled else None
 
-    def score_before(self, query: Tensor, num_units: int, end: Tensor) -> Tensor:
+    def score_before(self, query: Tensor, num_units: int, end: Tensor, first: Tensor) -> Tensor:
         """See `KeyIndex.score_before`: units that are not there have no share of a softmax."""
         if self._head_reduction == "sum":
             return self.score(query, num_units)
         kv_heads = self._shape.num_kv_heads
         per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
         logits = self._group_logits(per_head, num_units)[:, :num_units]
+        _hide_before(first, logits)
         return group_shares(logits, end)
 
     def regrouped_scores(self, query: Tensor, num_groups: int, units_per_group: int) -> Tensor:
@@ -326,3 +339,9 @@ class LowRankIndex(KeyIndex):
             part = group_products(self._codes[:, start:end], low_rank, self._bits)
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
         return logits
+
+
+def _hide_before(first: Tensor, logits: Tensor) -> None:
+    """Leave the groups before `first`, [batch], no share of a softmax. [batch, groups, heads]"""
+    hidden = torch.arange(logits.shape[1], device=logits.device) < first[:, None]
+    logits.masked_fill_(hidden.unsqueeze(2), torch.finfo(logits.dtype).min)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.shrunk_query import shrunk
 
 
 class PageSummaryIndex(KeyIndex):
@@ -77,9 +78,11 @@ class PageSummaryIndex(KeyIndex):
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`; query heads of all KV heads of the row are added."""
         shape = self._shape
+        query, factor = shrunk(query)
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         first, second = self._summaries[:, :, :num_units].transpose(2, 3)
-        return self.estimate(first, second, grouped.transpose(2, 3)).float().sum(dim=(1, 3))
+        scores = self.estimate(first, second, grouped.transpose(2, 3)).float().sum(dim=(1, 3))
+        return scores if factor == 1.0 else scores.mul_(factor)
 
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         """See `KeyIndex.take_rows_from`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import fit_basis
 from penstock.indexes.base import KeyIndex
+from penstock.kernels.shrunk_query import shrunk
 
 BASIS_TOKENS = 4096
 """Tokens of the longest prompt that a basis is made from; of shorter ones all are."""
@@ -255,8 +256,9 @@ class ShadowKeyIndex(KeyIndex):
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """See `KeyIndex.score`: shares of the softmax, and more than all of it for outliers."""
         chunks = -(-num_units // self._landmark_units)
+        query, factor = shrunk(query)
         logits = torch.matmul(query, self._landmarks[:, :chunks].transpose(1, 2)).float()
-        logits *= self._scaling
+        logits *= self._scaling * factor
         if self._landmark_units > 1:
             logits = logits.repeat_interleave(self._landmark_units, dim=2)[:, :, :num_units]
         outliers = self._is_outlier(num_units)

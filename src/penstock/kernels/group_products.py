@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.device.available import uses_triton
+from penstock.kernels.shrunk_query import shrunk
 
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
@@ -40,9 +41,11 @@ def group_products_reference(codes: Tensor, queries: Tensor, bits: int) -> Tenso
         codes = _unpack(codes, queries.shape[-1]).to(queries.dtype) - 7.5
     flat = codes.reshape(batch, blocks * group_tokens * groups, -1)
     dtype = flat.dtype if bits == 16 else queries.dtype
-    products = torch.matmul(flat.to(dtype), queries.to(dtype).transpose(1, 2))
+    queries, factor = shrunk(queries.to(dtype))
+    products = torch.matmul(flat.to(dtype), queries.transpose(1, 2))
     planes = products.view(batch, blocks, group_tokens, groups, -1)
-    return planes.amax(dim=2).flatten(1, 2).float()
+    best = planes.amax(dim=2).flatten(1, 2).float()
+    return best if factor == 1.0 else best.mul_(factor)
 
 
 def _unpack(codes: Tensor, rank: int) -> Tensor:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.slot_plan import SlotPlan
+from penstock.kernels.shrunk_query import shrunk
 from penstock.runtime.attention_call import AttentionCall
 from penstock.tiers.pool import TokenPool
 from penstock.tiers.slot_table import SlotTable
@@ -73,8 +74,8 @@ def slot_weights(pool: TokenPool, call: AttentionCall, slots: NDArray[np.int64])
     """
     batch, heads = call.query.shape[:2]
     kv_heads = pool.keys.shape[1]
-    query = call.query.view(batch, kv_heads, heads // kv_heads, -1)
-    logits = torch.matmul(query, pool.keys.transpose(2, 3)).float() * call.scaling
+    query, factor = shrunk(call.query.view(batch, kv_heads, heads // kv_heads, -1))
+    logits = torch.matmul(query, pool.keys.transpose(2, 3)).float() * (call.scaling * factor)
     if call.softcap is not None:
         logits = torch.tanh(logits / call.softcap) * call.softcap
     weights = torch.softmax(logits + pool.mask[:, None, None].float(), dim=-1)

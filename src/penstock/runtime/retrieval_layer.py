@@ -242,7 +242,9 @@ class RetrievalLayer(LayerCache):
 
     def _set_first_groups(self, first_group: Tensor) -> None:
         super()._set_first_groups(first_group)
-        self._set_first_units(first_group.cpu().numpy() + self.setup.plan.sink_slots)
+        first = first_group.cpu().numpy()
+        self.index.see_start(first)
+        self._set_first_units(first + self.setup.plan.sink_slots)
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`."""
@@ -384,6 +386,7 @@ class RetrievalLayer(LayerCache):
         self._fit.reset()
         self.index.forget_fit()
         self._visible = None
+        self.index.see_start(np.zeros_like(self._first_unit))
         self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
 
     def close(self) -> None:

@@ -235,6 +235,10 @@ class StreamedIndex(KeyIndex):
         """See `KeyIndex.see_queries`."""
         self.inner.see_queries(queries)
 
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:
+        """See `KeyIndex.see_start`."""
+        self.inner.see_start(first_unit)
+
     def fit(self, sample: Tensor, positions: Tensor) -> None:
         """See `KeyIndex.fit`."""
         self.inner.fit(sample, positions)

@@ -1,5 +1,6 @@
 """Methods that drop tokens: exact if nothing is dropped, and the dead stay dead."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from penstock.policies.baselines.h2o import H2O
 from penstock.policies.baselines.raas import RaaS
 from penstock.policies.baselines.snapkv import SnapKV
 from penstock.policies.baselines.streaming_llm import StreamingLLM
+from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.runtime_config import RuntimeConfig
+from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICIES: list[type[ForgettingPolicy]] = [StreamingLLM, SnapKV, H2O, RaaS]
@@ -72,6 +76,39 @@ def generate(model: Any, cache: Any, inputs: dict[str, Tensor], tokens: int = 12
         **inputs, **cache_argument(model, cache), max_new_tokens=tokens, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [SnapKV(window_queries=8), H2O(), RaaS()])
+@pytest.mark.parametrize("tokens", [20, 90])
+def test_a_padded_row_forgets_what_it_does_alone(policy: ForgettingPolicy, tokens: int) -> None:
+    """Whatever stands in the padding; the shorter prompt has fewer tokens than are asked."""
+    chosen = replace(policy, selected_tokens=12, window_tokens=4, sink_tokens=2)
+    shape = replace(SHAPE, num_kv_heads=2, num_query_heads=4)
+    random = torch.Generator().manual_seed(0)
+    runtimes = [
+        TieredRuntime(
+            RuntimeConfig(
+                shape=shape, policy=chosen, limit_bytes=None, store="memory", max_tokens=TOKENS,
+                exact=False, adapter=None, device=torch.device("cpu"),
+            ),
+            batch,
+        )
+        for batch in (2, 1)
+    ]  # fmt: skip
+    for step in range(12):
+        new, length = PROMPT_TOKENS + 30 if step == 0 else 1, PROMPT_TOKENS + 30 + step
+        query = torch.randn(2, 4, new, HEAD_DIM, generator=random)
+        keys, values = torch.randn(2, 2, 2, new, HEAD_DIM, generator=random)
+        visible = torch.ones(2, length, dtype=torch.bool)
+        visible[1, : PROMPT_TOKENS + 30 - tokens] = False
+        own = min(new, tokens)
+        both = AttentionCall(3 * query, keys, values, 0.3, visible=visible)
+        alone = (3 * query[1:, :, -own:], keys[1:, :, -own:], values[1:, :, -own:])
+        left = runtimes[0].attend(0, both)[1, -own:]
+        right = runtimes[1].attend(0, AttentionCall(*alone, 0.3, visible=None))[0]
+        assert (left - right).abs().max().item() < 1e-4, step
+    for runtime in runtimes:
+        runtime.close()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

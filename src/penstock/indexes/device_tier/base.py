@@ -48,6 +48,11 @@ class StepClock:
         self.start.copy_(start)
         self.first_unit.copy_(start // self._group_tokens + self._sink_slots)
 
+    @property
+    def first_group(self) -> Tensor:
+        """First unit of each row that is not padding. int32 [rows]"""
+        return self.first_unit - self._sink_slots
+
     def tick(self) -> None:
         """Begin the step of `position`'s token: say what is in the window now."""
         torch.div(self.position, self._group_tokens, rounding_mode="floor", out=self.unit)

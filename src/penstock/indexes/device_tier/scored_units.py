@@ -55,7 +55,9 @@ class ScoredUnits(DeviceIndex):
 
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
         """See `DeviceIndex.select`."""
-        scores = self.index.score_before(query, self._max_units, clock.end_unit).float()
+        scores = self.index.score_before(
+            query, self._max_units, clock.end_unit, clock.first_group
+        ).float()
         hidden = self._numbers >= clock.end_unit
         hidden = hidden | (self._numbers < clock.first_unit[:, None])
         best = scores.masked_fill(hidden, -torch.inf).topk(self._wanted.ids.shape[1], dim=1)

@@ -12,7 +12,8 @@ from penstock.core.errors import CacheStateError
 from penstock.core.shape import KVShape
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
 from penstock.indexes.device_tier.base import SETTLE_STEPS, DeviceIndex, StepClock, Wanted
-from penstock.indexes.device_tier.unit_spread import add_clusters, merge_units
+from penstock.indexes.device_tier.segment_runs import SegmentRuns, merge_rows
+from penstock.indexes.device_tier.unit_spread import add_clusters
 from penstock.indexes.prompt_clusters import integer_dtype
 from penstock.kernels.device.boundaries import (
     Leaving,
@@ -69,9 +70,10 @@ class DeviceSemanticUnits(DeviceIndex):
     Source: LouisKV, sections 4.1 to 4.3, algorithm 1.
 
     Differences to the paper beyond those of the policy: what one forward pass of the prompt brings
-    is clustered by itself (in blocks), while the pass goes on where there is a second stream; where
-    the pool of units is full between two calls of `settle`, the open segment goes on. The mean of
-    an open segment counts the step's own token.
+    is clustered by itself (in blocks), while the pass goes on where there is a second stream, with
+    fewer clusters where the pool of units is nearly full; a pass of so few tokens that they are one
+    unit is a segment. Where the pool is full between two calls of `settle`, the open segment goes
+    on. The mean of an open segment counts the step's own token.
     """
 
     def __init__(
@@ -128,8 +130,7 @@ class DeviceSemanticUnits(DeviceIndex):
             self._stream = _clustering_stream(device)
         self._units: int | None = 0
         """Units of every row, where the host knows it."""
-        self._first_segment = 0
-        """Number of the first segment since the last prompt."""
+        self._runs = SegmentRuns()
 
     @staticmethod
     def num_bytes(
@@ -204,13 +205,11 @@ class DeviceSemanticUnits(DeviceIndex):
         rows, blocks, count, _ = keys.shape
         size = self._sizes
         clusters = num_clusters(count, size.cluster_tokens)
+        base = self._make_room(first, blocks * clusters)
+        clusters = max(1, min(clusters, (self._capacity - SETTLE_STEPS - base) // blocks))
         units = blocks * clusters
-        if self._units is None:
-            self.settle(first, room=units)
-            self._units = int(self.state.count.max())
-        base = self._units
-        if base + units > self._capacity:
-            raise CacheStateError("the pool of units is full; give louiskv a larger cluster_tokens")
+        if base + units >= self._capacity:  # a step's segment wants room too
+            raise CacheStateError("the pool of units is full; give a larger max_tokens")
         places = slice(first, first + blocks * count)
         means, labels = cluster_keys(
             keys, clusters, iterations=ITERATIONS, cosine=size.cosine, seed=SEED,
@@ -226,8 +225,10 @@ class DeviceSemanticUnits(DeviceIndex):
         self.unit_of[:, places] = unit_of.view(rows, -1)
         self.members[:, places] = order.add_(starts * count + first).view(rows, -1)
         # All sequences of a batch have the same number of units after a prompt; those that had
-        # fewer have some that are empty.
-        self._units = self._first_segment = base + units
+        # fewer have some that are empty. A single unit is a segment: its tokens follow each other.
+        self._units = base + units
+        if units > 1:
+            self._runs.put_clusters(base, self._units)
         self.state.count.fill_(self._units)
 
     def begin_decode(self, length: int, clock: StepClock) -> None:
@@ -287,48 +288,29 @@ class DeviceSemanticUnits(DeviceIndex):
             clock.position, self._rows_per_sequence, self.spread,
         )  # fmt: skip
 
-    def settle(self, length: int, room: int = 0) -> None:
-        """See `DeviceIndex.settle`: merge neighbouring segments where units are running out.
+    def settle(self, length: int) -> None:
+        """See `DeviceIndex.settle`: merge neighbouring segments where units are running out."""
+        self._make_room(length, SETTLE_STEPS)
 
-        Args:
-            room: units that are asked for beside the usual spare ones.
+    def _make_room(self, length: int, room: int) -> int:
+        """Merge segments until `room` units and the usual spare ones are free, as far as it goes.
+
+        Returns:
+            Units of the row that has most.
         """
-        wanted = max(room, SETTLE_STEPS) + SETTLE_STEPS
-        if int(self.state.count.max()) + wanted > self._capacity:
+        state, wanted = self.state, max(room, SETTLE_STEPS) + SETTLE_STEPS
+        used = int(state.count.max()) if self._units is None else self._units
+        while used + wanted > self._capacity:
             for first in range(0, len(self.means), _MERGED_ROWS):
-                self._merge(slice(first, first + _MERGED_ROWS), length)
-
-    def _merge(self, rows: slice, length: int) -> None:
-        """Make one of every two neighbouring segments since the last prompt, but the open one."""
-        state, base = self.state, self._first_segment
-        count = state.count[rows, None]
-        numbers = torch.arange(self._capacity, dtype=torch.int32, device=count.device)
-        closed = (count - 1 - base).clamp_min(0)
-        pairs = base + torch.minimum(numbers - base, closed + closed % 2) // 2
-        target = torch.where(numbers < base, numbers, pairs).long()
-        units = self.unit_of[rows, :length].long()
-        ones = torch.ones_like(units, dtype=torch.float32)
-        held = torch.zeros(target.shape, device=count.device).scatter_add_(1, units, ones)
-        means = self.means[rows]
-        wide = target.unsqueeze(-1).expand_as(means)
-        sums = torch.zeros(means.shape, device=count.device)
-        sums.scatter_add_(1, wide, means.float() * held.unsqueeze(-1))
-        total = torch.zeros_like(held).scatter_add_(1, target, held).clamp_min_(1)
-        sums /= total.unsqueeze(-1)
-        if self.spread is not None:
-            self.spread.halves[rows] = merge_units(
-                self.spread.halves[rows], means, sums, target, held, total
-            )
-        self.means[rows] = sums.to(means.dtype)
-        state.sizes[rows] = torch.zeros_like(state.sizes[rows]).scatter_add_(
-            1, target, state.sizes[rows]
-        )
-        first = torch.full_like(state.first[rows], length)
-        used = torch.where(numbers < count, state.first[rows], length)
-        state.first[rows] = first.scatter_reduce_(1, target, used, "amin")
-        self.unit_of[rows, :length] = target.gather(1, units).to(self.unit_of.dtype)
-        merged = base + (closed + 1) // 2 + 1
-        state.count[rows] = torch.where(count > base, merged, count)[:, 0].to(torch.int32)
+                rows = slice(first, first + _MERGED_ROWS)
+                merge = self._runs.merge(state.count[rows], self._capacity)
+                units = self.unit_of[:, :length]
+                merge_rows(merge, self.means, state, self.spread, units, rows)
+            self._runs.merged()
+            before, used = used, int(state.count.max())
+            if used == before:
+                break
+        return used
 
     # Changes of shape -------------------------------------------------------------------------
 
@@ -338,14 +320,14 @@ class DeviceSemanticUnits(DeviceIndex):
         if length == 0:
             self.state.count.zero_()
             self.counters.zero_()
-            self._units, self._first_segment = 0, 0
+            self._units, self._runs = 0, SegmentRuns()
         else:
             units = self.unit_of[:, :length]
             self.state.count.copy_(units.amax(dim=1) + 1)
             order = units.long().argsort(dim=1, stable=True)
             self.members[:, :length] = order.to(self.members.dtype)
             self._units = None
-            self._first_segment = min(self._first_segment, int(self.state.count.min()))
+            self._runs.crop(int(self.state.count.max()))
         dtype, end = self.members.dtype, self.members.shape[1]
         self.members[:, length:] = torch.arange(
             length, end, dtype=dtype, device=self.members.device
@@ -378,7 +360,7 @@ class DeviceSemanticUnits(DeviceIndex):
             getattr(self.state, name).copy_(getattr(other.state, name)[rows])
         for mine, theirs in zip(self._wanted, other._wanted, strict=True):
             mine.copy_(theirs[rows])
-        self._units, self._first_segment = other._units, other._first_segment
+        self._units, self._runs = other._units, other._runs.copy()
 
 
 @cache
