@@ -14,6 +14,7 @@ from penstock.kernels import decode_attention as attention
 from penstock.kernels import group_scores as scores
 from penstock.kernels import low_rank, query_steps
 from penstock.kernels import top_units as top
+from penstock.kernels.group_products import group_products
 from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.native import compiled
 from penstock.runtime import fetch_plan
@@ -49,6 +50,27 @@ def test_group_scores(bits: int, rank: int, heads: int, num_groups: int) -> None
     assert fast.shape == slow.shape == (2, num_groups)
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(fast.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
+
+
+@bytewise
+@pytest.mark.parametrize("num_groups", [70, 1030, 5000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_group_scores_without_what_is_padding(bits: int, num_groups: int) -> None:
+    """As those of a row that begins there; one of the rows has no group at all."""
+    torch.manual_seed(num_groups)
+    starts = [0, 1, 3, 4, 66, num_groups - 1, num_groups, num_groups + 5]
+    codes = random_codes(len(starts), -(-num_groups // 64), 4, 64, 32, bits)
+    queries = torch.randn(len(starts), 20, 32) * 4 / codes.float().std() / 32**0.5
+    first = torch.tensor(starts)
+    fast = scores.group_scores(codes, queries, bits, num_groups, first)
+    slow = scores.group_scores_reference(codes, queries, bits, num_groups, first)
+    torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
+    products = group_products(codes, queries, bits)
+    for row, start in enumerate(starts):
+        assert not fast[row, :start].any()
+        if start < num_groups:
+            own = scores.sum_of_softmaxes(products[row : row + 1, start:num_groups].clone(), 99999)
+            torch.testing.assert_close(fast[row, start:], own[0], rtol=1e-3, atol=1e-6)
 
 
 @bytewise

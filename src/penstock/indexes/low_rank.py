@@ -17,6 +17,7 @@ from penstock.kernels.group_products import group_products
 from penstock.kernels.group_scores import (
     compiled_scratch_bytes,
     group_scores,
+    hide_before,
     is_compiled,
     sum_of_softmaxes,
 )
@@ -266,13 +267,9 @@ class LowRankIndex(KeyIndex):
         per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[:, :blocks]
-        whole = blocks <= self._chunk_blocks or is_compiled(codes, self._bits)
-        if whole and self._start is None:
-            return group_scores(codes, per_head, self._bits, num_units)
-        logits = self._group_logits(per_head, num_units)
-        if self._start is not None:
-            _hide_before(self._start, logits)
-        return sum_of_softmaxes(logits, num_units)
+        if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
+            return group_scores(codes, per_head, self._bits, num_units, self._start)
+        return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units, self._start)
 
     def best_units(
         self, query: Tensor, first: int, num_units: int, wanted: int
@@ -300,7 +297,7 @@ class LowRankIndex(KeyIndex):
         kv_heads = self._shape.num_kv_heads
         per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
         logits = self._group_logits(per_head, num_units)[:, :num_units]
-        _hide_before(first, logits)
+        hide_before(first, logits)
         return group_shares(logits, end)
 
     def regrouped_scores(self, query: Tensor, num_groups: int, units_per_group: int) -> Tensor:
@@ -339,9 +336,3 @@ class LowRankIndex(KeyIndex):
             part = group_products(self._codes[:, start:end], low_rank, self._bits)
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
         return logits
-
-
-def _hide_before(first: Tensor, logits: Tensor) -> None:
-    """Leave the groups before `first`, [batch], no share of a softmax. [batch, groups, heads]"""
-    hidden = torch.arange(logits.shape[1], device=logits.device) < first[:, None]
-    logits.masked_fill_(hidden.unsqueeze(2), torch.finfo(logits.dtype).min)

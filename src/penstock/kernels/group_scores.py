@@ -10,7 +10,9 @@ _COMPILED_LANES = 16
 """Heads that the compiled kernel takes at a time, and bytes of its alignment."""
 
 
-def group_scores(codes: Tensor, queries: Tensor, bits: int, num_groups: int) -> Tensor:
+def group_scores(
+    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None
+) -> Tensor:
     """Score each group: over the heads, the sum of its share in a softmax over all groups.
 
     A head's logit for a group is its largest product with one of the group's tokens. The twin of
@@ -22,22 +24,24 @@ def group_scores(codes: Tensor, queries: Tensor, bits: int, num_groups: int) -> 
             [batch, heads, rank]
         bits: 16, 8 or 4.
         num_groups: the first so many groups count, at most blocks * block_groups.
+        first: groups before it have no share, and the score 0; None: all have. int64 [batch]
 
     Returns:
         float32 [batch, num_groups]
     """
     compiled = kernel("group_scores")
     if compiled is None or not is_compiled(codes, bits):
-        return group_scores_reference(codes, queries, bits, num_groups)
+        return group_scores_reference(codes, queries, bits, num_groups, first)
     batch, heads, rank = queries.shape
     _, _, group_tokens, block_groups, width = codes.shape
     queries = queries.contiguous()
     scores = torch.empty(batch, num_groups)
     scratch = torch.empty(compiled_scratch_bytes(num_groups, width), dtype=torch.uint8)
+    begins = [0] * batch if first is None else first.tolist()
     for row in range(batch):
         compiled(
             codes[row].data_ptr(), group_tokens, block_groups, width, bits,
-            queries[row].data_ptr(), rank, heads, num_groups, scratch.data_ptr(),
+            queries[row].data_ptr(), rank, heads, begins[row], num_groups, scratch.data_ptr(),
             scores[row].data_ptr(),
         )  # fmt: skip
     return scores
@@ -54,25 +58,43 @@ def compiled_scratch_bytes(num_groups: int, width: int) -> int:
     return (num_groups + 3) // 4 * 4 * 4 * _COMPILED_LANES + 8 * _COMPILED_LANES * (width + 1)
 
 
-def group_scores_reference(codes: Tensor, queries: Tensor, bits: int, num_groups: int) -> Tensor:
+def group_scores_reference(
+    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None
+) -> Tensor:
     """The meaning of `group_scores` in plain torch."""
-    return sum_of_softmaxes(group_products(codes, queries, bits), num_groups)
+    return sum_of_softmaxes(group_products(codes, queries, bits), num_groups, first)
 
 
-def sum_of_softmaxes(logits: Tensor, num_groups: int) -> Tensor:
+def sum_of_softmaxes(logits: Tensor, num_groups: int, first: Tensor | None = None) -> Tensor:
     """Softmax per head over the first `num_groups` groups, then the sum over heads, in place.
 
     Args:
         logits: float32; overwritten. [batch, groups, heads]
+        first: as in `group_scores`.
 
     Returns:
         float32 [batch, num_groups]
     """
     logits[:, num_groups:] = float("-inf")
+    if first is not None:
+        hide_before(first, logits)
     # exp, then one product with 1 / sums.
     weights = logits.sub_(_largest_per_head(logits)).exp_()
     scores = torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2))
+    if first is not None:  # where nothing is left, all have equal shares of nothing
+        scores.masked_fill_(_before(first, logits), 0.0)
     return scores[:, :num_groups, 0]
+
+
+def hide_before(first: Tensor, logits: Tensor) -> None:
+    """Leave the groups before `first`, [batch], no share of a softmax. [batch, groups, heads]"""
+    logits.masked_fill_(_before(first, logits), torch.finfo(logits.dtype).min)
+
+
+def _before(first: Tensor, logits: Tensor) -> Tensor:
+    """bool [batch, groups, 1]"""
+    numbers = torch.arange(logits.shape[1], device=logits.device)
+    return (numbers < first[:, None]).unsqueeze(2)
 
 
 def _largest_per_head(logits: Tensor) -> Tensor:

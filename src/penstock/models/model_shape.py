@@ -109,7 +109,7 @@ def check_rope(model: PreTrainedModel, max_tokens: int) -> None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} rotates all keys of a sequence anew when it passes "
                 f"{original:,} tokens (longrope), which a cache that stores them cannot do; "
-                f"sequences of up to {original:,} tokens work, and {max_tokens:,} are asked for"
+                f"sequences of up to {original:,} tokens (max_tokens) work, not of {max_tokens:,}"
             )
 
 

@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent
 _ADDRESS, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
-    "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
+    "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *4 * (_COUNT,), *2 * (_ADDRESS,)),
     "top_units": (_ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "plan_fifo_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *9 * (_ADDRESS,)),
     "plan_cluster_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *13 * (_ADDRESS,)),

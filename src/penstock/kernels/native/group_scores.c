@@ -121,18 +121,33 @@ static void pack_queries(const float *queries, int64_t lanes, int64_t rank, int6
     }
 }
 
+typedef struct {
+    int64_t begin, count;
+} range_t;
+
+/* The groups of a part that has `most` from `begin` on, of those in [first, end); where there is
+ * none, none from `begin` on: what lies before `first` is another part's. */
+static range_t range_of(int64_t begin, int64_t most, int64_t first, int64_t end) {
+    const int64_t last = begin + most < end ? begin + most : end;
+    const int64_t from = begin > first ? begin : first;
+    const range_t range = {last > from ? from : begin, last > from ? last - from : 0};
+    return range;
+}
+
 /* Scores of one row's groups.
  *
  * codes: [blocks][group_tokens][block_groups][width]; width and block_groups divide by 4
  * bits: 8 (int8 codes) or 4 (two components in a byte, the first `width` ones in the low nibbles)
  * queries: float [heads][rank], in units where a code's step is 1; softmax forgives offsets, which
  *     is why neither the sign bit of 8 nor the half step of 4 bits is corrected
+ * first: groups before this one have no share, and the score 0; 0 .. num_groups
  * scratch: (num_groups rounded up to 4) * 64 + 128 * (width + 1) bytes, aligned to 4
  * scores: float [num_groups] */
 PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
                                            int64_t block_groups, int64_t width, int64_t bits,
                                            const float *queries, int64_t rank, int64_t heads,
-                                           int64_t num_groups, void *scratch, float *scores) {
+                                           int64_t first, int64_t num_groups, void *scratch,
+                                           float *scores) {
     const int64_t block_bytes = group_tokens * block_groups * width;
     const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     int32_t *best_of = scratch;
@@ -141,6 +156,7 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
     const int64_t parts = num_groups < 1024 ? 1 : penstock_num_threads(MAX_PARTS);
     const int64_t part_groups = (num_groups / parts + AT_ONCE) / AT_ONCE * AT_ONCE;
     memset(scores, 0, num_groups * sizeof(float));
+    if (first >= num_groups) return;
     for (int64_t head = 0; head < heads; head += LANES) {
         const int64_t lanes = heads - head < LANES ? heads - head : LANES;
         int32_t largest[MAX_PARTS][LANES];
@@ -148,15 +164,13 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
         pack_queries(queries + head * rank, lanes, rank, width, (int)bits, packed, scale);
 #pragma omp parallel for num_threads(parts) if (parts > 1)
         for (int64_t part = 0; part < parts; part++) {
-            const int64_t begin = part * part_groups;
-            const int64_t rest = num_groups - begin;
-            const int64_t count = rest < part_groups ? (rest > 0 ? rest : 0) : part_groups;
-            for (int64_t first = begin; first < begin + count; first += AT_ONCE) {
-                const block_t block = {codes + first / block_groups * block_bytes, group_tokens,
+            const range_t at = range_of(part * part_groups, part_groups, first, num_groups);
+            for (int64_t g = at.begin / AT_ONCE * AT_ONCE; g < at.begin + at.count; g += AT_ONCE) {
+                const block_t block = {codes + g / block_groups * block_bytes, group_tokens,
                                        block_groups, width, width / 4, (int)bits};
-                products(&block, first % block_groups, packed, best_of + first * LANES);
+                products(&block, g % block_groups, packed, best_of + g * LANES);
             }
-            exponentials(best_of + begin * LANES, count, scale, largest[part], sum[part]);
+            exponentials(best_of + at.begin * LANES, at.count, scale, largest[part], sum[part]);
         }
         float factor[MAX_PARTS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
@@ -174,11 +188,9 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
         }
 #pragma omp parallel for num_threads(parts) if (parts > 1)
         for (int64_t part = 0; part < parts; part++) {
-            const int64_t begin = part * part_groups;
-            const int64_t rest = num_groups - begin;
-            const int64_t count = rest < part_groups ? (rest > 0 ? rest : 0) : part_groups;
-            add_weighted((const float *)best_of + begin * LANES, count, factor[part],
-                         scores + begin);
+            const range_t at = range_of(part * part_groups, part_groups, first, num_groups);
+            add_weighted((const float *)best_of + at.begin * LANES, at.count, factor[part],
+                         scores + at.begin);
         }
     }
 }

@@ -80,7 +80,7 @@ PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const c
                           index->factor, low_rank);
         penstock_group_scores(index->codes + row * index->row_bytes, index->group_tokens,
                               index->block_groups, index->width, index->bits, low_rank,
-                              index->rank, heads, num_groups, keys + num_groups, scores);
+                              index->rank, heads, 0, num_groups, keys + num_groups, scores);
         penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);
     }
 #else

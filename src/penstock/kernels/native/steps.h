@@ -50,7 +50,8 @@ PENSTOCK_EXPORT void penstock_int8_linear(const float *x, const int8_t *weight, 
 PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
                                            int64_t block_groups, int64_t width, int64_t bits,
                                            const float *queries, int64_t rank, int64_t heads,
-                                           int64_t num_groups, void *scratch, float *scores);
+                                           int64_t first, int64_t num_groups, void *scratch,
+                                           float *scores);
 PENSTOCK_EXPORT void penstock_top_units(const float *scores, int64_t first, int64_t num_units,
                                         int64_t wanted, int32_t *scratch, int64_t *chosen);
 PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,
