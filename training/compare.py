@@ -173,7 +173,7 @@ def some_are_worse(compared: Iterable[Compared]) -> bool:
 
     Each cell by itself: where nearly all answers are right, few cells can differ at all, so that a
     run as good as recall-2's card is called worse in 35 of 1,000 cases (drawn, 52 cells), and not
-    in nine of ten as 52 tests at .05 would have it.
+    in seven of ten as 52 tests at .05 would have it.
     """
     return any(cell.p <= LEVEL and not cell.better for cell in compared)
 
