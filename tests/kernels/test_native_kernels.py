@@ -167,6 +167,22 @@ def test_query_steps(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_query_on_a_gpu_is_turned_as_here(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, where the kernel is its twin; an angle for each row, or one for all."""
+    torch.manual_seed(rows)
+    x, weight = torch.randn(2, 3, 64).to(dtype), torch.randn(64).to(dtype)
+    cos, sin = torch.randn(2, rows, 64).to(dtype)
+    monkeypatch.setattr(query_steps, "uses_triton", lambda tensor: True)
+    for norm in (None, weight):
+        found = query_steps.turn_query(x, cos, sin, norm, 1e-6)
+        exact = query_steps.turn_query_reference(x, cos, sin, norm, 1e-6)
+        assert torch.equal(found, exact)
+
+
 @vectors
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [16, 48, 80])

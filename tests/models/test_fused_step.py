@@ -12,11 +12,6 @@ from penstock.models.fused_step import fused_parts
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 
-@pytest.fixture(autouse=True)
-def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_step, "ENABLED", True)
-
-
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel is called."""

@@ -27,8 +27,8 @@ from penstock.kernels.device.layer_parts import (
     rotate_reference,
 )
 
-ENABLED = False
-"""Whether steps are recorded so. Not the default until a GPU has shown what it makes of them."""
+ENABLED = True
+"""Whether steps are recorded so; false for ablations."""
 _ROTATION = "apply_rotary_pos_emb"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

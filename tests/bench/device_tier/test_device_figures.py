@@ -57,6 +57,19 @@ def test_a_method_has_one_colour_in_all_figures() -> None:
     assert many["arkvale"] == first["arkvale"]
 
 
+def test_a_title_stays_inside_a_narrow_figure() -> None:
+    result = speed([row("louiskv", 8)], config="llama-3.1-8b")
+    result.machine["gpu"] = "NVIDIA H100 80GB HBM3"
+    figure = draw_device_speed(result)
+    figure.canvas.draw()
+    title = figure.get_suptitle()
+    assert "llama-3.1-8b,\nNVIDIA H100" in title
+    [box] = [text.get_window_extent() for text in figure.texts if text.get_text() == title]
+    assert box.x1 < figure.bbox.x1
+    result.machine["gpu"] = "NVIDIA H200"
+    assert "llama-3.1-8b, NVIDIA H200" in draw_device_speed(result).get_suptitle()
+
+
 @pytest.mark.parametrize("name", ["arkvale", "louiskv:predict=true", "louiskv:boundaries=every"])
 def test_the_legend_lies_within_the_figure(name: str) -> None:
     figure = draw_device_speed(speed([row(f"{name}{number}", 8) for number in range(5)]))

@@ -1,13 +1,14 @@
 """`device_tier.speed` on a CPU: rows, places, errors that do not end the run, going on."""
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.bench.device_tier import decode_row, speed
+from penstock.bench.device_tier.decode_bench import pinned_block
 from penstock.bench.device_tier.methods import (
     ABLATION,
     Pattern,
@@ -15,14 +16,17 @@ from penstock.bench.device_tier.methods import (
     parse_method,
     parse_patterns,
 )
-from penstock.bench.device_tier.plain_kernels import without_triton
+from penstock.bench.device_tier.plain_kernels import as_flagged, without_triton
 from penstock.bench.device_tier.speed_table import ratio_lines, speed_table
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 from penstock.kernels.device import available
+from penstock.models import fused_step
 from penstock.policies import KVSwap
 from penstock.policies.baselines.arkvale import ArkVale
 from penstock.policies.louiskv import LouisKV
+from penstock.runtime.device_tier import device_layer
+from penstock.runtime.device_tier.streams import on_link
 
 SMALL = ":selected_tokens=48,window_tokens=16,sink_tokens=4"
 METHODS = (
@@ -97,10 +101,42 @@ def test_time_that_is_up_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_too_much_pinned_memory_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_row, "power_of_two", lambda _: 1 << 40)
+    monkeypatch.setattr(decode_row, "pinned_block", lambda _: 1 << 40)
     found = run(tmp_path / "speed.json", methods=f"louiskv{SMALL};full-dynamic").figures["rows"]
     assert "--host-gib" in found[0]["skipped"]
     assert "tokens_per_s" in found[1]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pinned_blocks_are_what_torch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    assert [pinned_block(number) for number in (0, 1, 5, 1 << 20, 3 << 20)] == [
+        0, 1, 8, 1 << 20, 4 << 20,
+    ]  # fmt: skip
+    monkeypatch.setenv(name, "max_split_size_mb:64,pinned_max_round_threshold_mb:2")
+    assert pinned_block((1 << 21) - 1) == pinned_block(1 << 21) == 1 << 21
+    assert pinned_block(3 << 20) == 3 << 20
+
+
+def test_flags_hold_for_a_while() -> None:
+    def state() -> tuple[object, ...]:
+        layer = vars(device_layer)
+        return layer["STAYING_GATHER"], layer["on_link"], fused_step.ENABLED
+
+    before = state()
+    assert before == (True, on_link, True)
+    for flag, number, other in (
+        ("filling", 0, False),
+        ("inline", 1, nullcontext),
+        ("parts", 2, False),
+    ):
+        with as_flagged({flag}):
+            assert state() == (*before[:number], other, *before[number + 1 :])
+        assert state() == before
+    with suppress(RuntimeError), as_flagged({"filling", "inline", "parts"}):
+        raise RuntimeError("what a row says")
+    assert state() == before
 
 
 def test_methods_have_the_papers_budgets() -> None:
@@ -118,8 +154,8 @@ def test_methods_have_the_papers_budgets() -> None:
     method = parse_method("louiskv@4GiB:boundaries=every!torch!eager", Pattern(32768, 512))
     assert method.memory == "4GiB"
     assert method.flags == {"torch", "eager"}
-    assert parse_method("louiskv:predict=true!staying", Pattern(9, 9)).flags == {"staying"}
-    with pytest.raises(ConfigError, match="end in !torch, !eager, !staying, !fused"):
+    assert parse_method("louiskv:predict=true!filling", Pattern(9, 9)).flags == {"filling"}
+    with pytest.raises(ConfigError, match="end in !torch, !eager, !filling, !inline, !parts"):
         parse_method("louiskv!fast", Pattern(9, 9))
     for text in ABLATION:
         parse_method(text, Pattern(32768, 16384))

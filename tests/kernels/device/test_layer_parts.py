@@ -40,7 +40,9 @@ def test_norms(device: torch.device, form: str, dtype: torch.dtype, size: tuple[
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "heads", "key_heads", "dim"), [(1, 4, 2, 12), (3, 5, 1, 128)])
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "dim"), [(1, 4, 2, 12), (3, 5, 1, 128), (2, 4, 0, 64)]
+)
 @pytest.mark.parametrize("shared", [False, True])
 def test_rotations(
     device: torch.device, form: str, dtype: torch.dtype, batch: int, heads: int, key_heads: int,

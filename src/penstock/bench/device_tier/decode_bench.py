@@ -1,5 +1,7 @@
 """DecodeBench: what the rows of `device_tier.speed` share, and the state of the GPU."""
 
+import os
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -61,9 +63,16 @@ def take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
         small @ small
 
 
-def power_of_two(num_bytes: int) -> int:
-    """What torch pins for so many bytes."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
+def pinned_block(num_bytes: int) -> int:
+    """What torch pins for so many bytes: the next power of two, or no more than that if they are
+    above `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF (torch 2.13; another 2.x may not
+    know it)."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # as torch asks for them
+    said = next((os.environ[name] for name in names if name in os.environ), "")
+    most = re.search(r"pinned_max_round_threshold_mb:(\d+)", said)
+    if num_bytes <= 0 or (most is not None and num_bytes > int(most[1]) << 20):
+        return max(0, num_bytes)
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def is_lost() -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.device_tier.breakdown import time_parts
-from penstock.bench.device_tier.decode_bench import DecodeBench, power_of_two
+from penstock.bench.device_tier.decode_bench import DecodeBench, pinned_block
 from penstock.bench.device_tier.methods import Method, Pattern
 from penstock.bench.device_tier.plain_kernels import as_flagged
 from penstock.bench.device_tier.row_counts import Counts, GpuMemory, count
@@ -79,7 +79,7 @@ class DecodeRow:
             cuda_graphs="eager" not in method.flags,
         )  # fmt: skip
         layers = bench.shape.num_layers
-        pinned = layers * power_of_two(self._cache.plan.host_bytes // layers)
+        pinned = layers * pinned_block(self._cache.plan.host_bytes // layers)
         self.figures.update(host_bytes=self._cache.plan.host_bytes, pinned_bytes=pinned)
         if pinned > bench.host_bytes:
             self.close()

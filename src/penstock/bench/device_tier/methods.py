@@ -22,7 +22,7 @@ Selection without group consistency has no counterpart: a row is a KV head, and 
 share one selection in every method here."""
 _OPTION = re.compile(r"^\s*[a-z_]+\s*=")
 _PLAIN: Mapping[str, PlainKind] = {"full-dynamic": "dynamic", "full-static": "static"}
-Flag = Literal["torch", "eager", "staying", "fused"]
+Flag = Literal["torch", "eager", "filling", "inline", "parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Method:
     policy: SelectionPolicy | None = None
     memory: str | None = None
     flags: frozenset[str] = frozenset()
-    """"torch": plain torch in place of Triton while decoding; "eager": no CUDA graph;
-    "staying": what is gathered one layer ahead is by a few programs that stay; "fused": norms,
-    gates and rotations in one launch each."""
+    """"torch": plain torch in place of Triton while decoding; "eager": no CUDA graph; "filling":
+    what is gathered one layer ahead is by programs that fill the device; "inline": on the stream
+    that chooses; "parts": the model's own norms, gates and rotations."""
 
 
 def parse_patterns(text: str) -> list[Pattern]:

@@ -1,7 +1,7 @@
 """Other forms of the device tier's work for a while, for ablations."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from penstock.kernels.device import available
 from penstock.models import fused_step
@@ -22,9 +22,14 @@ def without_triton() -> Iterator[None]:
 @contextmanager
 def as_flagged(flags: Collection[str]) -> Iterator[None]:
     """As a method's flags say (`Method.flags`); what is none of a kernel's is left out."""
-    found = device_layer.STAYING_GATHER, fused_step.ENABLED
-    vars(device_layer)["STAYING_GATHER"] = "staying" in flags
-    vars(fused_step)["ENABLED"] = "fused" in flags
+    layer, step = vars(device_layer), vars(fused_step)
+    found = layer["STAYING_GATHER"], layer["on_link"], step["ENABLED"]
+    if "filling" in flags:
+        layer["STAYING_GATHER"] = False
+    if "inline" in flags:
+        layer["on_link"] = nullcontext
+    if "parts" in flags:
+        step["ENABLED"] = False
     try:
         if "torch" in flags:
             with without_triton():
@@ -32,4 +37,4 @@ def as_flagged(flags: Collection[str]) -> Iterator[None]:
         else:
             yield
     finally:
-        vars(device_layer)["STAYING_GATHER"], vars(fused_step)["ENABLED"] = found
+        layer["STAYING_GATHER"], layer["on_link"], step["ENABLED"] = found

@@ -58,7 +58,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--methods",
         default=METHODS,
-        help="POLICY[@MEMORY][:options][!torch][!eager][!staying][!fused], full-...",
+        help="POLICY[@MEMORY][:options][!FLAG...], full-...",
     )
     add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
     add("--steps", type=int, default=64, help="measured steps at each place of the answer")

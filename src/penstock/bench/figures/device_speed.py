@@ -61,7 +61,7 @@ def draw_device_speed(result: Result) -> Figure:
         handles, methods, frameon=False, loc="outside lower center",
         ncols=_legend_columns(methods, figure.get_figwidth()),
     )  # fmt: skip
-    title = device_title(result, "Decoding in the device tier")
+    title = device_title(result, "Decoding in the device tier", figure.get_figwidth())
     if any("skipped" in row for row in rows):
         title += "; x: does not fit"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
@@ -235,13 +235,19 @@ def spoken_pattern(pattern: str) -> str:
     return f"{short_tokens(prompt)} in, {short_tokens(output)} out"
 
 
-def device_title(result: Result, what: str) -> str:
-    """What was measured of which model where, and what the selecting queries were."""
+def device_title(result: Result, what: str, inches: float = 20.0) -> str:
+    """What was measured of which model where, and what the selecting queries were.
+
+    Args:
+        inches: that a line may have; a letter is a tenth of one.
+    """
     settings = result.settings
     layers = f", {settings['layers']} layers" if settings.get("layers") else ""
     where = result.machine.get("gpu") if settings.get("on") == "cuda" else "CPU"
+    name = f"{what}: {settings['config']}{layers},"
+    between = " " if len(f"{name} {where}") <= 10 * inches else "\n"
     return (
-        f"{what}: {settings['config']}{layers}, {where}\n"
+        f"{name}{between}{where}\n"
         "random weights; queries that select are drawn:\n"
         f"segments of {settings['segment']} steps, cosine {settings['sameness']:g} within"
     )

@@ -15,11 +15,10 @@ _PROGRAMS = 2048
 """Programs beyond which each copies several tiles: where nothing is listed, they are what a step
 costs, and a link is full with far fewer."""
 _MOST_TILES = 16
-_STAYING_PROGRAMS = 16
-"""Programs that copy everything beside other work: a product wants all of a processor's registers,
-and has all but these processors. 16 of 32 KiB in flight are five times what a link of 55 GB/s with
-2 us to answer has on its way."""
-_STAYING_WORDS = 4096
+_STAYING_PROGRAMS = 64
+"""Programs that copy everything beside other work, of so many words at a time. On an H100 16 of
+32 KiB fill the link, too, and 132 do not let products by (docs/log.md, 2026-11-25)."""
+_STAYING_WORDS = 2048
 
 
 @triton.jit

@@ -22,14 +22,15 @@ from penstock.runtime.attention_call import (
 )
 from penstock.runtime.device_tier.attend_pool import attend_pool
 from penstock.runtime.device_tier.host_memory import HostMemory
+from penstock.runtime.device_tier.streams import on_link
 from penstock.runtime.device_tier.workspace import Workspace
 from penstock.runtime.prompt_fit import PromptFit, sample_groups
 from penstock.tiers.pool import TokenPool, copy_rows
 from penstock.tiers.rolling_window import RollingWindow
 
-STAYING_GATHER = False
-"""Whether what is fetched one layer ahead is gathered by a few programs that stay. The same bytes;
-not the default until a GPU has shown what it makes of a step."""
+STAYING_GATHER = True
+"""Whether what is fetched one layer ahead is gathered by a few programs that stay (the same bytes);
+false for ablations."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,10 +145,12 @@ class DeviceLayer:
         """
         assert self.index is not None
         self.prepare_step()
-        self._fetch(self.index.select(query, self.setup.clock), beside=STAYING_GATHER)
+        self._list(self.index.select(query, self.setup.clock))
+        with on_link(self.setup.device):
+            self._gather(beside=STAYING_GATHER)
+            if self._landed is not None:
+                self._landed.record()
         self._begun = query  # kept until the step has waited
-        if self._landed is not None:
-            self._landed.record()
 
     def _join(self) -> None:
         """Queue what follows behind the fetch that was begun."""
@@ -182,12 +185,20 @@ class DeviceLayer:
         for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
             index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
 
-    def _fetch(self, wanted: Wanted, *, beside: bool = False) -> None:
-        """Bring what is wanted and missing into slots, perhaps beside the layer before."""
+    def _fetch(self, wanted: Wanted) -> None:
+        """Bring what is wanted and missing into slots."""
+        self._list(wanted)
+        self._gather()
+
+    def _list(self, wanted: Wanted) -> None:
+        """Give what is wanted and missing slots."""
         plan_slots(
             wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
             self.lists,
         )  # fmt: skip
+
+    def _gather(self, *, beside: bool = False) -> None:
+        """Bring what is listed, perhaps beside the layer before."""
         gather_units(
             self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
             self.setup.plan.group_tokens, beside=beside,

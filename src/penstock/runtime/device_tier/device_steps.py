@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from penstock.core.stats import PhaseStats
 from penstock.indexes.device_tier.base import SETTLE_STEPS, StepClock
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.device_tier.device_layer import DeviceLayer
+from penstock.runtime.device_tier.streams import stream_beside
 from penstock.runtime.device_tier.whole_layer import WholeLayer
 from penstock.runtime.retrieval_layer import RetrievalLayer
 
@@ -27,7 +27,7 @@ class DeviceSteps:
         self._held: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = _stream_beside(device)
+            self._stream = stream_beside(device)
 
     def watch(self, layers: Sequence[object]) -> None:
         """Take the layers over."""
@@ -94,13 +94,6 @@ class DeviceSteps:
         """Bring the counters of steps that the host did not see up to date."""
         for layer in self._layers:
             layer.count_into(decode)
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all caches, since cuBLAS keeps memory for each stream. What gathers has few blocks,
-    which wait for the link: they are to start before a product's many."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def make_ready(layers: Sequence[object]) -> bool:
