@@ -61,6 +61,18 @@ def test_dtype_and_machine_count(recall: LoadedModel, monkeypatch: pytest.Monkey
     assert about(recall)["machine"] != mine["machine"]
 
 
+def test_compiled_kernels_count(recall: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = []
+    for there in ((), ("select_groups",), ("select_groups", "low_rank")):
+        monkeypatch.setattr(module, "kernel", lambda name, there=there: name in there or None)
+        heads.append(about(recall)["machine"])
+    assert [head["compiled"] for head in heads] == [
+        [],
+        ["select_groups"],
+        ["select_groups", "low_rank"],
+    ]
+
+
 def test_an_adapter_beside_the_model_counts(
     recall: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,9 @@ def test_folder(tmp_path: Path) -> None:
         ({"torch_dtype": ["float16"]}, "dtype .*float16"),
         ({"model_type": "bert"}, "bert model's; only decoders with a gated MLP"),
         ({"model_type": "gpt_neox"}, "gpt_neox model's; only decoders with a gated MLP"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ({"sliding_window": 4096, "max_position_embeddings": 32768}, "a sliding window"),
+        ({"attention_chunk_size": 8192}, "a sliding window"),
     ],
 )
 def test_folders_that_cannot_be_predicted(
@@ -85,6 +88,19 @@ def test_folders_that_cannot_be_predicted(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         model_sizes(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 32768, "use_sliding_window": False},
+        {"sliding_window": 131072, "max_position_embeddings": 131072},
+        {"layer_types": ["full_attention"] * 2, "sliding_window": 4096},
+    ],
+)
+def test_windows_that_hide_nothing_are_none(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert model_sizes(write(tmp_path, **changes)) == model_sizes(write(tmp_path))
 
 
 def test_broken_config(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from penstock.core.processor import processor_name
+from penstock.kernels.native.compiled import kernel
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel
 from penstock.storage.open_files import find_directory
 from penstock.storage.store import parse_location
 from penstock.tuner.lookup_tables import LookupTables
+
+_KERNELS = ("select_groups", "low_rank")
+"""Compiled ones that stand for all: those of any processor, and those that want wide vectors."""
 
 
 def circumstances(
@@ -53,6 +57,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": processor_name(), "cores": cores, "threads": torch.get_num_threads(),
+        "compiled": [name for name in _KERNELS if kernel(name) is not None],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
 

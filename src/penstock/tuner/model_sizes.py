@@ -122,6 +122,11 @@ def _from_config(path: Path) -> ModelSizes:
             f"{path} is a {config['model_type']} model's; only decoders with a gated MLP can be "
             "predicted"
         )
+    if _has_windows(config):
+        raise ConfigError(
+            f"{path} has layers with a sliding window, whose cache is small; the prediction knows "
+            "full attention alone"
+        )
     if min(entry.values()) < 1 or heads % entry["kv_heads"]:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.items())
         raise ConfigError(f"{path} has sizes that no decoder has: {sizes}")
@@ -133,6 +138,18 @@ def _from_config(path: Path) -> ModelSizes:
             "dtype": str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
         },
     )
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    """Whether a config has layers that see no more than a window, shorter than its positions."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return any(kind != "full_attention" for kind in kinds)
+    window = config.get("sliding_window") or config.get("attention_chunk_size")
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return False
+    positions = config.get("max_position_embeddings")
+    return not isinstance(positions, int) or window < positions
 
 
 def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelSizes:
