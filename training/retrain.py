@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.core.errors import ConfigError, PenstockError
@@ -150,6 +151,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("recipe", type=Path, help="TOML file, see training/recipes")
     add("--seed", type=int, help="of the first sitting, instead of the recipe's")
     add("--out", type=Path, help="folder (default training/runs/NAME-seed-SEED)")
+    add("--further", type=int, metavar="N", help="further sittings at most (default: the recipe's)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
     add("--workers", type=int, default=default_workers(), help="processes that make text")
     return parser.parse_args(arguments)
@@ -162,6 +164,10 @@ def retrain(args: argparse.Namespace) -> int:
         ConfigError: the recipe or a seed will not do.
     """
     recipe = read_recipe(args.recipe)
+    if args.further is not None:
+        if args.further < 0:
+            raise ConfigError(f"--further {args.further} must be 0 or more")
+        recipe = replace(recipe, further=replace(recipe.further, most=args.further))
     seed = recipe.seed if args.seed is None else args.seed
     folder = args.out or ROOT / "training" / "runs" / f"{recipe.name}-seed-{seed}"
     device = args.device

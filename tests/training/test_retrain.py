@@ -194,6 +194,21 @@ def test_further_sittings_have_an_end(tmp_path: Path, monkeypatch: pytest.Monkey
     ]  # fmt: skip
 
 
+def test_a_loan_without_time_for_further_sittings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is asked that only they would be for."""
+    path, commands = recipe(tmp_path), Commands([0, 0, 0])
+    monkeypatch.setattr(retrain, "call", commands)
+    words = [str(path), "--out", str(tmp_path / "run"), "--device", "cpu", "--workers", "0"]
+    assert retrain.main([*words, "--further", "0"]) == 0
+    assert [words[0] for words in commands.called] == [
+        "training.train", "training.train", "training.evaluate",
+    ]  # fmt: skip
+    assert retrain.main([*words, "--further", "-1"]) == 2
+    assert "--further -1 must be 0 or more" in capsys.readouterr().err
+
+
 def test_when_all_seeds_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
