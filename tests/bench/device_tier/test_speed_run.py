@@ -101,22 +101,16 @@ def test_time_that_is_up_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_too_much_pinned_memory_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_row, "pinned_block", lambda _: 1 << 40)
+    monkeypatch.setattr(decode_row, "pinned_block", lambda *_, **__: 1 << 40)
     found = run(tmp_path / "speed.json", methods=f"louiskv{SMALL};full-dynamic").figures["rows"]
     assert "--host-gib" in found[0]["skipped"]
     assert "tokens_per_s" in found[1]
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_pinned_blocks_are_what_torch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(other, raising=False)
-    assert [pinned_block(number) for number in (0, 1, 5, 1 << 20, 3 << 20)] == [
-        0, 1, 8, 1 << 20, 4 << 20,
-    ]  # fmt: skip
-    monkeypatch.setenv(name, "max_split_size_mb:64,pinned_max_round_threshold_mb:2")
-    assert pinned_block((1 << 21) - 1) == pinned_block(1 << 21) == 1 << 21
-    assert pinned_block(3 << 20) == 3 << 20
+def test_pinned_blocks_are_what_torch_takes() -> None:
+    sizes = (0, 1, 5, 1 << 20, 3 << 20)
+    assert [pinned_block(size) for size in sizes] == [0, 1, 8, 1 << 20, 4 << 20]
+    assert [pinned_block(size, rounded=False) for size in sizes] == list(sizes)
 
 
 def test_flags_hold_for_a_while() -> None:

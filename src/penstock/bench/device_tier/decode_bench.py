@@ -1,7 +1,5 @@
 """DecodeBench: what the rows of `device_tier.speed` share, and the state of the GPU."""
 
-import os
-import re
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +26,8 @@ class DecodeBench:
     breakdown_steps: int
     host_bytes: int
     """Most pinned memory of a row."""
+    rounded: bool
+    """Whether torch rounds each layer's up to a power of two."""
     seed: int
     _noise: dict[int, SyntheticKV] = field(default_factory=dict)
     _streams: dict[int, QueryStream] = field(default_factory=dict)
@@ -63,14 +63,9 @@ def take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
         small @ small
 
 
-def pinned_block(num_bytes: int) -> int:
-    """What torch pins for so many bytes: the next power of two, or no more than that if they are
-    above `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF (torch 2.13; another 2.x may not
-    know it)."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # as torch asks for them
-    said = next((os.environ[name] for name in names if name in os.environ), "")
-    most = re.search(r"pinned_max_round_threshold_mb:(\d+)", said)
-    if num_bytes <= 0 or (most is not None and num_bytes > int(most[1]) << 20):
+def pinned_block(num_bytes: int, *, rounded: bool = True) -> int:
+    """What torch pins for so many bytes: the next power of two, unless it was told not to round."""
+    if num_bytes <= 0 or not rounded:
         return max(0, num_bytes)
     return 1 << (num_bytes - 1).bit_length()
 

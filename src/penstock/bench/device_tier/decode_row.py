@@ -79,7 +79,8 @@ class DecodeRow:
             cuda_graphs="eager" not in method.flags,
         )  # fmt: skip
         layers = bench.shape.num_layers
-        pinned = layers * pinned_block(self._cache.plan.host_bytes // layers)
+        layer_bytes = self._cache.plan.host_bytes // layers
+        pinned = layers * pinned_block(layer_bytes, rounded=bench.rounded)
         self.figures.update(host_bytes=self._cache.plan.host_bytes, pinned_bytes=pinned)
         if pinned > bench.host_bytes:
             self.close()

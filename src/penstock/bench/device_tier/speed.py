@@ -41,6 +41,9 @@ from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_mo
 
 KIND = "device_tier.speed"
 METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
+_UNROUNDED_HELP = (
+    "torch pins what is asked for: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 (torch 2.13)"
+)
 _SHARED = ("config", "layers", "steps", "segment", "sameness", "on", "seed")
 """Settings that a result which is gone on with must have in common."""
 
@@ -67,6 +70,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
     add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
     add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
+    add("--unrounded", action="store_true", help=_UNROUNDED_HELP)
     add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
     add("--seed", type=int, default=0)
@@ -157,7 +161,7 @@ class SpeedBenchmark:
             model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
             device=device, steps=args.steps, segment=args.segment, sameness=args.sameness,
             most_s=args.step_seconds, breakdown_steps=args.breakdown,
-            host_bytes=int(args.host_gib * 2**30), seed=args.seed,
+            host_bytes=int(args.host_gib * 2**30), rounded=not args.unrounded, seed=args.seed,
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
         return bench

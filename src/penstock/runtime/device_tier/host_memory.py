@@ -28,8 +28,8 @@ class HostMemory:
         except RuntimeError as error:  # torch names no better one
             raise StoreFullError(
                 f"no host memory for {plan.batch} rows of {plan.max_groups} units of "
-                f"{plan.unit_bytes} bytes; take a smaller batch or fewer tokens, or a store on disk "
-                "(torch pins the next power of two of each layer's bytes, see README's limits)"
+                f"{plan.unit_bytes} bytes; take a smaller batch or fewer tokens, or a store on "
+                "disk (torch pins the next power of two of each layer's bytes, see README's limits)"
             ) from error
         self.tokens: Tensor = self.units.view(shape.dtype).view(
             plan.batch, -1, 2, shape.num_kv_heads, shape.head_dim
