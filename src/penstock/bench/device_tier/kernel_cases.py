@@ -99,7 +99,7 @@ def gather_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
 def _gather(
     host: Tensor, device: torch.device, rows: int, wanted: int, unit_bytes: int, units: int
 ) -> Cases:
-    """On all processors, and on the few that are left to it beside other work."""
+    """By programs that fill the device, and by the few that leave room for other work."""
     group = max(1, unit_bytes // HEAD_BYTES)
     there = host[: rows * units * unit_bytes].view(rows, units, unit_bytes)
     pool = torch.zeros(rows, wanted, unit_bytes, dtype=torch.uint8, device=device)

@@ -148,7 +148,7 @@ def gather_units(
         start: first position that is not padding. int32 [rows]
         lists: what to move, from `plan_slots`.
         group_tokens: tokens of a unit.
-        beside: other work is under way on the device: leave most of its processors alone.
+        beside: other work is under way on the device: leave room for it.
     """
     if uses_triton(pool):
         from penstock.kernels.device.slots_triton import gather_units_triton

@@ -17,7 +17,7 @@ costs, and a link is full with far fewer."""
 _MOST_TILES = 16
 _STAYING_PROGRAMS = 64
 """Programs that copy everything beside other work, of so many words at a time. On an H100 16 of
-32 KiB fill the link, too, and 132 do not let products by (docs/log.md, 2026-11-25)."""
+32 KiB fill the link, too, but these and 132 hide less beside products (docs/log.md, 2026-11-25)."""
 _STAYING_WORDS = 2048
 
 
