@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.bench.device_tier import decode_row, speed
-from penstock.bench.device_tier.decode_bench import pinned_block
 from penstock.bench.device_tier.methods import (
     ABLATION,
     Pattern,
@@ -101,16 +100,10 @@ def test_time_that_is_up_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_too_much_pinned_memory_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_row, "pinned_block", lambda *_, **__: 1 << 40)
+    monkeypatch.setattr(decode_row, "pinned_bytes", lambda _: 1 << 40)
     found = run(tmp_path / "speed.json", methods=f"louiskv{SMALL};full-dynamic").figures["rows"]
     assert "--host-gib" in found[0]["skipped"]
     assert "tokens_per_s" in found[1]
-
-
-def test_pinned_blocks_are_what_torch_takes() -> None:
-    sizes = (0, 1, 5, 1 << 20, 3 << 20)
-    assert [pinned_block(size) for size in sizes] == [0, 1, 8, 1 << 20, 4 << 20]
-    assert [pinned_block(size, rounded=False) for size in sizes] == list(sizes)
 
 
 def test_flags_hold_for_a_while() -> None:
@@ -165,6 +158,18 @@ def test_lists_are_read() -> None:
         parse_method("louiskv!fast", Pattern(10, 10))
     with pytest.raises(ConfigError, match="too short"):
         decode_row.places_of(Pattern(100, 10), 8, 8)
+
+
+def test_places_lie_between_the_answer_s_beginning_and_its_end() -> None:
+    answer = Pattern(500, 15_884)
+    assert decode_row.places_of(answer, 32, 8) == [500, 8442, 16_344]
+    five = [500, 4471, 8442, 12_413, 16_344]
+    assert decode_row.places_of(answer, 32, 8, 5) == five
+    assert decode_row.places_of(answer, 32, 8, 2) == [500, 16_344]
+    few = decode_row.places_of(Pattern(100, 100), 32, 8, 5)
+    assert few == [100, 150], "those that overlap are left out"
+    with pytest.raises(ConfigError, match="--places"):
+        speed.parse_arguments(["--on", "cpu", "--places", "1"])
 
 
 def test_ratios_leave_ablations_out() -> None:

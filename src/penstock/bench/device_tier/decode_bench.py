@@ -20,14 +20,14 @@ class DecodeBench:
     shape: KVShape
     device: torch.device
     steps: int
+    places: int
+    """Stretches of so many steps, from the answer's beginning to its end."""
     segment: int
     sameness: float
     most_s: float
     breakdown_steps: int
     host_bytes: int
     """Most pinned memory of a row."""
-    rounded: bool
-    """Whether torch rounds each layer's up to a power of two."""
     seed: int
     _noise: dict[int, SyntheticKV] = field(default_factory=dict)
     _streams: dict[int, QueryStream] = field(default_factory=dict)
@@ -63,13 +63,6 @@ def take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
         small @ small
 
 
-def pinned_block(num_bytes: int, *, rounded: bool = True) -> int:
-    """What torch pins for so many bytes: the next power of two, unless it was told not to round."""
-    if num_bytes <= 0 or not rounded:
-        return max(0, num_bytes)
-    return 1 << (num_bytes - 1).bit_length()
-
-
 def is_lost() -> bool:
     """Whether the GPU answers nothing any more (after an illegal access)."""
     try:
@@ -78,10 +71,3 @@ def is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def release_pinned() -> None:
-    """Give the pinned memory that PyTorch keeps for later back to the system."""
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.cuda.is_available():
-        empty()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.device_tier.breakdown import time_parts
-from penstock.bench.device_tier.decode_bench import DecodeBench, pinned_block
+from penstock.bench.device_tier.decode_bench import DecodeBench
 from penstock.bench.device_tier.methods import Method, Pattern
 from penstock.bench.device_tier.plain_kernels import as_flagged
 from penstock.bench.device_tier.row_counts import Counts, GpuMemory, count
@@ -18,6 +18,7 @@ from penstock.core.errors import BudgetError, ConfigError, StoreFullError
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import plain_cache, vocabulary_size
+from penstock.storage.pinned_memory import pinned_bytes
 
 WARM_UP = 8
 """Uncounted steps at the first place at most: kernels are compiled, the CUDA graph is recorded."""
@@ -29,11 +30,12 @@ HEADROOM = 2 << 30
 """Of GPU memory beside a whole cache: what a forward pass takes."""
 
 
-def places_of(pattern: Pattern, steps: int, others: int) -> list[int]:
-    """Lengths of the cache at which steps are measured: beginning, middle and end of the answer.
+def places_of(pattern: Pattern, steps: int, others: int, count: int = 3) -> list[int]:
+    """Lengths of the cache at which steps are measured, from the answer's beginning to its end.
 
     Args:
         others: steps that are not counted, at each place.
+        count: places, as many as do not overlap.
 
     Raises:
         ConfigError: the answer is too short for them.
@@ -41,9 +43,9 @@ def places_of(pattern: Pattern, steps: int, others: int) -> list[int]:
     last = pattern.prompt + pattern.output - steps - others
     if last < pattern.prompt:
         raise ConfigError(f"the answer of {pattern.text} is too short for {steps + others} steps")
-    wanted = [pattern.prompt, pattern.prompt + pattern.output // 2, last]
+    between = [pattern.prompt + i * pattern.output // (count - 1) for i in range(1, count - 1)]
     places: list[int] = []
-    for place in wanted:
+    for place in (pattern.prompt, *between, last):
         if not places or place >= places[-1] + steps + others:
             places.append(place)
     return places
@@ -80,7 +82,7 @@ class DecodeRow:
         )  # fmt: skip
         layers = bench.shape.num_layers
         layer_bytes = self._cache.plan.host_bytes // layers
-        pinned = layers * pinned_block(layer_bytes, rounded=bench.rounded)
+        pinned = layers * pinned_bytes(layer_bytes)
         self.figures.update(host_bytes=self._cache.plan.host_bytes, pinned_bytes=pinned)
         if pinned > bench.host_bytes:
             self.close()
@@ -107,7 +109,8 @@ class DecodeRow:
             The row's figures.
         """
         bench, flags = self._bench, self._method.flags
-        places = places_of(self._pattern, bench.steps, WARM_UP + bench.breakdown_steps)
+        others = WARM_UP + bench.breakdown_steps
+        places = places_of(self._pattern, bench.steps, others, bench.places)
         measured = []
         with torch.no_grad():
             for number, length in enumerate(places):

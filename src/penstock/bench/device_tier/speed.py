@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.device_tier.decode_bench import (
-    DecodeBench,
-    is_lost,
-    release_pinned,
-    take_workspaces,
-)
+from penstock.bench.device_tier.decode_bench import DecodeBench, is_lost, take_workspaces
 from penstock.bench.device_tier.decode_row import DecodeRow
 from penstock.bench.device_tier.methods import (
     ABLATION,
@@ -41,10 +36,7 @@ from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_mo
 
 KIND = "device_tier.speed"
 METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
-_UNROUNDED_HELP = (
-    "torch pins what is asked for: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 (torch 2.13)"
-)
-_SHARED = ("config", "layers", "steps", "segment", "sameness", "on", "seed")
+_SHARED = ("config", "layers", "steps", "places", "segment", "sameness", "on", "seed")
 """Settings that a result which is gone on with must have in common."""
 
 Job = tuple[Pattern, int, str]
@@ -65,12 +57,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
     add("--steps", type=int, default=64, help="measured steps at each place of the answer")
+    add("--places", type=int, default=3, help="of the answer, beginning and end among them")
     add("--step-seconds", type=float, default=4.0, help="fewer steps when they take this long")
     add("--breakdown", type=int, default=0, metavar="STEPS", help="time a layer's parts as well")
     add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
     add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
     add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
-    add("--unrounded", action="store_true", help=_UNROUNDED_HELP)
     add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
     add("--seed", type=int, default=0)
@@ -80,6 +72,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if min(args.steps, args.segment) < 1 or args.breakdown < 0 or not 0 <= args.sameness <= 1:
         raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
+    if args.places < 2:
+        raise ConfigError("--places must be at least 2: the answer's beginning and its end")
     if args.layers is not None and args.layers < 1:
         raise ConfigError("--layers must be at least 1")
     if args.on == "cuda" and not torch.cuda.is_available():
@@ -125,15 +119,11 @@ class SpeedBenchmark:
         if not left:
             return
         bench = self._build()
-        before: tuple[str, int] | None = None
         for pattern, batch, text in left:
             minutes = (time.perf_counter() - began) / 60
             if self._args.minutes is not None and minutes > self._args.minutes:
                 say(f"time is up after {minutes:.1f} minutes; --resume goes on")
                 return
-            if before not in (None, (pattern.text, batch)):
-                release_pinned()
-            before = (pattern.text, batch)
             progress.say(f"{pattern.text}, batch {batch}, {text}")
             row = self._measure(bench, pattern, batch, text)
             self.rows.append(row)
@@ -159,9 +149,9 @@ class SpeedBenchmark:
         take_workspaces(device, model.dtype)
         bench = DecodeBench(
             model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
-            device=device, steps=args.steps, segment=args.segment, sameness=args.sameness,
-            most_s=args.step_seconds, breakdown_steps=args.breakdown,
-            host_bytes=int(args.host_gib * 2**30), rounded=not args.unrounded, seed=args.seed,
+            device=device, steps=args.steps, places=args.places, segment=args.segment,
+            sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
+            host_bytes=int(args.host_gib * 2**30), seed=args.seed,
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
         return bench

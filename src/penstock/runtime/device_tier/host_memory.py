@@ -1,11 +1,14 @@
 """HostMemory: the whole KV of one layer in (pinned) host memory, row by row."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from penstock.core.errors import StoreFullError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
+from penstock.storage.pinned_memory import pinned_memory
 
 
 class HostMemory:
@@ -22,14 +25,15 @@ class HostMemory:
         """
         size = (plan.batch, plan.max_groups, plan.unit_bytes)
         try:
-            self.units: Tensor = torch.empty(
-                size, dtype=torch.uint8, pin_memory=device.type == "cuda"
-            )
-        except RuntimeError as error:  # torch names no better one
+            if device.type == "cuda":
+                self.units: Tensor = pinned_memory(math.prod(size)).view(size)
+            else:
+                self.units = torch.empty(size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:  # torch names no better one
             raise StoreFullError(
                 f"no host memory for {plan.batch} rows of {plan.max_groups} units of "
                 f"{plan.unit_bytes} bytes; take a smaller batch or fewer tokens, or a store on "
-                "disk (torch pins the next power of two of each layer's bytes, see README's limits)"
+                "disk"
             ) from error
         self.tokens: Tensor = self.units.view(shape.dtype).view(
             plan.batch, -1, 2, shape.num_kv_heads, shape.head_dim
