@@ -4,14 +4,13 @@ import math
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.tree_attention import append_rows, append_rows_reference, tree_attention
-from penstock.kernels.tree_work import most_rows_of, workspace_floats
+from penstock.kernels.tree_work import workspace_floats
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -183,29 +182,3 @@ def test_slots_far_apart(tree_case: Any) -> None:
     out = tree_attention(case.query, far, case.work, case.lengths, case.scaling)
     assert torch.equal(out[0], expected[0])
     assert torch.equal(out[1], expected[1])
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_sharing_pays(tree_case: Any) -> None:
-    """32 rows with 4K tokens together: well faster than each reading its own copy."""
-    blocks = [np.array([*range(256), *range(1000 * r + 1000, 1000 * r + 1008)]) for r in range(32)]
-    times = {}
-    for share in (True, False):
-        case = tree_case(
-            [b.tolist() for b in blocks], kv_heads=8, queries=4, dim=128, dtype=torch.bfloat16,
-            share=share, most_rows=most_rows_of("cuda", 32, 4) if share else 1, piece_blocks=16,
-            device="cuda",
-        )  # fmt: skip
-        begin, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        for turn in range(2):
-            begin.record()
-            for _ in range(50 if turn else 5):
-                tree_attention(case.query, case.slots, case.work, case.lengths, case.scaling)
-            end.record()
-            torch.cuda.synchronize()
-        times[share] = begin.elapsed_time(end) / 50
-    assert times[True] < times[False]
