@@ -14,8 +14,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ AHEAD = 2
 """Packed batches that wait for the training, besides those that the processes have made."""
 _FIELDS = ("weights", "positions", "places", "tokens", "targets", "groups")
 """Wider elements first, so that each array starts where its elements may."""
+_LEAST_ROOM = 1024
 _LOOK_S = 0.1
 _PATIENCE_S = 10.0
 
@@ -56,13 +59,30 @@ class Packed:
     rows: int
     length: int
     guesses: int
+    """Those that pad the batch are counted."""
     weight: float
     """Of all guesses."""
 
     @classmethod
-    def of(cls, batch: Batch, *, pin: bool) -> "Packed":
-        """Copy a batch's arrays, into pinned memory if `pin`."""
+    def of(cls, batch: Batch, *, pin: bool, padded: bool = False) -> "Packed":
+        """Copy a batch's arrays, into pinned memory if `pin`.
+
+        Args:
+            padded: with guesses that weigh nothing, so that batches come in few shapes.
+        """
         arrays = [getattr(batch, name) for name in _FIELDS]
+        guesses = len(batch.places)
+        if padded:
+            guesses = room_for(guesses, batch.tokens.size)
+            last = batch.tokens.size - 1
+            filler = {
+                "places": np.arange(last, last - guesses + len(batch.places), -1),
+                "targets": 0, "weights": 0, "groups": -1,
+            }  # fmt: skip
+            arrays = [
+                _filled(array, guesses, filler[name]) if name in filler else array
+                for name, array in zip(_FIELDS, arrays, strict=True)
+            ]
         content = torch.empty(
             sum(array.nbytes for array in arrays), dtype=torch.uint8, pin_memory=pin
         )
@@ -72,7 +92,7 @@ class Packed:
             np.copyto(part, array.reshape(-1))
             at += array.nbytes
         rows, length = batch.tokens.shape
-        return cls(content, rows, length, len(batch.places), float(batch.weights.sum()))
+        return cls(content, rows, length, guesses, float(batch.weights.sum()))
 
     def on(self, device: torch.device) -> OnDevice:
         """The batch's arrays on a device; the copy to a GPU is in the order of its stream, and
@@ -80,6 +100,14 @@ class Packed:
         block = self.content
         if device.type != "cpu":
             block = block.to(device, non_blocking=True)
+        return self.unpacked(block)
+
+    def unpacked(self, block: Tensor) -> OnDevice:
+        """The arrays of a batch of this shape.
+
+        Args:
+            block: its content, anywhere. uint8 [bytes]
+        """
         tokens, guesses, at = self.rows * self.length, self.guesses, 0
 
         def part(count: int, dtype: torch.dtype) -> Tensor:
@@ -99,6 +127,19 @@ class Packed:
         )
 
 
+def room_for(guesses: int, tokens: int) -> int:
+    """A power of two, or all of a batch's tokens but one, or as many as there are."""
+    return max(guesses, min(max(_LEAST_ROOM, 1 << (guesses - 1).bit_length()), tokens - 1))
+
+
+def _filled(array: npt.NDArray[Any], count: int, rest: Any) -> npt.NDArray[Any]:
+    """With `rest` behind it, `count` in all."""
+    out = np.empty(count, dtype=array.dtype)
+    out[: len(array)] = array
+    out[len(array) :] = rest
+    return out
+
+
 class Feed:
     """Packed batches in the order of the batches.
 
@@ -107,10 +148,13 @@ class Feed:
         pin: whether they go to a GPU.
         ahead: how many are packed before they are asked for, by a thread; 0: each is taken and
             packed when it is asked for.
+        padded: see `Packed.of`.
     """
 
-    def __init__(self, batches: Iterable[Batch], *, pin: bool, ahead: int) -> None:
-        self._batches, self._pin = batches, pin
+    def __init__(
+        self, batches: Iterable[Batch], *, pin: bool, ahead: int, padded: bool = False
+    ) -> None:
+        self._batches, self._pin, self._padded = batches, pin, padded
         self._packed: queue.Queue[Packed | BaseException | None] = queue.Queue(max(1, ahead))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True) if ahead else None
@@ -119,7 +163,7 @@ class Feed:
         """The batches, once. What taking one raises is raised here."""
         if self._thread is None:
             for batch in self._batches:
-                yield Packed.of(batch, pin=self._pin)
+                yield self._of(batch)
             return
         self._thread.start()
         while (packed := self._packed.get()) is not None:
@@ -142,10 +186,13 @@ class Feed:
     ) -> None:  # fmt: skip
         self.close()
 
+    def _of(self, batch: Batch) -> Packed:
+        return Packed.of(batch, pin=self._pin, padded=self._padded)
+
     def _work(self) -> None:
         try:
             for batch in self._batches:
-                if not self._put(Packed.of(batch, pin=self._pin)):
+                if not self._put(self._of(batch)):
                     return
             self._put(None)
         except BaseException as error:  # it is raised where the batch was to be taken

@@ -22,7 +22,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: matrices.
-        lr: learning rate.
+        lr: learning rate; a group's may be a tensor of one number.
         momentum: share of the old update that stays.
         weight_decay: decoupled; the share of a weight that a step takes away, times `lr`.
     """
@@ -53,11 +53,11 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_lerp_(moments, gradients, 1 - momentum)
         updates = torch.stack(torch._foreach_lerp(gradients, moments, momentum))
-        directions = orthogonal(updates).to(updates.dtype).unbind()
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
+        changes = orthogonal(updates).to(updates.dtype) * (-rate * scale)
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, directions, alpha=-rate * scale)
+        torch._foreach_add_(parameters, changes.unbind())
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -85,9 +85,12 @@ class Optimizers:
     Args:
         model: whose parameters are trained; the embedding is used for the logits too.
         plan: learning rates and momenta.
+        recorded: for a recorder: learning rates lie on the GPU, and gradients stay where they are.
     """
 
-    def __init__(self, model: nn.Module, plan: "plans.Optimizer") -> None:
+    def __init__(
+        self, model: nn.Module, plan: "plans.Optimizer", *, recorded: bool = False
+    ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
@@ -95,23 +98,41 @@ class Optimizers:
             (matrices if is_matrix else others).append(parameter)
         on_gpu = others[0].is_cuda
         self._rates = (plan.matrix_rate, plan.other_rate)
+        self._capturable = recorded and on_gpu
         self._all: tuple[torch.optim.Optimizer, ...] = (
             Muon(
                 matrices, lr=plan.matrix_rate, momentum=plan.matrix_momentum,
                 weight_decay=plan.matrix_decay,
             ),
             torch.optim.AdamW(
-                others, lr=plan.other_rate, betas=plan.other_betas, weight_decay=0.0, fused=on_gpu
+                others, lr=plan.other_rate, betas=plan.other_betas, weight_decay=0.0, fused=on_gpu,
+                capturable=self._capturable,
             ),
         )  # fmt: skip
+        self._held: tuple[Tensor, ...] | None = None
+        if recorded:
+            self._held = tuple(torch.zeros((), device=others[0].device) for _ in self._all)
+            for parameter in (*matrices, *others):
+                parameter.grad = torch.zeros_like(parameter)
 
     def step(self, factor: float) -> None:
         """Change the parameters with learning rates times `factor`, and forget the gradients."""
-        for optimizer, rate in zip(self._all, self._rates, strict=True):
+        self.set_rates(factor)
+        self.apply()
+
+    def set_rates(self, factor: float) -> None:
+        """Learning rates from now on: those of the plan times `factor`."""
+        for at, (optimizer, rate) in enumerate(zip(self._all, self._rates, strict=True)):
             for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+                group["lr"] = rate * factor if self._held is None else self._held[at]
+            if self._held is not None:
+                self._held[at].fill_(rate * factor)
+
+    def apply(self) -> None:
+        """Change the parameters, and forget the gradients."""
+        for optimizer in self._all:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=self._held is None)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """For a checkpoint."""
@@ -121,3 +142,6 @@ class Optimizers:
         """Take up a checkpoint's."""
         for optimizer, state in zip(self._all, states, strict=True):
             optimizer.load_state_dict(state)
+            for group in optimizer.param_groups:
+                if "capturable" in group:  # a checkpoint's may be of another kind
+                    group["capturable"] = self._capturable

@@ -97,6 +97,8 @@ class Speed:
     """torch.compile of the two pieces of a layer around attention, on a GPU."""
     attention: Attention
     """Backend of scaled_dot_product_attention that is tried first, on a GPU."""
+    graphs: bool = False
+    """Steps as CUDA graphs, one for each shape of batch, on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -266,7 +266,12 @@ def _main(args: argparse.Namespace, began: float) -> int:
     ahead = AHEAD if workers else 0
     with (
         BatchStream(settings, source, first=first, last=last, workers=workers) as stream,
-        Feed(stream, pin=device == "cuda", ahead=ahead) as batches,
+        Feed(
+            stream,
+            pin=device == "cuda",
+            ahead=ahead,
+            padded=device == "cuda" and settings.speed.graphs,
+        ) as batches,
     ):
         trainer = _trainer(settings, source, torch.device(device))
         _take_up(trainer, state, args.begin)

@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from training.checkpoint import read_weights, sum_of
 from training.data import GENERATORS, Batch
 from training.examine import draw_sample, mark
-from training.feed import Packed
+from training.feed import OnDevice, Packed
 from training.model import (
     Pieces,
     attention_backend,
@@ -26,6 +26,7 @@ from training.model import (
     working_backend,
 )
 from training.optimizer import Optimizers
+from training.recorder import Recorder
 from training.settings import Attention, RunSettings
 
 GLANCE_SEED = 987_654_321
@@ -73,13 +74,20 @@ class Trainer:
         # Every sample has a length of its own, and cuDNN plans anew for each length.
         self._glance_attention: Attention = "flash" if on_gpu else "auto"
         self.model = build(settings.model, len(vocabulary), settings.seed).to(device)
-        self.optimizers = Optimizers(self.model, settings.optimizer)
+        recorded = on_gpu and settings.speed.graphs
+        self.optimizers = Optimizers(self.model, settings.optimizer, recorded=recorded)
+        self._recorder = Recorder(device) if recorded else None
+        self._blocks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.steps_done = 0
         self.trained_s = 0.0
         self.begun_with: dict[str, str] | None = None
         self.spent_s = 0.0  # of all sittings, waiting and glances included; kept by the sitting
         self._tasks = settings.groups
-        self._forget()
+        self._loss_sum = torch.zeros((), device=device)
+        # The last column is for tokens outside answers.
+        size = (2, len(self._tasks) + 1)
+        self._by_task = torch.zeros(size, device=device, dtype=torch.float64)
+        self._steps_seen = 0
         compiled = on_gpu and settings.speed.compile
         self._pieces = Pieces.compiled() if compiled else Pieces.plain()
         self._compare_forwards()
@@ -108,11 +116,16 @@ class Trainer:
         began = time.perf_counter()
         packed = [self._packed(batch) for batch in batches]
         whole = sum(batch.weight for batch in packed)
-        for batch in packed:
-            loss = self._losses(batch, whole)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._loss_sum += loss.detach()
-        self.optimizers.step(self._settings.rate_at(self.steps_done) if rate is None else rate)
+        factor = self._settings.rate_at(self.steps_done) if rate is None else rate
+        if self._recorder is None:
+            for batch in packed:
+                self._learn_from(batch.on(self._device), whole)
+            self.optimizers.step(factor)
+        else:
+            for batch in packed:
+                self._replay(self._recorder, batch, whole)
+            self.optimizers.set_rates(factor)
+            self._recorder.run("optimizers", self.optimizers.apply)
         self._steps_seen += 1
         self.steps_done += 1
         self.trained_s += time.perf_counter() - began
@@ -201,9 +214,12 @@ class Trainer:
         if self._device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self._device)
 
-    def _losses(self, packed: Packed, whole: float) -> Tensor:
-        """The batch's part of the step's loss. []"""
-        batch = packed.on(self._device)
+    def _learn_from(self, batch: OnDevice, whole: float | Tensor) -> None:
+        """The batch's part of the step's gradients and figures; nothing is waited for.
+
+        Args:
+            whole: weight of all of the step's batches.
+        """
         with attention_backend(self.attention):
             hidden = hidden_states(
                 self.model, batch.tokens, batch.positions, self._pieces, self._dtype
@@ -211,12 +227,26 @@ class Trainer:
         losses = guess_losses(self.model, hidden, batch.places, batch.targets)
         seen = torch.stack([losses.detach(), torch.ones_like(losses)]).double()
         self._by_task.index_add_(1, batch.groups % (len(self._tasks) + 1), seen)
-        return (losses * batch.weights).sum() / whole
+        loss = (losses * batch.weights).sum() / whole
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._loss_sum += loss.detach()
+
+    def _replay(self, recorder: Recorder, packed: Packed, whole: float) -> None:
+        """The same by a recorder: a batch's content goes where those of its shape lie."""
+        shape = packed.rows, packed.length, packed.guesses
+        if shape not in self._blocks:
+            block = torch.empty_like(packed.content, device=self._device)
+            self._blocks[shape] = block, torch.zeros((), device=self._device)
+        block, total = self._blocks[shape]
+        block.copy_(packed.content, non_blocking=True)
+        total.fill_(whole)
+        recorder.run(shape, lambda: self._learn_from(packed.unpacked(block), total))
 
     def _packed(self, batch: Batch | Packed) -> Packed:
         if isinstance(batch, Packed):
             return batch
-        return Packed.of(batch, pin=self._device.type == "cuda")
+        pin = self._device.type == "cuda"
+        return Packed.of(batch, pin=pin, padded=self._recorder is not None)
 
     def _guess(self, ids: Tensor, count: int) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -238,11 +268,9 @@ class Trainer:
             )
 
     def _forget(self) -> None:
-        """Begin new figures."""
-        self._loss_sum = torch.zeros((), device=self._device)
-        # The last column is for tokens outside answers.
-        size = (2, len(self._tasks) + 1)
-        self._by_task = torch.zeros(size, device=self._device, dtype=torch.float64)
+        """Begin new figures; they stay where they are."""
+        self._loss_sum.zero_()
+        self._by_task.zero_()
         self._steps_seen = 0
 
 

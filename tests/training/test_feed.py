@@ -14,7 +14,7 @@ import torch
 import training
 from training.checkpoint import read_vocabulary
 from training.data import Batch, RowMaker
-from training.feed import Feed, Packed
+from training.feed import Feed, Packed, room_for
 from training.settings import Settings, read_settings
 from training.workers import BatchStream, WorkerError
 
@@ -45,6 +45,29 @@ def test_what_arrives_is_the_batch() -> None:
         assert there.tokens.dtype == there.positions.dtype == torch.int32
         assert there.places.dtype == there.targets.dtype == there.groups.dtype == torch.int64
         assert there.weights.dtype == torch.float32
+
+
+def test_padding_weighs_nothing_and_makes_few_shapes() -> None:
+    shapes = set()
+    for batch in batches(8):
+        packed, plain = Packed.of(batch, pin=False, padded=True), Packed.of(batch, pin=False)
+        there, count = packed.on(CPU), len(batch.places)
+        assert packed.weight == plain.weight == pytest.approx(float(there.weights.sum()))
+        for name in ("places", "targets", "weights", "groups"):
+            tensor = getattr(there, name)
+            assert len(tensor) == packed.guesses >= count
+            assert torch.equal(tensor[:count], getattr(plain.on(CPU), name))
+        rest = there.places[count:]
+        assert not there.weights[count:].any()
+        assert not there.targets[count:].any()
+        assert (there.groups[count:] == -1).all()
+        assert len(set(rest.tolist())) == len(rest), "no place has much to add up"
+        assert 0 <= int(rest.min()) <= int(rest.max()) < batch.tokens.size
+        shapes.add((packed.rows, packed.length, packed.guesses))
+    assert len(shapes) <= 4
+    sizes = [room_for(guesses, 1000) for guesses in (1, 998, 999, 1000)]
+    assert sizes == [999, 999, 999, 1000]
+    assert [room_for(guesses, 1 << 20) for guesses in (1, 1025, 2048)] == [1024, 2048, 2048]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
