@@ -1,7 +1,7 @@
 """Recorder: work that is the same at every step, recorded as CUDA graphs and replayed.
 
-A step of a small model is some two thousand short launches, which take Python longer than they take
-a GPU. A graph of them is one.
+A step of a small model is many short launches, and takes as long as Python takes to queue them
+(`training.feed`). A graph of them is one.
 """
 
 from collections import Counter

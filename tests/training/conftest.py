@@ -1,14 +1,23 @@
-"""A small corpus for the tests of prose runs."""
+"""A small corpus for the tests of prose runs, and a run of a few short steps."""
 
 import json
 import lzma
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import training
 from penstock.bench.tasks.english.filler import prose
+from training.checkpoint import read_vocabulary
+from training.data import Batch, RowMaker
+from training.settings import Settings, read_settings
+from training.trainer import Trainer
 
+TOY = Path(training.__file__).parent / "configs" / "toy.toml"
+VOCABULARY = read_vocabulary()
 HELD_BACK = "The text that is held back is about a heron."
 
 
@@ -44,3 +53,31 @@ def prose_source(prose_texts: list[str], tmp_path_factory: pytest.TempPathFactor
     write_documents(folder / "docs.jsonl.xz", prose_texts[2:])
     (folder / "holdout.jsonl.xz").write_bytes(b"not to be opened")
     return folder
+
+
+class ToyRun:
+    """A run of six short steps: its settings, its batches, and what a trainer has learnt."""
+
+    @staticmethod
+    def small() -> Settings:
+        settings = read_settings(TOY)
+        stages = (replace(settings.stages[0], steps=3), replace(settings.stages[1], steps=3))
+        plan = replace(settings.optimizer, warmup_steps=2, decay_steps=2)
+        return replace(settings, micro_batch_tokens=1024, stages=stages, optimizer=plan)
+
+    @staticmethod
+    def batches_of(settings: Settings) -> list[list[Batch]]:
+        maker, each = RowMaker(settings, VOCABULARY), settings.micro_batches
+        return [
+            [maker.batch(step * each + micro) for micro in range(each)]
+            for step in range(settings.steps)
+        ]
+
+    @staticmethod
+    def parameters(trainer: Trainer) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.fixture
+def toy() -> type[ToyRun]:
+    return ToyRun

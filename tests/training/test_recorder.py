@@ -10,34 +10,13 @@ import torch
 
 import training
 from training.checkpoint import load_checkpoint, read_vocabulary, save_checkpoint
-from training.data import Batch, RowMaker
 from training.optimizer import Muon, Optimizers
 from training.recorder import Recorder
-from training.settings import Settings, read_settings
 from training.trainer import Trainer
 
 TOY = Path(training.__file__).parent / "configs" / "toy.toml"
 VOCABULARY = read_vocabulary()
 CPU = torch.device("cpu")
-
-
-def small() -> Settings:
-    settings = read_settings(TOY)
-    stages = (replace(settings.stages[0], steps=3), replace(settings.stages[1], steps=3))
-    plan = replace(settings.optimizer, warmup_steps=2, decay_steps=2)
-    return replace(settings, micro_batch_tokens=1024, stages=stages, optimizer=plan)
-
-
-def batches_of(settings: Settings) -> list[list[Batch]]:
-    maker, each = RowMaker(settings, VOCABULARY), settings.micro_batches
-    return [
-        [maker.batch(step * each + micro) for micro in range(each)]
-        for step in range(settings.steps)
-    ]
-
-
-def parameters(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
 def test_a_rate_that_is_a_tensor_is_a_rate() -> None:
@@ -64,17 +43,17 @@ class Inline:
         work()
 
 
-def test_a_recorded_step_learns_the_same() -> None:
-    settings = small()
+def test_a_recorded_step_learns_the_same(toy: Any) -> None:
+    settings = toy.small()
     plain, recorded = (Trainer(settings, VOCABULARY, CPU) for _ in range(2))
     recorded.optimizers = Optimizers(recorded.model, settings.optimizer, recorded=True)
     recorder: Any = Inline()
     recorded._recorder = recorder
     held = {id(p.grad) for p in recorded.model.parameters()}
-    for step in batches_of(settings):
+    for step in toy.batches_of(settings):
         plain.step(step)
         recorded.step(step)
-    torch.testing.assert_close(parameters(plain), parameters(recorded), rtol=0, atol=1e-5)
+    torch.testing.assert_close(toy.parameters(plain), toy.parameters(recorded), rtol=0, atol=1e-5)
     assert {id(p.grad) for p in recorded.model.parameters()} == held, "gradients stay in place"
     one, two = plain.figures(), recorded.figures()
     assert one.loss == pytest.approx(two.loss, rel=1e-4)
@@ -85,13 +64,13 @@ def test_a_recorded_step_learns_the_same() -> None:
     assert set(shapes) == set(recorded._blocks)
 
 
-def test_checkpoints_of_recorded_steps_are_as_good_as_others(tmp_path: Path) -> None:
-    settings = small()
+def test_checkpoints_of_recorded_steps_are_as_good_as_others(toy: Any, tmp_path: Path) -> None:
+    settings = toy.small()
     first = Trainer(settings, VOCABULARY, CPU)
     first.optimizers = Optimizers(first.model, settings.optimizer, recorded=True)
     first._recorder = cast(Recorder, Inline())
     later = Trainer(settings, VOCABULARY, CPU)
-    first_steps, rest = batches_of(settings)[:2], batches_of(settings)[2:]
+    first_steps, rest = toy.batches_of(settings)[:2], toy.batches_of(settings)[2:]
     for step in first_steps:
         first.step(step)
     save_checkpoint(tmp_path, first.state_dict())
@@ -101,21 +80,21 @@ def test_checkpoints_of_recorded_steps_are_as_good_as_others(tmp_path: Path) -> 
     for step in rest:
         first.step(step)
         later.step(step)
-    torch.testing.assert_close(parameters(first), parameters(later), rtol=0, atol=1e-5)
+    torch.testing.assert_close(toy.parameters(first), toy.parameters(later), rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_of_steps_learn_the_same() -> None:
-    settings = small()
+def test_cuda_graphs_of_steps_learn_the_same(toy: Any) -> None:
+    settings = toy.small()
     fast = replace(settings, speed=replace(settings.speed, graphs=True))
     gpu = torch.device("cuda")
     plain, recorded = Trainer(settings, VOCABULARY, gpu), Trainer(fast, VOCABULARY, gpu)
     for _ in range(3):  # each shape is warmed up, recorded and replayed
-        for step in batches_of(settings):
+        for step in toy.batches_of(settings):
             plain.step(step)
             recorded.step(step)
     assert recorded._recorder is not None
     assert recorded._recorder._graphs
     assert recorded.figures().loss == pytest.approx(plain.figures().loss, rel=0.02)
     # bfloat16, and sums in another order
-    torch.testing.assert_close(parameters(plain), parameters(recorded), rtol=0, atol=0.02)
+    torch.testing.assert_close(toy.parameters(plain), toy.parameters(recorded), rtol=0, atol=0.02)

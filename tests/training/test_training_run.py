@@ -24,20 +24,13 @@ from training.data import Batch, RowMaker
 from training.examine import mark
 from training.model import Pieces, build, difference, working_backend
 from training.optimizer import orthogonal
-from training.settings import Settings, read_settings
+from training.settings import read_settings
 from training.trainer import Trainer, TrainingError
 
 ROOT = Path(training.__file__).parents[1]
 TOY = ROOT / "training" / "configs" / "toy.toml"
 VOCABULARY = read_vocabulary()
 CPU = torch.device("cpu")
-
-
-def small() -> Settings:
-    settings = read_settings(TOY)
-    stages = (replace(settings.stages[0], steps=3), replace(settings.stages[1], steps=3))
-    plan = replace(settings.optimizer, warmup_steps=2, decay_steps=2)
-    return replace(settings, micro_batch_tokens=1024, stages=stages, optimizer=plan)
 
 
 def write(settings_text: dict[str, str], path: Path) -> Path:
@@ -56,18 +49,6 @@ SHORT = {
 }
 
 
-def batches_of(settings: Settings) -> list[list[Batch]]:
-    maker, each = RowMaker(settings, VOCABULARY), settings.micro_batches
-    return [
-        [maker.batch(step * each + micro) for micro in range(each)]
-        for step in range(settings.steps)
-    ]
-
-
-def parameters(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
 def test_forward_is_that_of_transformers() -> None:
     settings = read_settings(TOY)
     model = build(settings.model, len(VOCABULARY), 3)
@@ -80,9 +61,9 @@ def test_forward_is_that_of_transformers() -> None:
     assert 1e-5 < difference(fresh, tokens, Pieces.plain(), torch.bfloat16) < 0.02
 
 
-def test_a_wrong_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_forward_is_refused(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.model._RMS_EPS", 1.0)
-    settings = replace(small(), model=replace(small().model, init_std=0.5))
+    settings = replace(toy.small(), model=replace(toy.small().model, init_std=0.5))
     monkeypatch.setattr("training.trainer.build", lambda *args: other_eps(build(*args)))
     with pytest.raises(TrainingError, match="differs from transformers"):
         Trainer(settings, VOCABULARY, CPU)
@@ -120,9 +101,9 @@ def test_loss_falls_on_what_can_be_memorised() -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_gradients_of_micro_batches_add_up() -> None:
-    settings = small()
-    first, second = batches_of(settings)[0]
+def test_gradients_of_micro_batches_add_up(toy: Any) -> None:
+    settings = toy.small()
+    first, second = toy.batches_of(settings)[0]
     assert first.tokens.shape == second.tokens.shape
     joined = {
         field.name: np.concatenate([getattr(first, field.name), getattr(second, field.name)])
@@ -134,12 +115,12 @@ def test_gradients_of_micro_batches_add_up() -> None:
     one.step([whole])
     two.step([first, second])
     assert one.figures().loss == pytest.approx(two.figures().loss, rel=1e-5)
-    torch.testing.assert_close(parameters(one), parameters(two), rtol=0, atol=2e-4)
+    torch.testing.assert_close(toy.parameters(one), toy.parameters(two), rtol=0, atol=2e-4)
 
 
-def test_going_on_gives_the_same_bits(tmp_path: Path) -> None:
-    settings = small()
-    batches = batches_of(settings)
+def test_going_on_gives_the_same_bits(toy: Any, tmp_path: Path) -> None:
+    settings = toy.small()
+    batches = toy.batches_of(settings)
     through = Trainer(settings, VOCABULARY, CPU)
     for step in batches:
         through.step(step)
@@ -152,15 +133,15 @@ def test_going_on_gives_the_same_bits(tmp_path: Path) -> None:
     assert state is not None
     later.load_state_dict(state)
     assert later.steps_done == 2
-    assert torch.equal(parameters(first), parameters(later))
-    for step in batches_of(settings)[2:]:
+    assert torch.equal(toy.parameters(first), toy.parameters(later))
+    for step in toy.batches_of(settings)[2:]:
         later.step(step)
-    assert torch.equal(parameters(through), parameters(later))
-    assert not torch.equal(parameters(first), parameters(later))
+    assert torch.equal(toy.parameters(through), toy.parameters(later))
+    assert not torch.equal(toy.parameters(first), toy.parameters(later))
 
 
-def test_other_settings_cannot_take_up_a_checkpoint() -> None:
-    settings = small()
+def test_other_settings_cannot_take_up_a_checkpoint(toy: Any) -> None:
+    settings = toy.small()
     state = Trainer(settings, VOCABULARY, CPU).state_dict()
     other = replace(settings, optimizer=replace(settings.optimizer, matrix_rate=0.01))
     with pytest.raises(ConfigError, match=r"another optimizer\.matrix_rate"):
@@ -169,12 +150,12 @@ def test_other_settings_cannot_take_up_a_checkpoint() -> None:
     Trainer(faster, VOCABULARY, CPU).load_state_dict(state)  # what is learnt is the same
 
 
-def test_a_loss_that_is_no_number_is_not_kept() -> None:
-    settings = small()
+def test_a_loss_that_is_no_number_is_not_kept(toy: Any) -> None:
+    settings = toy.small()
     trainer = Trainer(settings, VOCABULARY, CPU)
     with torch.no_grad():
         next(iter(trainer.model.parameters())).fill_(float("nan"))
-    trainer.step(batches_of(settings)[0])
+    trainer.step(toy.batches_of(settings)[0])
     with pytest.raises(TrainingError, match="not a number"):
         trainer.figures()
 
