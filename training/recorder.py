@@ -4,11 +4,13 @@ A step of a small model is many short launches, and takes as long as Python take
 (`training.feed`). A graph of them is one.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 import torch
 
+AHEAD = 3
+"""Steps that are queued before the one that is under way must be over: time is the clock's."""
 WARM_UP = 2
 """Runs of a piece of work before it is recorded: kernels are compiled, buffers are made."""
 
@@ -28,6 +30,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._runs: Counter[Hashable] = Counter()
+        self._under_way: deque[torch.cuda.Event] = deque()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do the piece of work that `key` names; from the third time on it is replayed.
@@ -51,7 +54,17 @@ class Recorder:
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             # Another thread packs batches into pinned memory meanwhile, which is no part of it.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+            ):
                 work()
             self._graphs[key] = graph
         graph.replay()
+
+    def end_step(self) -> None:
+        """Wait for the step before the last few; replays are queued much sooner than done."""
+        over: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        over.record()
+        self._under_way.append(over)
+        if len(self._under_way) > AHEAD:
+            self._under_way.popleft().synchronize()

@@ -126,6 +126,7 @@ class Trainer:
                 self._replay(self._recorder, batch, whole)
             self.optimizers.set_rates(factor)
             self._recorder.run("optimizers", self.optimizers.apply)
+            self._recorder.end_step()
         self._steps_seen += 1
         self.steps_done += 1
         self.trained_s += time.perf_counter() - began

@@ -42,6 +42,9 @@ class Inline:
         self.keys.append(key)
         work()
 
+    def end_step(self) -> None:
+        self.keys.append("end")
+
 
 def test_a_recorded_step_learns_the_same(toy: Any) -> None:
     settings = toy.small()
@@ -58,7 +61,8 @@ def test_a_recorded_step_learns_the_same(toy: Any) -> None:
     one, two = plain.figures(), recorded.figures()
     assert one.loss == pytest.approx(two.loss, rel=1e-4)
     assert one.by_task == pytest.approx(two.by_task, rel=1e-4)
-    shapes = [key for key in recorder.keys if key != "optimizers"]
+    assert recorder.keys[-2:] == ["optimizers", "end"]
+    shapes = [key for key in recorder.keys if isinstance(key, tuple)]
     assert len(shapes) == 2 * recorder.keys.count("optimizers")
     assert 1 <= len(set(shapes)) < len(shapes)
     assert set(shapes) == set(recorded._blocks)
