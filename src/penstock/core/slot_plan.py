@@ -6,6 +6,25 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
 
+_CLASH_BYTES = 128 << 10
+"""Rows in host memory that begin a multiple of this apart are written slowly, see `host_groups`."""
+
+
+def host_groups(max_groups: int, unit_bytes: int) -> int:
+    """Groups of a row of the device tier's host memory: one more where rows would clash.
+
+    Every step writes a token to every row, by the GPU and at the same place of each. Rows that
+    begin a multiple of 2 MiB apart cost a step of 16,384 rows 82 to 98 ms instead of 14; 512 bytes
+    more a row were enough (one H100, docs/log.md, 2026-11-25). The host's caches are thought to put
+    what lies so far apart into the same few lines.
+
+    Args:
+        max_groups: groups that a sequence fills.
+        unit_bytes: bytes of one; if they are such a multiple themselves, nothing is added.
+    """
+    clash = max_groups * unit_bytes % _CLASH_BYTES == 0 and unit_bytes % _CLASH_BYTES > 0
+    return max_groups + clash
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
@@ -69,6 +88,11 @@ class SlotPlan:
     def is_resident(self) -> bool:
         """Whether the whole cache stays in memory, without slots and without a store."""
         return self.num_slots == 0
+
+    @property
+    def host_groups(self) -> int:
+        """Groups of a row in host memory (device tier); see the function."""
+        return host_groups(self.max_groups, self.unit_bytes)
 
     @property
     def tail_slots(self) -> int:

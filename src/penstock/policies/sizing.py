@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError
-from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.core.slot_plan import SizingRequest, SlotPlan, host_groups
 from penstock.indexes.device_tier.base import StepClock
 from penstock.indexes.device_tier.scored_units import ScoredUnits
 from penstock.kernels.device.slots import FetchLists
@@ -143,7 +143,8 @@ def make_plan(
         fixed += shape.num_layers * _device_table_bytes(
             batch, num_slots, max_groups, max(1, selected_groups)
         )
-        staging_bytes = shape.num_layers * batch * max_groups * unit_bytes
+        row_bytes = host_groups(max_groups, unit_bytes) * unit_bytes
+        staging_bytes = shape.num_layers * batch * row_bytes
     elif selected_groups:
         fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
     if compact:
