@@ -56,6 +56,7 @@ def test_holm_takes_the_family_into_account() -> None:
         ("second-run-lists-h200", 48, 1),
         ("third-run-h100", 52, 0),
         ("fourth-run-h100", 50, 2),
+        ("fifth-run-four-sittings-cut-short-h100", 44, 3),
     ],
 )
 def test_the_runs_that_the_log_tells_of(
