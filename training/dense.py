@@ -11,7 +11,8 @@ the same digit at the same place, and so did the model after three sittings (26 
 answers in 304): in `dense_values` and `alike_values` that is what every answer is full of, so that
 more than one token before has to be looked at to know which value is being said. `dense_walk` is
 for the digits that a walk's rules set, which one run had not found in 28,000 steps, `short_walks`
-for where a walk ends, which is said once in an answer of long_walk. `alike_copy` is for lists in
+for where a walk ends, which is said once in an answer of long_walk, `many_walkers` for looking a
+place up a round of 160 or 320 tokens back (seven of nine wrong walks had so many). `alike_copy` is for lists in
 which a word comes again: six of seven wrong copies of 100 (4K, after four sittings) went on as
 another place did where the same word stands.
 """
@@ -42,6 +43,7 @@ _FIRST_TOKENS, _LATER_TOKENS = 9, 7
 _VALUES = 4
 _SHARED = (0.1, 0.5)
 _SETTING = 0.85
+_SOME, _MANY, _ROOM_FOR_MANY = (8,), (16, 32), 680
 
 
 def dense_copy(tokens: int, rng: random.Random, words: Words) -> Sample:
@@ -117,6 +119,11 @@ def dense_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
     return long_walk(tokens, rng, words, set_share=_SETTING)
 
 
+def many_walkers(tokens: int, rng: random.Random, words: Words) -> Sample:
+    """The bench's long_walk with 16 or 32 walkers, in short rows too: the harder half of them."""
+    return long_walk(tokens, rng, words, counts=_MANY if tokens >= _ROOM_FOR_MANY else _SOME)
+
+
 def short_walks(tokens: int, rng: random.Random, words: Words) -> Sample:
     """long_walk with many short walks by the same rules behind it: their ends come often."""
     return replace(long_walk(tokens, rng, words), task="short_walks")
@@ -176,6 +183,7 @@ DENSE: Mapping[str, tuple[Generate, float]] = MappingProxyType({
     "dense_values": (dense_values, 0.45),
     "alike_values": (alike_values, 0.0),
     "dense_walk": (dense_walk, 0.0),
+    "many_walkers": (many_walkers, 0.0),
     "short_walks": (short_walks, 0.5),
 })  # fmt: skip
 """By name: what makes the sample, and the share of the row that is kept for further questions."""

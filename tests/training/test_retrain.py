@@ -108,7 +108,7 @@ def run(path: Path, out: Path, commands: Commands, monkeypatch: pytest.MonkeyPat
 
 def test_the_recipe_of_the_bundled_model() -> None:
     read = read_recipe(RECALL)
-    assert [plan.minutes for plan in read.sittings] == [12, 11]
+    assert [plan.minutes for plan in read.sittings] == [11, 13]
     assert (read.seed, read.seed_step) == (6, 60)
     assert len(read.questions.tasks) * len(read.questions.tokens) == 52
     assert read.further.questions.seed != read.questions.seed == 0

@@ -41,15 +41,26 @@ def output_tokens(tokens: int) -> int:
 
 
 def long_walk(
-    tokens: int, rng: random.Random, words: Words, *, set_share: float = _SET_SHARE
-) -> Sample:
+    tokens: int, rng: random.Random, words: Words, *, set_share: float = _SET_SHARE,
+    counts: Sequence[int] = _WALKERS,
+) -> Sample:  # fmt: skip
     """Walkers in turns until all of them stop; place and value are restated at every step.
 
     The answer is half as long as the prompt, 8,192 tokens at most, less what does not make a
     whole round; the prompt is shorter than `tokens` by less than a rule.
+
+    Args:
+        tokens: most of the prompt.
+        rng: what it is drawn by.
+        words: to draw from.
+        set_share: of the rules, how many set a value.
+        counts: of walkers, ascending; one that leaves three rounds or more is drawn, or the first.
+
+    Raises:
+        ConfigError: `tokens` is too short for two rounds.
     """
     steps = (output_tokens(tokens) - 1) // _STEP_TOKENS
-    walkers = rng.choice([count for count in _WALKERS if count <= max(_WALKERS[0], steps // 3)])
+    walkers = rng.choice([count for count in counts if count <= max(counts[0], steps // 3)])
     rounds = steps // walkers
     if rounds < 2:
         raise ConfigError(f"tokens={tokens} is too short for this task: no two rounds fit in")
