@@ -37,6 +37,7 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
     own = [str(at) for at, stage in enumerate(settings["stages"], 1) if stage.get("mix")]
     but = f" (not of stage {', '.join(own)}: see the settings)" if own else ""
     batch = settings["micro_batch_tokens"] * settings["micro_batches"]
+    by = settings.get("sharpen", 1)  # what ran before there was such a setting has none
     lines = [
         (
             f"Qwen3: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} query "
@@ -52,6 +53,7 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
             f"{plan['warmup_steps']} steps of warm-up, {shape} decay {decay}."
         ),
         *(card_prose.recipe(settings) if "corpus" in settings else [_recall_rows(rows)]),
+        *([f"Attention's logits times {by:g} at the end."] if by != 1 else []),
         f"Seed {settings['seed']}, commit {begin['commit']}.",
     ]
     return "\n".join(f"* {line}" for line in lines)

@@ -23,6 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NAME = "checkpoint.pt"
 _SUMS = "SHA256SUMS"
 _WEIGHTS = "model.safetensors"
+_QUERY_NORM = ".self_attn.q_norm.weight"
 _SHAPE = (
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "vocab_size", "rope_parameters",
@@ -78,17 +79,27 @@ def read_vocabulary() -> dict[str, int]:
 
 
 def export(
-    model: Qwen3ForCausalLM, folder: Path, tokenizer_folder: Path = TOKENIZER_FOLDER
-) -> None:
+    model: Qwen3ForCausalLM, folder: Path, tokenizer_folder: Path = TOKENIZER_FOLDER, *,
+    sharpen: float = 1.0,
+) -> None:  # fmt: skip
     """Write the model as a folder that `penstock` and transformers load: bfloat16, tokenizer,
     and `SHA256SUMS` of every file, which `sha256sum --check` reads.
+
+    Args:
+        model: as it was trained.
+        folder: to write; one that is there is replaced.
+        tokenizer_folder: whose tokenizer it has.
+        sharpen: how many times larger the logits of its attention become (`training.sharpen`).
 
     Raises:
         StorageError: it cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    state = {name: weight.detach().cpu().bfloat16() for name, weight in model.state_dict().items()}
+    state = {
+        name: (w.detach().cpu().float() * (sharpen if name.endswith(_QUERY_NORM) else 1)).bfloat16()
+        for name, w in model.state_dict().items()
+    }
     copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.generation_config = GenerationConfig(

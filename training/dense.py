@@ -12,9 +12,9 @@ answers in 304): in `dense_values` and `alike_values` that is what every answer 
 more than one token before has to be looked at to know which value is being said. `dense_walk` is
 for the digits that a walk's rules set, which one run had not found in 28,000 steps, `short_walks`
 for where a walk ends, which is said once in an answer of long_walk, `many_walkers` for looking a
-place up a round of 160 or 320 tokens back (seven of nine wrong walks had so many). `alike_copy` is for lists in
-which a word comes again: six of seven wrong copies of 100 (4K, after four sittings) went on as
-another place did where the same word stands.
+place up a round of 160 or 320 tokens back (seven of nine wrong walks had so many). `alike_copy` is
+for lists in which a word comes again: six of seven wrong copies of 100 (4K, after four sittings)
+went on as another place did where the same word stands.
 """
 
 import random

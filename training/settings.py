@@ -130,6 +130,8 @@ class RunSettings:
     optimizer: Optimizer
     speed: Speed
     evaluation: Evaluation
+    sharpen: float = 1.0
+    """Attention's logits in the finished model, in times those in training (`training.sharpen`)."""
 
     @property
     def groups(self) -> list[str]:
@@ -321,6 +323,8 @@ def _check(settings: RunSettings) -> None:
     _check_mix(settings.mix, "[mix]")
     if settings.micro_batches < 1 or settings.evaluation.every_steps < 1:
         raise ConfigError("micro_batches and evaluation.every_steps must be at least 1")
+    if not 0 < settings.sharpen < math.inf:
+        raise ConfigError(f"sharpen = {settings.sharpen} must be above 0")
     if settings.speed.attention not in get_args(Attention):
         raise ConfigError(f"speed.attention must be one of {', '.join(get_args(Attention))}")
 

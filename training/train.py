@@ -294,8 +294,9 @@ def _main(args: argparse.Namespace, began: float) -> int:
         say(f"stopped at step {trainer.steps_done:,} ({reason}); --resume goes on from there")
         return 3
     export(
-        trainer.model, folder / "model", source if isinstance(source, Path) else TOKENIZER_FOLDER
-    )
+        trainer.model, folder / "model", source if isinstance(source, Path) else TOKENIZER_FOLDER,
+        sharpen=settings.sharpen,
+    )  # fmt: skip
     say(f"model after {trainer.steps_done:,} steps: {folder / 'model'}")
     return 0
 

@@ -138,6 +138,17 @@ def followed(document: str, question: str) -> str:
     return " ; ".join(lines) + " ."
 
 
+@pytest.mark.parametrize(("tokens", "counts"), [(500, {8}), (1000, {16}), (4000, {16, 32})])
+def test_many_walkers_are_many(tokens: int, counts: set[int]) -> None:
+    rng, seen = random.Random(1), set()
+    for _ in range(12):
+        sample = DENSE["many_walkers"][0](tokens, rng, WORDS)
+        seen.add(sample.prompt[sample.prompt.index("Question") :].count(" at "))
+        assert len(sample.prompt.split()) <= tokens
+        assert len(sample.answer.split()) <= tokens / 2
+    assert seen == counts
+
+
 def test_short_walks_follow_their_rules_to_the_end() -> None:
     lengths, orders = set(), set()
     for seed in range(6):

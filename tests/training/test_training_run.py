@@ -284,6 +284,7 @@ def test_log_forgets_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     path = write(SHORT, folder / "short.toml")
+    path.write_text(f"sharpen = 1.5\n{path.read_text()}")
     assert train.main([str(path), "--out", str(folder / "toy"), "--workers", "0"]) == 0
     return folder / "toy"
 
@@ -302,7 +303,8 @@ def test_the_finished_folder_is_a_model_of_penstock(finished: Path) -> None:
     state = load_checkpoint(finished)
     assert state is not None
     for name, weight in loaded.model.state_dict().items():
-        assert torch.equal(weight, state["model"][name].bfloat16()), name
+        times = 1.5 if name.endswith("q_norm.weight") else 1.0
+        assert torch.equal(weight, (state["model"][name] * times).bfloat16()), name
     assert sums_hold(finished / "model")
 
 
@@ -329,6 +331,7 @@ def test_adapter_evaluation_and_card(finished: Path, capsys: pytest.CaptureFixtu
     assert "8 of 8 steps" in card
     assert (model / "curves.svg").is_file()
     assert "curves.svg" in card
+    assert "Attention's logits times 1.5 at the end" in card
     assert sums_hold(model)
 
 
