@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.bench.device_tier.streamed_index import QueryStream
+from penstock.bench.device_tier.query_stream import QueryStream
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.loader import CausalLM
@@ -29,6 +29,9 @@ class DecodeBench:
     host_bytes: int
     """Most pinned memory of a row."""
     seed: int
+    stays: tuple[float, float] | None = None
+    """Share of a selection that is in the next one: of methods that retrieve at turns, and of those
+    that do at every step. None: what the queries make of it."""
     _noise: dict[int, SyntheticKV] = field(default_factory=dict)
     _streams: dict[int, QueryStream] = field(default_factory=dict)
 

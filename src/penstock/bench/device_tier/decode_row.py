@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from penstock.bench.device_tier.decode_bench import DecodeBench
 from penstock.bench.device_tier.methods import Method, Pattern
 from penstock.bench.device_tier.plain_kernels import as_flagged
 from penstock.bench.device_tier.row_counts import Counts, GpuMemory, count
+from penstock.bench.device_tier.stated_units import StatedUnits
 from penstock.bench.device_tier.step_timer import time_steps
 from penstock.bench.device_tier.streamed_index import lay_stream
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
+from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import plain_cache, vocabulary_size
+from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.storage.pinned_memory import pinned_bytes
 
 WARM_UP = 8
@@ -65,6 +69,7 @@ class DecodeRow:
         self._bench, self._method, self._pattern, self._batch = bench, method, pattern, batch
         self._noise, self._stream = bench.noise(batch), bench.stream(batch)
         self._steps_done = self._streamed = 0
+        self._stated: StatedUnits | None = None
         self.memory = GpuMemory(bench.device)
         max_tokens = pattern.prompt + pattern.output
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=bench.device)
@@ -134,10 +139,28 @@ class DecodeRow:
         self._noise.fill(self._cache, length - held)
         self._position.fill_(length)
         if isinstance(self._cache, TieredCache) and not self._streamed:
-            self._streamed = lay_stream(self._cache._runtime.layers, self._stream)
+            layers = self._cache._runtime.layers
+            self._stated = self._state_units(layers)
+            self._streamed = lay_stream(layers, self._stream, self._stated)
             self.figures["streamed_layers"] = self._streamed
+        if self._stated is not None:
+            self.figures.setdefault("stated", []).append(self._stated.state(length))
         _wait(self._bench.device)
         self.memory.filled()
+
+    def _state_units(self, layers: Sequence[object]) -> StatedUnits | None:
+        selecting = [
+            one for one in layers if isinstance(one, DeviceLayer) and one.index is not None
+        ]
+        if self._bench.stays is None or not selecting:
+            return None
+        at_turns = isinstance(selecting[0].index, DeviceSemanticUnits)
+        stated = StatedUnits(
+            self._stream, selecting[0].setup.plan, at_turns=at_turns,
+            stays=self._bench.stays[0 if at_turns else 1], seed=self._bench.seed,
+        )  # fmt: skip
+        self.memory.leave_out(stated.num_bytes)
+        return stated
 
     def _length(self) -> int:
         return int(self._cache.get_seq_length()) if self._steps_done else 0

@@ -80,6 +80,11 @@ class GpuMemory:
         free, _ = torch.cuda.mem_get_info()
         return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
+    def leave_out(self, num_bytes: int) -> None:
+        """So many of what was allocated since are not the cache's."""
+        if self._cuda:
+            self._base += num_bytes
+
     def filled(self) -> None:
         """Tokens were put in."""
         self._fill_peak = max(self._fill_peak, self._peak())

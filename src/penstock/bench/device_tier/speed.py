@@ -36,10 +36,25 @@ from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_mo
 
 KIND = "device_tier.speed"
 METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
-_SHARED = ("config", "layers", "steps", "places", "segment", "sameness", "on", "seed")
+_SHARED = ("config", "layers", "steps", "places", "segment", "sameness", "stays", "on", "seed")
 """Settings that a result which is gone on with must have in common."""
 
 Job = tuple[Pattern, int, str]
+_STAYS_HELP = (
+    "state which units are selected: these shares of a selection are in the next one, of methods "
+    "that retrieve at turns and of those that do at every step (default: as the queries have it)"
+)
+
+
+def _shares(text: str) -> list[float]:
+    """Read `TURN/STEP`; a list, as a saved result has."""
+    try:
+        turn, step = (float(word) for word in text.split("/"))
+    except ValueError:
+        turn = step = -1.0
+    if not (0 <= turn <= 1 and 0 <= step <= 1):
+        raise ConfigError(f"--stays {text} must be two shares of 0 to 1, as in 0.6/0.7")
+    return [turn, step]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -62,6 +77,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--breakdown", type=int, default=0, metavar="STEPS", help="time a layer's parts as well")
     add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
     add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
+    add("--stays", metavar="TURN/STEP", help=_STAYS_HELP)
     add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
     add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
@@ -72,6 +88,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if min(args.steps, args.segment) < 1 or args.breakdown < 0 or not 0 <= args.sameness <= 1:
         raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
+    if args.stays is not None:
+        args.stays = _shares(args.stays)
     if args.places < 2:
         raise ConfigError("--places must be at least 2: the answer's beginning and its end")
     if args.layers is not None and args.layers < 1:
@@ -152,6 +170,7 @@ class SpeedBenchmark:
             device=device, steps=args.steps, places=args.places, segment=args.segment,
             sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
             host_bytes=int(args.host_gib * 2**30), seed=args.seed,
+            stays=None if args.stays is None else (args.stays[0], args.stays[1]),
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
         return bench

@@ -2,79 +2,24 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from penstock.bench.device_tier.query_stream import QueryStream
+from penstock.bench.device_tier.stated_units import StatedUnits
 from penstock.indexes.device_tier.base import DeviceIndex, StepClock, Wanted
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 
-SEGMENTS = 32
-"""Segments after which the stream begins anew."""
-LAYER_SHIFT, SEQUENCE_SHIFT = 5, 3
-"""Steps by which layers, and sequences, are apart: they turn at different steps."""
-
-
-class QueryStream:
-    """Queries that stay alike for a segment and then turn, one table for all layers.
-
-    Query heads of a sequence at step p are d * sqrt(sameness) + n * sqrt(1 - sameness): d is drawn
-    anew for every segment, n for every step, both normal and independent from head to head. So the
-    cosine of two steps is about `sameness` within a segment and about 0 across its end. A step
-    costs a layer two small launches; the host has nothing to do with it.
-    """
-
-    def __init__(
-        self, *, sequences: int, heads: int, head_dim: int, layers: int, segment: int,
-        sameness: float, dtype: torch.dtype, device: torch.device, seed: int = 0,
-    ) -> None:  # fmt: skip
-        """Draw the table.
-
-        Args:
-            heads: query heads of a sequence.
-            segment: steps that belong together.
-            sameness: cosine of two queries of a segment, in [0, 1].
-        """
-        self.period = SEGMENTS * segment
-        steps = self.period + LAYER_SHIFT * layers
-        draw = torch.Generator(device).manual_seed(seed)
-
-        def normal(count: int) -> Tensor:
-            size = (count, sequences, heads, head_dim)
-            return torch.randn(size, generator=draw, device=device, dtype=torch.float32)
-
-        step = torch.arange(steps, device=device)[:, None]
-        phase = SEQUENCE_SHIFT * torch.arange(sequences, device=device) % segment
-        number = (step + phase) // segment % SEGMENTS  # no turn where the table begins anew
-        drawn = normal(SEGMENTS).to(dtype)
-        directions = drawn[number, torch.arange(sequences, device=device)]
-        self._table = torch.empty_like(directions)
-        for first in range(0, steps, segment):  # the noise of all steps at once would be large
-            part = slice(first, min(first + segment, steps))
-            mixed = normal(part.stop - first) * (1 - sameness) ** 0.5
-            mixed += directions[part].float() * sameness**0.5
-            self._table[part] = mixed.to(dtype)
-
-    def query(self, layer: int, position: Tensor) -> Tensor:
-        """Queries of the step of `position`'s token.
-
-        Args:
-            layer: number of the layer.
-            position: int64 [1], on the device.
-
-        Returns:
-            [1, sequences, heads, head_dim]
-        """
-        shift = LAYER_SHIFT * layer
-        table = self._table[shift : shift + self.period]
-        return table.index_select(0, position % self.period)
-
 
 class StreamedIndex(DeviceIndex):
-    """A layer's index that sees the stream's queries when it selects; all else is its own."""
+    """A layer's index that sees the stream's queries when it selects; all else is its own, but for
+    which units have won where that is stated."""
 
-    def __init__(self, inner: DeviceIndex, stream: QueryStream, layer: int) -> None:
+    def __init__(
+        self, inner: DeviceIndex, stream: QueryStream, layer: int,
+        stated: StatedUnits | None = None,
+    ) -> None:  # fmt: skip
         self.inner = inner
-        self._stream, self._layer = stream, layer
+        self._stream, self._layer, self._stated = stream, layer, stated
 
     @property
     def ready(self) -> bool:
@@ -108,7 +53,10 @@ class StreamedIndex(DeviceIndex):
 
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
         """See `DeviceIndex.select`."""
-        return self.inner.select(self.streamed_query(query, clock), clock)
+        wanted = self.inner.select(self.streamed_query(query, clock), clock)
+        if self._stated is not None:
+            self._stated.write(self._layer, clock.position, wanted)
+        return wanted
 
     def kept(self) -> Wanted | None:
         """See `DeviceIndex.kept`."""
@@ -132,10 +80,15 @@ class StreamedIndex(DeviceIndex):
         self.inner.take_rows_from(other.inner, rows)
 
 
-def lay_stream(layers: Sequence[object], stream: QueryStream) -> int:
+def lay_stream(
+    layers: Sequence[object], stream: QueryStream, stated: StatedUnits | None = None
+) -> int:
     """Put the stream before the index of every layer that selects on the device.
 
     To be called once, before the first decode step (a CUDA graph keeps what it has recorded).
+
+    Args:
+        stated: what has won, if that is not left to the queries.
 
     Returns:
         How many layers select.
@@ -143,6 +96,6 @@ def lay_stream(layers: Sequence[object], stream: QueryStream) -> int:
     count = 0
     for number, layer in enumerate(layers):
         if isinstance(layer, DeviceLayer) and layer.index is not None:
-            layer.index = StreamedIndex(layer.index, stream, number)
+            layer.index = StreamedIndex(layer.index, stream, number, stated)
             count += 1
     return count
