@@ -146,7 +146,8 @@ def test_the_package_s_own_table_is_sound() -> None:
         assert one.file == f"{name}.tar.xz"
         assert len(bytes.fromhex(one.sha256)) == 32
         assert one.bytes > 1_000_000
-        assert one.train.startswith("python -m training.train training/configs/")
+        starts = ("train training/configs/", "retrain training/recipes/")
+        assert one.train.startswith(tuple(f"python -m training.{start}" for start in starts))
 
 
 def test_packing_is_reproducible(original: Path, tmp_path: Path, archive: Path) -> None:
