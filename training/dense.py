@@ -120,7 +120,7 @@ def dense_walk(tokens: int, rng: random.Random, words: Words) -> Sample:
 
 
 def many_walkers(tokens: int, rng: random.Random, words: Words) -> Sample:
-    """The bench's long_walk with 16 or 32 walkers, in short rows too: the harder half of them."""
+    """The bench's long_walk with 16 or 32 walkers, in short rows too (8 in the shortest)."""
     return long_walk(tokens, rng, words, counts=_MANY if tokens >= _ROOM_FOR_MANY else _SOME)
 
 

@@ -1,5 +1,6 @@
 """DecodeBench: what the rows of `device_tier.speed` share, and the state of the GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +30,7 @@ class DecodeBench:
     host_bytes: int
     """Most pinned memory of a row."""
     seed: int
-    stays: tuple[float, float] | None = None
+    stays: Sequence[float] | None = None
     """Share of a selection that is in the next one: of methods that retrieve at turns, and of those
     that do at every step. None: what the queries make of it."""
     _noise: dict[int, SyntheticKV] = field(default_factory=dict)

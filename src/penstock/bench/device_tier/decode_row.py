@@ -15,13 +15,12 @@ from penstock.bench.device_tier.plain_kernels import as_flagged
 from penstock.bench.device_tier.row_counts import Counts, GpuMemory, count
 from penstock.bench.device_tier.stated_units import StatedUnits
 from penstock.bench.device_tier.step_timer import time_steps
-from penstock.bench.device_tier.streamed_index import lay_stream
+from penstock.bench.device_tier.streamed_index import lay_stream, selecting_layers
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import plain_cache, vocabulary_size
-from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.storage.pinned_memory import pinned_bytes
 
 WARM_UP = 8
@@ -149,14 +148,13 @@ class DecodeRow:
         self.memory.filled()
 
     def _state_units(self, layers: Sequence[object]) -> StatedUnits | None:
-        selecting = [
-            one for one in layers if isinstance(one, DeviceLayer) and one.index is not None
-        ]
+        selecting = selecting_layers(layers)
         if self._bench.stays is None or not selecting:
             return None
-        at_turns = isinstance(selecting[0].index, DeviceSemanticUnits)
+        _, layer = selecting[0]
+        at_turns = isinstance(layer.index, DeviceSemanticUnits)
         stated = StatedUnits(
-            self._stream, selecting[0].setup.plan, at_turns=at_turns,
+            self._stream, layer.setup.plan, at_turns=at_turns,
             stays=self._bench.stays[0 if at_turns else 1], seed=self._bench.seed,
         )  # fmt: skip
         self.memory.leave_out(stated.num_bytes)

@@ -169,8 +169,7 @@ class SpeedBenchmark:
             model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
             device=device, steps=args.steps, places=args.places, segment=args.segment,
             sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
-            host_bytes=int(args.host_gib * 2**30), seed=args.seed,
-            stays=None if args.stays is None else (args.stays[0], args.stays[1]),
+            host_bytes=int(args.host_gib * 2**30), seed=args.seed, stays=args.stays,
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
         return bench

@@ -2,7 +2,8 @@
 
 How much of a selection outlives a turn decides what a method moves, and drawn queries over drawn
 keys leave next to nothing (`device_tier.follow` has what a language model leaves). A method scores
-and selects as ever, so that all its costs stay, and only which units have won is replaced.
+and selects as ever, so that all its costs stay, and only which units have won is replaced (as
+`workloads.selection_streams` does for the tiers that the host drives).
 """
 
 import torch

@@ -93,9 +93,16 @@ def lay_stream(
     Returns:
         How many layers select.
     """
-    count = 0
-    for number, layer in enumerate(layers):
-        if isinstance(layer, DeviceLayer) and layer.index is not None:
-            layer.index = StreamedIndex(layer.index, stream, number, stated)
-            count += 1
-    return count
+    selecting = selecting_layers(layers)
+    for number, layer in selecting:
+        assert layer.index is not None
+        layer.index = StreamedIndex(layer.index, stream, number, stated)
+    return len(selecting)
+
+
+def selecting_layers(layers: Sequence[object]) -> list[tuple[int, DeviceLayer]]:
+    """The layers that select on the device, with their numbers."""
+    return [
+        (number, layer) for number, layer in enumerate(layers)
+        if isinstance(layer, DeviceLayer) and layer.index is not None
+    ]  # fmt: skip
