@@ -58,7 +58,7 @@ def test_a_method_has_one_colour_in_all_figures() -> None:
 
 
 def test_a_title_stays_inside_a_narrow_figure() -> None:
-    result = speed([row("louiskv", 8)], config="llama-3.1-8b")
+    result = speed([row("louiskv", 8)], config="llama-3.1-8b", segment=16, stays=[0.59, 0.71])
     result.machine["gpu"] = "NVIDIA H100 80GB HBM3"
     figure = draw_device_speed(result)
     figure.canvas.draw()
@@ -66,8 +66,11 @@ def test_a_title_stays_inside_a_narrow_figure() -> None:
     assert "llama-3.1-8b,\nNVIDIA H100" in title
     [box] = [text.get_window_extent() for text in figure.texts if text.get_text() == title]
     assert box.x1 < figure.bbox.x1
+    assert "0.59 of one stay at a turn, 0.71 at a step" in title
     result.machine["gpu"] = "NVIDIA H200"
     assert "llama-3.1-8b, NVIDIA H200" in draw_device_speed(result).get_suptitle()
+    result.settings["stays"] = None
+    assert "stay" not in draw_device_speed(result).get_suptitle()
 
 
 @pytest.mark.parametrize("name", ["arkvale", "louiskv:predict=true", "louiskv:boundaries=every"])

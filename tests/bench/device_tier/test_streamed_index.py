@@ -60,7 +60,7 @@ def test_boundaries_and_pages_follow_the_stream(tmp_path: Path) -> None:
     """LouisKV retrieves once a segment; ArkVale's pages overlap the more the queries do."""
     common = [
         "--config", "tiny", "--on", "cpu", "--patterns", "700/120", "--batches", "2", "--steps",
-        "24", "--methods",
+        "24", "--step-seconds", "1000", "--methods",
         f"louiskv:{OPTIONS};arkvale:{OPTIONS}",
     ]  # fmt: skip
     hits = []
@@ -85,7 +85,8 @@ def test_stated_shares_are_what_is_found(tmp_path: Path, turn: float, step: floa
     cache has too little to choose from."""
     common = [
         "--config", "tiny", "--on", "cpu", "--patterns", "900/200", "--batches", "2", "--steps",
-        "40", "--sameness", "0.95", "--stays", f"{turn}/{step}", "--segment", "5",
+        "40", "--step-seconds", "1000", "--sameness", "0.95", "--stays", f"{turn}/{step}",
+        "--segment", "5",
         "--methods", f"louiskv:{OPTIONS};arkvale:{OPTIONS};louiskv:predict=true,{OPTIONS}",
     ]  # fmt: skip
     result = speed.run([*common, "--out", str(tmp_path / "stated.json")])

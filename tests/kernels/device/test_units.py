@@ -79,20 +79,23 @@ def test_scores_are_the_hosts(
         assert (out - plain).abs().max() > 0.01, "the spread counts"
 
 
-@pytest.mark.parametrize("programs", [1, 4])
-def test_a_program_scores_several_blocks(
-    triton: None, device: torch.device, monkeypatch: pytest.MonkeyPatch, programs: int
-) -> None:
+@pytest.mark.parametrize("programs", [1, 4, 1000])
+@pytest.mark.parametrize("due_rows", [[0, 1, 2, 3, 4], [1, 3], [4], []])
+def test_programs_share_the_rows_that_are_due(
+    triton: None, device: torch.device, monkeypatch: pytest.MonkeyPatch, programs: int,
+    due_rows: list[int],
+) -> None:  # fmt: skip
     """As with many rows and units: blocks do not divide among programs, the last one is short."""
     from penstock.kernels.device import units_triton
 
     monkeypatch.setattr(units_triton, "_PROGRAMS", programs)
     torch.manual_seed(4)
-    query, means = torch.randn(2, 4, 16, device=device), torch.randn(2, 700, 16, device=device)
-    sizes = torch.randint(0, 3, (2, 700), dtype=torch.int32, device=device)
-    count = torch.tensor([690, 130], dtype=torch.int32, device=device)
-    due = torch.ones(2, dtype=torch.bool, device=device)
-    out, expected = torch.zeros(2, 700, device=device), torch.zeros(2, 700, device=device)
+    query, means = torch.randn(5, 4, 16, device=device), torch.randn(5, 700, 16, device=device)
+    sizes = torch.randint(0, 3, (5, 700), dtype=torch.int32, device=device)
+    count = torch.tensor([690, 130, 700, 64, 65], dtype=torch.int32, device=device)
+    due = torch.zeros(5, dtype=torch.bool, device=device)
+    due[due_rows] = True
+    out, expected = torch.full((5, 700), 7.0, device=device), torch.full((5, 700), 7.0).to(device)
     units_triton.score_units(query, means, sizes, count, 0.25, due, out)
     score_units_reference(query, means, sizes, count, 0.25, due, expected)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

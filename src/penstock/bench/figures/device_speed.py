@@ -246,8 +246,12 @@ def device_title(result: Result, what: str, inches: float = 20.0) -> str:
     where = result.machine.get("gpu") if settings.get("on") == "cuda" else "CPU"
     name = f"{what}: {settings['config']}{layers},"
     between = " " if len(f"{name} {where}") <= 10 * inches else "\n"
-    return (
+    title = (
         f"{name}{between}{where}\n"
         "random weights; queries that select are drawn:\n"
         f"segments of {settings['segment']} steps, cosine {settings['sameness']:g} within"
     )
+    if settings.get("stays") is None:
+        return title
+    turn, step = settings["stays"]
+    return f"{title}; selections stated:\n{turn:g} of one stay at a turn, {step:g} at a step"

@@ -15,10 +15,14 @@ _PROGRAMS = 2048
 """Programs beyond which each copies several tiles: where nothing is listed, they are what a step
 costs, and a link is full with far fewer."""
 _MOST_TILES = 16
-_STAYING_PROGRAMS = 64
-"""Programs that copy everything beside other work, of so many words at a time. On an H100 16 of
-32 KiB fill the link, too, but these and 132 hide less beside products (docs/log.md, 2026-11-25)."""
-_STAYING_WORDS = 2048
+_STAYING_PROGRAMS = 8
+_STAYING_WORDS = 8192
+_STAYING_WARPS = 32
+"""Programs that copy everything beside other work, words of 8 bytes that each copies at a time, and
+its warps. Few and large ones: a product of a batch of 32 wants 112 or 128 of an H100's 132
+multiprocessors at once, and a program that waits for the link keeps one of them. Of such steps of
+11.2 ms 4 programs cost 0.2 ms more, 16 of 16 KiB likewise, 64 of them 0.6 (docs/log.md, 2026-11-25,
+night)."""
 
 
 @triton.jit
@@ -101,21 +105,31 @@ def plan_slots_triton(
 
 
 @triton.jit
-def _copy_tile(
-    host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry, count, chunk,
-    width, host_row_words, pool_row_words, mask_row,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+def _read_tile(
+    host_ptr, units_ptr, slots_ptr, row, entry, count, chunk, width, host_row_words,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Chunk `chunk` of some of a row's entries; with the first one, the mask of their tokens."""
+    """Chunk `chunk` of some of a row's entries: which of them are listed, their units and slots,
+    and what is to be copied."""
     word = chunk * CHUNK + tl.arange(0, CHUNK)
     listed = entry < count
     unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
     slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
     whole = listed[:, None] & (word < WORDS)[None, :]
     source = row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
-    target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
     held = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
-    tl.store(pool_ptr + target, held, mask=whole)
+    return listed, unit, slot, held
+
+
+@triton.jit
+def _write_tile(
+    pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words, mask_row,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Put a tile into its slots; with the first chunk, the mask of their tokens."""
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
+    tl.store(pool_ptr + target, held, mask=listed[:, None] & (word < WORDS)[None, :])
     if chunk == 0:
         offset = tl.arange(0, GROUP_WIDE)
         position = unit[:, None] * GROUP + offset[None, :]
@@ -141,11 +155,24 @@ def _gather(
         return
     for tile in range(TILES):
         entry = (tile * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
-        _copy_tile(
-            host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry, count,
-            tl.program_id(2), width, host_row_words, pool_row_words, mask_row,
-            WORDS, CHUNK, GROUP, GROUP_WIDE,
+        chunk = tl.program_id(2)
+        listed, unit, slot, held = _read_tile(
+            host_ptr, units_ptr, slots_ptr, row, entry, count, chunk, width, host_row_words,
+            WORDS, CHUNK,
         )  # fmt: skip
+        _write_tile(
+            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words,
+            mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _spot(ends, tile, rows, CHUNKS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Where a tile of all that is listed lies: its row, entries and chunk."""
+    over = ends <= tile
+    row = tl.minimum(tl.sum(over.to(tl.int32), 0), rows - 1).to(tl.int64)
+    of_row = tile - tl.max(tl.where(over, ends, 0), 0)
+    return row, of_row // CHUNKS * ENTRIES + tl.arange(0, ENTRIES), of_row % CHUNKS
 
 
 @triton.jit
@@ -155,24 +182,34 @@ def _gather_staying(
     ROWS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     ENTRIES: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Every program copies each so many-th tile of all that is listed, whoever's row it is."""
+    """Every program copies each so many-th tile of all that is listed, whoever's row it is; the
+    next one is on its way while a tile is put into its slots."""
     each = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + each, mask=each < rows, other=0)
     tiles = (counts + ENTRIES - 1) // ENTRIES * CHUNKS
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     tile = tl.program_id(0)
+    row, entry, chunk = _spot(ends, tile, rows, CHUNKS, ENTRIES)
+    count = tl.where(tile < total, tl.load(counts_ptr + row), 0)
+    listed, unit, slot, held = _read_tile(
+        host_ptr, units_ptr, slots_ptr, row, entry, count, chunk, width, host_row_words,
+        WORDS, CHUNK,
+    )  # fmt: skip
     while tile < total:
-        over = ends <= tile
-        row = tl.sum(over.to(tl.int32), 0).to(tl.int64)
-        tile_of_row = tile - tl.max(tl.where(over, ends, 0), 0)
-        entry = tile_of_row // CHUNKS * ENTRIES + tl.arange(0, ENTRIES)
-        _copy_tile(
-            host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, row, entry,
-            tl.load(counts_ptr + row), tile_of_row % CHUNKS, width, host_row_words,
-            pool_row_words, mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
-        )  # fmt: skip
         tile += tl.num_programs(0)
+        next_row, entry, next_chunk = _spot(ends, tile, rows, CHUNKS, ENTRIES)
+        count = tl.where(tile < total, tl.load(counts_ptr + next_row), 0)
+        next_listed, next_unit, next_slot, next_held = _read_tile(
+            host_ptr, units_ptr, slots_ptr, next_row, entry, count, next_chunk, width,
+            host_row_words, WORDS, CHUNK,
+        )  # fmt: skip
+        _write_tile(
+            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words,
+            mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
+        )  # fmt: skip
+        row, chunk, listed, unit = next_row, next_chunk, next_listed, next_unit
+        slot, held = next_slot, next_held
 
 
 def gather_units_triton(
@@ -206,7 +243,7 @@ def gather_units_triton(
         programs = min(_STAYING_PROGRAMS, tiles * rows * chunks)
         _gather_staying[(programs,)](
             *tensors, rows, *strides, **sizes, ROWS=triton.next_power_of_2(rows), CHUNKS=chunks,
-            num_warps=8,
+            num_warps=_STAYING_WARPS,
         )  # fmt: skip
         return
     each = triton.next_power_of_2(triton.cdiv(tiles * rows * chunks, _PROGRAMS))

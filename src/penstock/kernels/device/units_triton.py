@@ -11,9 +11,10 @@ from penstock.kernels.device.units import BLOCK_UNITS, UnitScratch
 
 COMBINED_UNITS = 256
 """Units whose scores one program puts together."""
-_PROGRAMS = 1024
-"""Programs beyond which each scores several blocks: where none is due, they are what it costs."""
-_MOST_BLOCKS = 16
+_PROGRAMS = 528
+"""Programs of a launch at most, four on each of the 132 multiprocessors of an H100 or H200. They
+take the work of the rows that are due in turns: a few rows fill the device as well as all of them
+do, and a step in which none is due costs as little as so many programs."""
 
 
 def score_units(
@@ -28,53 +29,63 @@ def score_units(
     rows, heads, dim = query.shape
     capacity = sizes.shape[1]
     scratch = scratch or UnitScratch.allocate(rows, heads, capacity, query.device)
-    blocks = triton.cdiv(capacity, BLOCK_UNITS)
+    blocks, parts = triton.cdiv(capacity, BLOCK_UNITS), triton.cdiv(capacity, COMBINED_UNITS)
     # The interpreter multiplies bfloat16 as if it were whole numbers.
     interpreted = query.dtype == torch.bfloat16 and not query.is_cuda
-    each = min(triton.next_power_of_2(triton.cdiv(rows * blocks, _PROGRAMS)), _MOST_BLOCKS)
-    _logits[(rows, triton.cdiv(blocks, each))](
+    wide = triton.next_power_of_2(rows)
+    _logits[(min(rows * blocks, _PROGRAMS),)](
         query, means, means if spread is None else spread, sizes, count, due, scratch.logits,
         scratch.partial[0], scratch.partial[1], scaling, query.stride(0), query.stride(1),
-        means.stride(0), capacity, blocks,
+        means.stride(0), rows, capacity, blocks, ROWS=wide,
         HEADS=heads, PADDED_HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
         PADDED_DIM=max(16, triton.next_power_of_2(dim)), BLOCK=BLOCK_UNITS,
-        WIDEN=interpreted or query.dtype != means.dtype, EACH=each, SPREAD=spread is not None,
-        num_warps=4,
+        WIDEN=interpreted or query.dtype != means.dtype, SPREAD=spread is not None, num_warps=4,
     )  # fmt: skip
-    _combine[(rows, triton.cdiv(capacity, COMBINED_UNITS))](
-        scratch.logits, scratch.partial[0], scratch.partial[1], sizes, count, due, out, capacity,
-        blocks, HEADS=heads, PADDED_BLOCKS=triton.next_power_of_2(blocks), BLOCK=COMBINED_UNITS,
-        num_warps=4,
+    _combine[(min(rows * parts, _PROGRAMS),)](
+        scratch.logits, scratch.partial[0], scratch.partial[1], sizes, count, due, out, rows,
+        capacity, blocks, parts, ROWS=wide, HEADS=heads,
+        PADDED_BLOCKS=triton.next_power_of_2(blocks), BLOCK=COMBINED_UNITS, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _due_so_far(due, rows, ROWS: tl.constexpr):
+    """Of each row, how many are due up to and with it."""
+    each = tl.arange(0, ROWS)
+    flags = tl.load(due + each, mask=each < rows, other=0)
+    return tl.cumsum((flags != 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _nth_due(so_far, number):
+    """The row that is due behind `number` others."""
+    return tl.sum((so_far <= number).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _logits(
     query, means, spread, sizes, count, due, logits, largest, total, scaling,
-    query_row, query_head, means_row, capacity, blocks,
+    query_row, query_head, means_row, rows, capacity, blocks, ROWS: tl.constexpr,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EACH: tl.constexpr, SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Scaled logits of some blocks of units, and each head's maximum and sum over each block."""
-    row = tl.program_id(0)
-    if tl.load(due + row) == 0:
-        return
-    wide = row.to(tl.int64)
+    """Scaled logits of blocks of units, and each head's maximum and sum over each block."""
+    so_far = _due_so_far(due, rows, ROWS)
+    tiles = tl.max(so_far, axis=0) * blocks
     head, lane = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
-    asked = tl.load(
-        query + wide * query_row + head[None, :] * query_head + lane[:, None],
-        mask=(head < HEADS)[None, :] & (lane < DIM)[:, None], other=0.0,
-    )  # fmt: skip
-    if WIDEN:
-        asked = asked.to(tl.float32)
-    wide_query = asked.to(tl.float32) * scaling
-    square = tl.sum(wide_query * wide_query, axis=0)
-    used = tl.load(count + row)
-    for step in range(EACH):
-        block = step * tl.num_programs(1) + tl.program_id(1)
+    tile = tl.program_id(0)
+    while tile < tiles:
+        row, block = _nth_due(so_far, tile // blocks), tile % blocks
+        wide = row.to(tl.int64)
+        asked = tl.load(
+            query + wide * query_row + head[None, :] * query_head + lane[:, None],
+            mask=(head < HEADS)[None, :] & (lane < DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        if WIDEN:
+            asked = asked.to(tl.float32)
         units = block * BLOCK + tl.arange(0, BLOCK)
         size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
-        held = (size > 0) & (units < used)
+        held = (size > 0) & (units < tl.load(count + row))
         keys = tl.load(
             means + wide * means_row + units[:, None] * DIM + lane[None, :],
             mask=held[:, None] & (lane < DIM)[None, :], other=0.0,
@@ -85,7 +96,8 @@ def _logits(
         products = products * scaling
         if SPREAD:
             half = tl.load(spread + wide * capacity + units, mask=held, other=0.0)
-            products += half[:, None] * square[None, :]
+            wide_query = asked.to(tl.float32) * scaling
+            products += half[:, None] * tl.sum(wide_query * wide_query, axis=0)[None, :]
         products = tl.where(held[:, None], products, float("-inf"))
         at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
         tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
@@ -93,37 +105,40 @@ def _logits(
         shift = tl.where(maximum == float("-inf"), 0.0, maximum)
         share = tl.sum(tl.exp(products - shift[None, :]), axis=0)
         at_block = (wide * HEADS + head) * blocks + block
-        tl.store(largest + at_block, maximum, mask=(head < HEADS) & (block < blocks))
-        tl.store(total + at_block, share, mask=(head < HEADS) & (block < blocks))
+        tl.store(largest + at_block, maximum, mask=head < HEADS)
+        tl.store(total + at_block, share, mask=head < HEADS)
+        tile += tl.num_programs(0)
 
 
 @triton.jit
 def _combine(
-    logits, largest, total, sizes, count, due, out, capacity, blocks,
-    HEADS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, largest, total, sizes, count, due, out, rows, capacity, blocks, parts,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some units: what their logits are of the softmax over all blocks, head by head."""
-    row = tl.program_id(0)
-    if tl.load(due + row) == 0:
-        return
-    wide = row.to(tl.int64)
-    units = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Scores of units: what their logits are of the softmax over all blocks, head by head."""
+    so_far = _due_so_far(due, rows, ROWS)
+    tiles = tl.max(so_far, axis=0) * parts
     at = tl.arange(0, PADDED_BLOCKS)
-    size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
-    held = (size > 0) & (units < tl.load(count + row))
-    score = tl.zeros([BLOCK], dtype=tl.float32)
-    for head in range(HEADS):
-        line = wide * HEADS + head
-        maxima = tl.load(largest + line * blocks + at, mask=at < blocks, other=float("-inf"))
-        sums = tl.load(total + line * blocks + at, mask=at < blocks, other=0.0)
-        shift = tl.max(maxima, axis=0)
-        shift = tl.where(shift == float("-inf"), 0.0, shift)
-        whole = tl.sum(sums * tl.exp(maxima - shift), axis=0)
-        logit = tl.load(logits + line * capacity + units, mask=held, other=float("-inf"))
-        score += tl.exp(logit - shift) / tl.where(whole > 0, whole, 1.0)
-    tl.store(
-        out + wide * capacity + units, tl.where(held, score / HEADS, -1.0), mask=units < capacity
-    )
+    tile = tl.program_id(0)
+    while tile < tiles:
+        row = _nth_due(so_far, tile // parts)
+        wide = row.to(tl.int64)
+        units = tile % parts * BLOCK + tl.arange(0, BLOCK)
+        size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
+        held = (size > 0) & (units < tl.load(count + row))
+        score = tl.zeros([BLOCK], dtype=tl.float32)
+        for head in range(HEADS):
+            line = wide * HEADS + head
+            maxima = tl.load(largest + line * blocks + at, mask=at < blocks, other=float("-inf"))
+            sums = tl.load(total + line * blocks + at, mask=at < blocks, other=0.0)
+            shift = tl.max(maxima, axis=0)
+            shift = tl.where(shift == float("-inf"), 0.0, shift)
+            whole = tl.sum(sums * tl.exp(maxima - shift), axis=0)
+            logit = tl.load(logits + line * capacity + units, mask=held, other=float("-inf"))
+            score += tl.exp(logit - shift) / tl.where(whole > 0, whole, 1.0)
+        scored = tl.where(held, score / HEADS, -1.0)
+        tl.store(out + wide * capacity + units, scored, mask=units < capacity)
+        tile += tl.num_programs(0)
 
 
 def select_tokens(
