@@ -36,8 +36,8 @@ def made_up(beams: int, steps: int, text: str = "and so on", **settings: Any) ->
         fate: Fate = "finished" if step == steps - 1 else "kept"
         nodes = [
             SearchNode(
-                id=len(tree) + at, parent=parent, step=step, token_ids=[1], text="a ", score=score,
-                num_tokens=step + 1, log_probability=score,
+                id=len(tree) + at, parent=parent, step=step, token_ids=[1], text="a ",
+                text_start=2 * step, score=score, num_tokens=step + 1, log_probability=score,
                 fate=fate if (score, parent) in kept else "pruned",
             )
             for at, (score, parent) in enumerate(found)

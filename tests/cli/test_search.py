@@ -194,8 +194,8 @@ def test_the_plan_is_a_command_of_the_search() -> None:
 
 def node(index: int, fate: Any, score: float, text: str) -> SearchNode:
     return SearchNode(
-        id=index, parent=None, step=0, token_ids=[1] * 4, text=text, num_tokens=4, score=score,
-        log_probability=score, fate=fate,
+        id=index, parent=None, step=0, token_ids=[1] * 4, text=text, text_start=0, num_tokens=4,
+        score=score, log_probability=score, fate=fate,
     )  # fmt: skip
 
 

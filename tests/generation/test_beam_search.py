@@ -366,4 +366,8 @@ def test_a_stop_text_finishes_a_beam_before_it(bundled: LoadedModel) -> None:
         assert " . The" in bundled.tokenizer.decode(beam.token_ids)
         assert " . The" not in bundled.tokenizer.decode(beam.token_ids[:-1])
     for beam in output.beams:
-        assert output.tree.text(beam.node).startswith(beam.text)
+        assert output.tree.text(beam.node) == beam.text
+    paths = [output.tree.path(beam.node) for beam in stopped]
+    assert any(
+        last.text_start < len(output.tree.text(before.id)) for *_, before, last in paths
+    ), "a stop text that lies across two steps"

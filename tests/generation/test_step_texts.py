@@ -1,10 +1,10 @@
-"""Step texts: which token completes a delimiter, and what a step added to a text."""
+"""Step texts: which token completes a delimiter, and what a step left of a text."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from penstock.generation.step_texts import StepTexts, text_added
+from penstock.generation.step_texts import StepTexts, text_kept
 from penstock.models.loader import LoadedModel, load
 
 
@@ -31,8 +31,14 @@ def test_a_watch_agrees_with_the_text_at_every_token(bundled: LoadedModel) -> No
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "added"),
-    [("", "ab", "ab"), ("ab", "abc", "c"), ("a\ufffd", "a\u00e9 b", "\u00e9 b"), ("abc", "ab", "")],
+    ("before", "after", "kept"),
+    [
+        ("", "ab", 0),
+        ("ab", "abc", 2),
+        ("a\ufffd", "a\u00e9 b", 1),
+        ("abc", "ab", 2),
+        ("abc", "xy", 0),
+    ],
 )
-def test_text_added(before: str, after: str, added: str) -> None:
-    assert text_added(before, after) == added
+def test_text_kept(before: str, after: str, kept: int) -> None:
+    assert text_kept(before, after) == kept

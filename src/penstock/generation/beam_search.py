@@ -31,7 +31,7 @@ from penstock.generation.search_tree import (
     StepRecord,
 )
 from penstock.generation.step_scorer import Candidate, StepScorer, checked_scores
-from penstock.generation.step_texts import StepTexts, text_added
+from penstock.generation.step_texts import StepTexts, text_kept
 from penstock.runtime.beams.decoding import (
     Beam,
     BeamDecoder,
@@ -254,13 +254,13 @@ class BeamSearch:
         """Put a step's candidates into the tree; `parents` are the same paths before the step."""
         nodes: list[SearchNode] = []
         for before, path, score, fate in zip(parents, candidates, scores, fates, strict=True):
+            kept = text_kept(before.text, path.text)
             nodes.append(
                 SearchNode(
                     id=len(self._tree) + len(nodes), parent=before.node, step=len(self._records),
                     token_ids=list(path.token_ids[len(before.token_ids) :]),
-                    text=text_added(before.text, path.text),
-                    num_tokens=len(path.token_ids), score=score, fate=fate,
-                    log_probability=path.log_probability,
+                    text=path.text[kept:], text_start=kept, num_tokens=len(path.token_ids),
+                    score=score, fate=fate, log_probability=path.log_probability,
                 )
             )  # fmt: skip
         self._tree.nodes.extend(nodes)

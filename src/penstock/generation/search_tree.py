@@ -26,7 +26,10 @@ class SearchNode:
     token_ids: list[int]
     """Sampled in this step."""
     text: str
-    """Of this step; empty without a tokenizer."""
+    """Of this step, up to a stop text; empty without a tokenizer."""
+    text_start: int
+    """Character of the whole text behind the prompt at which it begins: the end of the parent's, or
+    before it where a character or a stop text lies across both steps."""
     num_tokens: int
     """Behind the prompt, up to the end of this step."""
     score: float
@@ -66,8 +69,11 @@ class SearchTree:
         return [token for node in self.path(node_id) for token in node.token_ids]
 
     def text(self, node_id: int) -> str:
-        """The text behind the prompt up to a node."""
-        return "".join(node.text for node in self.path(node_id))
+        """The text behind the prompt up to a node, and up to a stop text."""
+        text = ""
+        for node in self.path(node_id):
+            text = text[: node.text_start] + node.text
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

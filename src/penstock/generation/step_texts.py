@@ -91,9 +91,10 @@ class StepTexts:
         return known
 
 
-def text_added(before: str, after: str) -> str:
-    """What a step added to a beam's text; an incomplete last character may have changed."""
+def text_kept(before: str, after: str) -> int:
+    """How many characters of a beam's text a step left as they were: all of them, unless the last
+    one was incomplete or the step completed a stop string that began before."""
     shared = min(len(before), len(after))
     if after[:shared] != before[:shared]:
         shared = next(at for at in range(shared) if before[at] != after[at])
-    return after[shared:]
+    return shared
