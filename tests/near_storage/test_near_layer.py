@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.shape import KVShape
+from penstock.near_storage.scorer import LocalScorer
 from penstock.policies.hillinfer import HillInfer
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.near_layer import NearLayer
@@ -72,6 +73,49 @@ def test_scores_are_shares_of_the_softmax(near: bool, sinks: int, padding: int) 
                 found = layer.near.scores[row, first:end]
                 np.testing.assert_allclose(found, expected[row, first:end], rtol=0.06)
                 assert (layer.near.scores[row, :first] == -np.inf).all()
+            keys = torch.cat([keys, key], dim=2)
+
+
+class Restarting(LocalScorer):
+    """Forgets which tokens are hot when its generation has been looked at a few times."""
+
+    looks = 0
+
+    @property
+    def generation(self) -> int:
+        self.looks -= 1
+        if self.looks == -1:
+            none = np.zeros(0, dtype=np.int64)
+            self._keys[0].change(none, none, reset=True)
+        return 1 if self.looks >= 0 else 2
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        raise AssertionError("nobody sets it")
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
+def test_a_device_may_start_again_at_any_moment(looks: int) -> None:
+    """No token is without a score, and shares are right as soon as the device was told."""
+    draw, prompt = Draw(), 300
+    keys, values = draw(1, 2, prompt), draw(1, 2, prompt)
+    with runtime_of(1, 400, "memory", near=False, hot_tokens=40) as runtime:
+        runtime.attend(0, AttentionCall(draw(1, 4, prompt), keys, values, SCALING))
+        layer = runtime.layers[0]
+        assert isinstance(layer, NearLayer)
+        for step in range(40):  # a token that has just left the window is hot, and cold again later
+            query, key, value = draw(1, 4, 1), draw(1, 2, 1), draw(1, 2, 1)
+            if step == 2:
+                scorer: Any = layer.near._shown.scorer
+                scorer.__class__, scorer.looks = Restarting, looks
+            runtime.attend(0, AttentionCall(query, key, value, SCALING))
+            logits = torch.einsum("bhqd,bhtd->bhqt", query.view(1, 2, 2, -1), keys) * SCALING
+            expected = logits.softmax(dim=3).sum(dim=(1, 2)).numpy()
+            first, end = int(layer._first_unit[0]), layer.window.first_ring_group(prompt + step + 1)
+            found = layer.near.scores[:, first : end - 8]
+            assert np.isfinite(found).all()
+            if step < 2 or step > 6 or looks == 0:
+                np.testing.assert_allclose(found, expected[:, first : end - 8], rtol=0.06)
             keys = torch.cat([keys, key], dim=2)
 
 

@@ -125,22 +125,25 @@ class NearIndex(KeyIndex):
     def _take_moved(self) -> Moved:
         places = self._shown
         places.scorer.ensure_alive()
+        # Looked at once: a device that a write finds dead starts again at any moment, and is told
+        # everything by the next request.
+        generation = places.scorer.generation
         first, units = self._mapped, None
         if self._mapped < self._closed:
             units = places.units()[:, self._mapped : self._closed]
-            if units.shape[1] > MOST_NEW or self._generation != places.scorer.generation:
+            if units.shape[1] > MOST_NEW or self._generation != generation:
                 places.scorer.map(places.layer, first, units)
-                units = None
+                units, generation = None, places.scorer.generation
             self._mapped = self._closed
         rows, tokens = self.leavers
         leaving = rows * self.settings.max_tokens + tokens
         # Sinks are in the pool, and padding nowhere: neither is cold.
-        first = first if self._generation == places.scorer.generation else 0
+        first = first if self._generation == generation else 0
         hidden = np.arange(first, max(first, self._mapped)) < self._first_unit[:, None]
         rows, tokens = hidden.nonzero()
         leaving = np.concatenate([leaving, rows * self.settings.max_tokens + first + tokens])
-        if self._generation != places.scorer.generation:
-            self._generation = places.scorer.generation
+        if self._generation != generation:
+            self._generation = generation
             in_rows, slots = (places.table.unit_in != ABSENT).nonzero()
             held = in_rows * self.settings.max_tokens + places.table.unit_in[in_rows, slots]
             moved = Moved(np.concatenate([held, leaving]), _NONE, reset=True)
