@@ -368,6 +368,6 @@ def test_a_stop_text_finishes_a_beam_before_it(bundled: LoadedModel) -> None:
     for beam in output.beams:
         assert output.tree.text(beam.node) == beam.text
     paths = [output.tree.path(beam.node) for beam in stopped]
-    assert any(
-        last.text_start < len(output.tree.text(before.id)) for *_, before, last in paths
-    ), "a stop text that lies across two steps"
+    assert any(last.text_start < len(output.tree.text(before.id)) for *_, before, last in paths), (
+        "a stop text that lies across two steps"
+    )
