@@ -90,7 +90,9 @@ class Corpus:
 _ARRAYS = ("tokens", "documents", "pieces")
 
 
-def prepare(source: Path, folder: Path, plan: CorpusPlan, positions: int, say: Say) -> Corpus:
+def prepare(
+    source: Path, folder: Path, plan: CorpusPlan, positions: int, say: Say, *, again: bool = False
+) -> Corpus:
     """Make a corpus ready for training.
 
     Args:
@@ -99,10 +101,11 @@ def prepare(source: Path, folder: Path, plan: CorpusPlan, positions: int, say: S
         plan: of the tokenizer.
         positions: of the model, for the tokenizer's settings.
         say: told of what is being done.
+        again: something goes on that was made of what is in `folder`.
 
     Raises:
-        ConfigError: a file is missing or no corpus, or the corpus is too small for the
-            vocabulary.
+        ConfigError: a file is missing or no corpus, the corpus is too small for the vocabulary,
+            or `again` with another corpus.
     """
     missing = [name for name in FILES if not (source / name).is_file()]
     if missing:
@@ -114,8 +117,14 @@ def prepare(source: Path, folder: Path, plan: CorpusPlan, positions: int, say: S
         "vocabulary": plan.vocabulary, "sample_mb": plan.sample_mb, "positions": positions,
     }  # fmt: skip
     written = folder / _WRITTEN
-    if written.exists() and json.loads(written.read_text(encoding="utf-8"))["from"] == made_from:
-        return Corpus.open(folder)
+    if written.exists():
+        if json.loads(written.read_text(encoding="utf-8"))["from"] == made_from:
+            return Corpus.open(folder)
+        if again:
+            raise ConfigError(
+                f"cannot go on: {folder} was made of another corpus than --corpus {source}; give "
+                "the same one, or another --out"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     written.unlink(missing_ok=True)
     cores = _cores()

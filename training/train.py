@@ -256,7 +256,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
     state = load_checkpoint(folder)
     if state is not None and not (args.resume or args.export):
         raise ConfigError(f"{folder} has a checkpoint; give --resume, or another --out")
-    source = _source(settings, args.corpus, folder)
+    source = _source(settings, args.corpus, folder, again=state is not None)
     steps_done = 0 if state is None else int(state["steps_done"])
     workers = _workers() if args.workers is None else args.workers
     first, last = (n * settings.micro_batches for n in (steps_done, settings.steps))
@@ -301,14 +301,15 @@ def _main(args: argparse.Namespace, began: float) -> int:
     return 0
 
 
-def _source(settings: AnySettings, corpus: Path | None, folder: Path) -> Source:
-    """What rows are made from; a corpus is prepared, into the run's folder."""
+def _source(settings: AnySettings, corpus: Path | None, folder: Path, *, again: bool) -> Source:
+    """What rows are made from; a corpus is prepared, into the run's folder, or is `again` the one
+    that is there."""
     if isinstance(settings, ProseSettings):
         from training.corpus import prepare
 
         assert corpus is not None
         return prepare(
-            corpus, folder / "corpus", settings.corpus, settings.model.positions, say
+            corpus, folder / "corpus", settings.corpus, settings.model.positions, say, again=again
         ).folder
     from training.checkpoint import read_vocabulary
 

@@ -221,6 +221,26 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
     assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
 
 
+def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
+    """A file with fewer samples than a batch; then more samples than half a batch, gone on with."""
+    data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
+    samples = draw_samples(load(), "single_essay", 0, 2, tokens=300, seed=3)
+    records = [{"context": s.prompt, "question": "", "answers": [s.answer]} for s in samples]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = ["--tokens=400", "--batch=5", "--settings=full", "--store=memory", f"--out={out}"]
+    of_file = [*arguments, f"--data={data}", "--samples=5"]
+    for more in ([], ["--resume"]):
+        result = accuracy.run([*of_file, *more])
+        assert [len(cell["scores"]) for cell in result.figures["cells"]] == [2]
+    out.unlink()
+    generated = [*arguments, "--tasks=single_essay", "--resume"]
+    accuracy.run([*generated, "--samples=1"])
+    result = accuracy.run([*generated, "--samples=3"])
+    assert [len(cell["scores"]) for cell in result.figures["cells"]] == [3]
+    result = accuracy.run([*generated, "--settings=kvswap@1/2", "--samples=4"])
+    assert [len(cell["scores"]) for cell in result.figures["cells"]] == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("asked", "more"),
     [

@@ -186,6 +186,11 @@ def test_slow_rows_and_rows_that_fail(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (slow["steps"], slow["decoded"]) == (2, 2 + 1 + 2 * 2), "one a round, after one each"
     assert "too little" in failed["error"]
     assert failed["error"] in capsys.readouterr().out
+    result.save(tmp_path / "out.json")
+    path.write_text("the grass is green . the sky is blue . " * 80)
+    again = [*SMALL, "--hot-share=0", f"--prompt-file={path}", f"--out={tmp_path}/out.json"]
+    with pytest.raises(ConfigError, match="digest="):
+        decode.run([*again, "--resume"])
 
 
 def test_memory_of_another_process() -> None:

@@ -168,6 +168,9 @@ def test_any_order_counts_whole_values() -> None:
     assert score_any_order(sample, "3 4 , 1 2 .") == 1.0
     assert score_any_order(sample, "3 4 , 5 1 .") == 0.5
     assert score_any_order(sample, "13 4") == 0.0
+    english = Sample("multi_value", "", " 12, 34.", 6, ("12", "34"), "string_match_all")
+    assert score_any_order(english, " 34, 12.") == 1.0
+    assert score_any_order(english, " 12 and 345.") == 0.5
 
 
 def test_unknown_task_is_refused() -> None:

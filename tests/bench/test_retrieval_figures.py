@@ -28,8 +28,9 @@ from penstock.core.errors import ConfigError
 LOUIS = "louiskv:selected_tokens={},window_tokens=64,sink_tokens=4,{}"
 
 
-def watched(*layers: list[list[int]], steps: list[int]) -> Counts | None:
-    """Counts of layers whose boundaries are given step by step, a column for each sequence."""
+def watched(*layers: list[list[int]], steps: list[int], untold: int = 0) -> Counts | None:
+    """Counts of layers whose boundaries are given step by step, a column for each sequence; before
+    the first of them are `untold` steps."""
     made = [SimpleNamespace(index=SimpleNamespace(observer=None)) for _ in layers]
     cache: Any = SimpleNamespace(_runtime=SimpleNamespace(layers=[SimpleNamespace(), *made]))
     watch = RetrievalWatch(cache)
@@ -37,7 +38,7 @@ def watched(*layers: list[list[int]], steps: list[int]) -> Counts | None:
         for position, decision in enumerate(decisions):
             boundary = np.array(decision, dtype=np.bool_)
             layer.index.observer(100 + position, boundary, boundary)
-    return watch.counts(steps)
+    return watch.counts(steps, 100 - untold)
 
 
 def test_counts_by_hand() -> None:
@@ -59,6 +60,15 @@ def test_counts_by_hand() -> None:
     assert doubled["retrievals"] == [8, 10]
     assert add_counts(None, counts) == counts
     assert retrieving_share(None) is None
+
+
+def test_steps_that_told_nothing_are_steps() -> None:
+    """Two steps attended to everything; the second sequence ends with the third, the first step
+    that told something."""
+    counts = watched([[1, 1], [0, 1], [1, 0]], steps=[5, 3], untold=2)
+    assert counts is not None
+    assert (counts["steps"], counts["retrievals"]) == ([3 + 1], [2 + 1])
+    assert (counts["segments"], counts["segment_tokens"]) == ([3], [4])
 
 
 def test_nobody_to_observe() -> None:

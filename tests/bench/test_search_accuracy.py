@@ -197,6 +197,13 @@ def test_the_program_goes_on_and_changes_nothing_in_small_memory(
     assert small["most_groups"] > 1
     assert small["loaded_bytes"] > 0
     assert small["limit_bytes"] < small["full_bytes"]
+    assert result.settings["weights"]
+    other = Result.load(out)
+    other.settings["weights"] = "of another model in a folder of the same name"
+    other.save(tmp_path / "other.json")
+    elsewhere = [word for word in common if word != f"--out={out}"]
+    with pytest.raises(ConfigError, match="made with weights=of another"):
+        program.run([*elsewhere, f"--out={tmp_path}/other.json", "--documents=2", "--checked=1"])
     with pytest.raises(ConfigError, match="made with step=6"):
         program.run([*common[:4], "--step=3", *common[5:], "--documents=2"])
     with pytest.raises(ConfigError, match="has 2 documents"):

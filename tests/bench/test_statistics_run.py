@@ -104,6 +104,21 @@ def test_mass_and_overlap_are_those_of_the_plain_model(family: str) -> None:
     assert figures["reuse"]["selected_groups"] == 120 // 4 // 4
 
 
+def test_padding_is_none_of_the_groups() -> None:
+    """A row's share of all groups is of its own: of 83 tokens behind 37 of padding there are 22."""
+    model = tiny_model("llama")
+    shape = inspect_model(model)
+    batch, steps = steps_of(model)
+    statistics = Statistics(shape.kv, batch, top=10, new_tokens=STEPS)
+    found = measure(statistics, steps)["reuse"]["groups_of_80_percent"]
+    for layer, meter in enumerate(statistics._meters):
+        shares = []
+        for counts, groups in zip(meter.group_counts, ((120 + 6) // 4, 126 // 4 - 9), strict=True):
+            held = counts.sort(descending=True).values.cumsum(0).double() / counts.sum()
+            shares.append((int((held < 0.8 - 1e-9).sum()) + 1) / groups)
+        assert found["of_all"][layer] == pytest.approx(sum(shares) / 2)
+
+
 def test_inputs_of_adjacent_layers() -> None:
     model = tiny_model("llama")
     figures, plain = figures_of(model, lengths=(120,)), Plain(model, 120)

@@ -186,6 +186,13 @@ def test_ls_and_show(library: Path) -> None:
     assert whole["written_today_bytes"] == entry["written_bytes"]
 
 
+def test_a_models_name_is_listed_as_it_is(library: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "[red]"
+    shutil.copytree(Path(loader.__file__).parent / "recall", folder)
+    run("add", "[red]", "text.txt", "--name", "red", "--alone", "--disk", "memory")
+    assert "[red]" in run("ls").stdout
+
+
 def test_an_empty_library(tmp_path: Path) -> None:
     done = run("ls", "--library", tmp_path / "new")
     assert "no documents" in done.stdout
@@ -248,7 +255,7 @@ def test_rm_and_gc(library: Path) -> None:
     shutil.copytree(library / "green", library / "blue")
     assert "'red'" in refused("rm", "blue", "red")
     assert (library / "blue").exists(), "all or none"
-    assert run("rm", "blue", "green").stdout == "removed blue\nremoved green\n"
+    assert run("rm", "blue", "green", "blue").stdout == "removed blue\nremoved green\n"
     assert json.loads(run("ls", "--json").stdout)["documents"] == []
 
 
@@ -325,6 +332,7 @@ NAMED = "cannot be a document's name"
         (("ask", "green", " "), "the question is empty"),
         (("ls", "--library", "text.txt"), "text.txt is not a folder"),
         (("ls", "--library", "text.txt/lib"), "is not a folder"),
+        (("ls", "--library", "~nobody-here/lib"), "--library ~nobody-here/lib: there is no such"),
     ],
     ids=lambda each: " ".join(map(str, each)) if isinstance(each, tuple) else None,
 )

@@ -1,8 +1,12 @@
 """What goes wrong is one line on stderr and an exit code; nothing of it is a traceback."""
 
 import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +203,37 @@ def test_calibrate_with_nothing_to_read(tmp_path: Path) -> None:
         run("calibrate", "recall", "--text", tmp_path / "none", "-o", out)
     )
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["generate --prompt-file -", "doc add recall - --name new"], ids=str
+)
+def test_stdin_that_is_closed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_LIBRARY", str(tmp_path))
+    arguments = [sys.executable, "-m", "penstock", *command.split()]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(arguments)} <&-"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == EXIT_BAD_INPUT
+    assert done.stderr.splitlines()[-1].endswith("was to come on stdin, which is closed")
+
+
+def test_what_stdouts_encoding_does_not_have(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "penstock", "doc", "ls", "--library"]
+    done = subprocess.run(
+        [*arguments, str(tmp_path / "caf\xe9")], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "caf\\xe9;" in done.stdout
+
+
+def test_a_home_folder_that_is_not_there() -> None:
+    line = error_line(run("fetch", "recall-7m", "--to", "~nobody-here/model"))
+    assert "--to ~nobody-here/model: there is no such home folder" in line
+    line = error_line(run("search", "plan", "--model", "~nobody-here/x", "--memory", "1GiB"))
+    assert "~nobody-here/x is no folder" in line
+    line = error_line(run("search", "--prompt", "x", "--scorer", "reward:~nobody-here/x"))
+    assert "no config.json in ~nobody-here/x" in line

@@ -1,5 +1,6 @@
 """Sizes as people write them, and the refusal of what is not a size."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,8 +31,8 @@ def test_what_is_not_a_size(text: str) -> None:
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [
-        (777, 777), ("1/13", 1000), ("5%", 650), (0.5, 6500), (1.0, FULL), ("2KB", 2000),
-        ("auto", 5000), (" AUTO ", 5000),
+        (777, 777), (np.int64(777), 777), ("1/13", 1000), ("5%", 650), (0.5, 6500), (1.0, FULL),
+        ("2KB", 2000), ("auto", 5000), (" AUTO ", 5000),
     ],
 )  # fmt: skip
 def test_parse_memory(memory: int | float | str, expected: int) -> None:
@@ -52,7 +53,8 @@ def test_impossible_memory(memory: int | float | str) -> None:
     ("size", "expected"),
     [
         (0, "0 B"), (1000, "1000 B"), (1023, "1023 B"), (1024, "1 KiB"), (7_895_777, "7.53 MiB"),
-        (1023 << 20, "1023 MiB"), (5 << 40, "5 TiB"), (5000 << 40, "5000 TiB"),
+        (1023 << 20, "1023 MiB"), ((1000 << 20) - 1, "1000 MiB"), (1_023_000, "999 KiB"),
+        (5 << 40, "5 TiB"), (5000 << 40, "5000 TiB"),
     ],
 )  # fmt: skip
 def test_format_bytes(size: int, expected: str) -> None:

@@ -1,9 +1,12 @@
 """The ledger never gives more than its limit and forgets nothing."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.byte_size import parse_bytes
 from penstock.core.errors import BudgetError
 from penstock.core.ledger import MemoryLedger, Reservation
 
@@ -40,6 +43,15 @@ def test_a_refusal_names_what_and_how_much() -> None:
     assert caught.value.needed_bytes == 1200
     assert ledger.used_bytes == 700
     assert ledger.peak_bytes == 700
+
+
+def test_what_a_refusal_asks_for_is_enough() -> None:
+    taken = (1 << 20) + 5000
+    with pytest.raises(BudgetError) as caught:
+        MemoryLedger(LIMIT).take("slots", taken)
+    advice = re.search(r"give memory=(\S+)", str(caught.value))
+    assert advice is not None
+    assert MemoryLedger(parse_bytes(advice[1])).take("slots", taken).num_bytes == taken
 
 
 def test_the_limit_itself_fits() -> None:

@@ -93,6 +93,21 @@ def test_a_tokenizer_that_cleans_up_takes_no_letter_away() -> None:
     assert StepTexts(tokenizer).decode([0, 1, 2, 3]) == "print 'sum'"
 
 
+def test_a_token_that_ends_in_half_a_character() -> None:
+    """What is in front of the half is told, and may complete a stop string."""
+    backend = Tokenizer(models.BPE({"so": 0, "EN": 1, "Dâ": 2, "Ĥ¬": 3}, []))  # D, half a €
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = AnswerText(tokenizer, ())
+    assert [text.push(token)[0] for token in (0, 1, 2, 3, 0)] == ["so", "EN", "D", "€", "so"]
+    watched = AnswerWatch(
+        tokenizer, SamplingParams(max_tokens=3, stop="END"), num_rows=1, end_token_ids=frozenset()
+    )
+    ended = [watched(torch.tensor([[token]]), None).tolist() for token in (0, 1, 2)]
+    assert ended == [[False], [False], [True]]
+    assert (watched.text(0), watched.finish_reasons) == ("so", ["stop"])
+
+
 def watch(num_rows: int, said: list[tuple[int, str]], **fields: Any) -> AnswerWatch:
     tokenizer: Any = ByteTokenizer()
     return AnswerWatch(

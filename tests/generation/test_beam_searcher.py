@@ -128,6 +128,23 @@ def test_the_models_own_end_token_ends(model: PreTrainedModel, decoders: Made) -
     assert len(on.beams[0].token_ids) == 12
 
 
+def test_the_models_own_stop_strings_end(
+    bundled: LoadedModel, decoders: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The grass is green . The sky is blue . " * 5
+    greedy = params(beams=1, width=1, temperature=0)
+    whole = BeamSearcher(bundled).search(text, greedy).best
+    assert whole is not None
+    assert "sky" in whole.text
+    monkeypatch.setattr(bundled.model.generation_config, "stop_strings", ["sky"])
+    stopped = BeamSearcher(bundled).search(text, greedy).best
+    assert stopped is not None
+    assert (stopped.text, stopped.finish_reason) == (whole.text.partition("sky")[0], "stop")
+    beyond = BeamSearcher(bundled).search(text, replace(greedy, ignore_end=True)).best
+    assert beyond is not None
+    assert beyond.text.startswith(whole.text)
+
+
 def test_what_the_searcher_refuses(model: PreTrainedModel, decoders: Made) -> None:
     searcher = BeamSearcher(model)
     with pytest.raises(PromptError, match="500 tokens and 40 more"):

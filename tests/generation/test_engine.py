@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -227,6 +228,35 @@ def test_what_a_models_own_config_says_of_caches_is_ours(
     outputs = LLM(model, store="memory").generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
     assert model.generation_config.cache_implementation == "static"
+
+
+def test_a_models_own_look_ahead_loses_no_tokens(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.generation_config, "prompt_lookup_num_tokens", 3)
+    outputs = LLM(model, store="memory").generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert [output.token_ids for output in outputs] == [plain(model, each) for each in PROMPTS]
+
+
+def test_a_models_own_limit_of_time_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, text = LLM("recall", store="memory"), "The grass is green . The sky is blue . " * 5
+    [whole] = llm.generate(text, GREEDY)
+    monkeypatch.setattr(llm.model.generation_config, "max_time", 0.0)
+    told: list[str] = []
+    stop = f"{whole.text} and more"  # what comes first may be its beginning
+    [cut] = llm.generate(
+        text, replace(GREEDY, stop=stop), on_text=lambda row, piece: told.append(piece)
+    )
+    assert len(cut.token_ids) == 1
+    assert (cut.text, cut.finish_reason) == (whole.text.split()[0], "length")
+    assert "".join(told) == cut.text
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": np.int64(5)}], ids=str)
+def test_numbers_that_transformers_would_refuse(model: Any, fields: dict[str, Any]) -> None:
+    [output] = LLM(model, store="memory").generate([5, 6], SamplingParams(max_tokens=3, **fields))
+    assert len(output.token_ids) == 3
 
 
 @pytest.mark.parametrize("own", ["sky", ["nothing", "sky"]])

@@ -43,6 +43,8 @@ def test_a_field_out_of_range_is_named(fields: dict[str, Any], named: str) -> No
         ({"temperature": "0"}, "temperature='0' must be a number"),
         ({"top_p": None}, "top_p=None"),
         ({"stop": 5}, "stop=5"),
+        ({"stop": iter(["a"])}, "stop=<list_iterator .* a list of texts"),  # read but once
+        ({"temperature": 10**400}, "temperature is too large"),
         ({"stop": ["a", 1]}, r"stop=\['a', 1\] must be a text, or a list of texts"),
     ],
 )
@@ -58,7 +60,14 @@ def test_a_field_of_another_kind_is_named(fields: dict[str, Any], named: str) ->
 
 def test_numbers_of_numpy_will_do() -> None:
     given: Any = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": ["a"]}
-    assert SamplingParams(**given).max_tokens == 3
+    given |= {"seed": np.int64(5), "top_k": np.int64(2), "top_p": 1}
+    made = SamplingParams(**given)
+    assert made.max_tokens == 3
+    kinds = [type(getattr(made, name)) for name in ("max_tokens", "seed", "top_k")]
+    assert kinds == [int, int, int]
+    assert (type(made.temperature), type(made.top_p)) == (float, float)
+    search = SearchParams(beams=np.int64(4), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert (type(search.beams), type(search.temperature)) == (int, float)
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -91,6 +91,7 @@ def test_numbers_of_any_kind_will_do(returned: Any) -> None:
         ([None, 2, 3], "returned None for text 0"),
         ([[1, 2], 2, 3], r"returned \[1, 2\] for text 0"),
         ([1j, 2, 3], "returned 1j for text 0"),
+        ([1, 10**400, 3], r"returned 10+\.\.\. for text 1"),
         (torch.zeros(3, 2), r"returned tensor\(\[0., 0.\]\) for text 0"),
         ([1, 2], "returned 2 scores for 3 texts"),
         (torch.tensor([1.0] * 4), "returned 4 scores for 3 texts"),

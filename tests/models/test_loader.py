@@ -57,7 +57,10 @@ def test_names_that_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert lasting_name(name) == name
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "some-org/some-model", "no such name"])
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such/folder", "some-org/some-model", "no such name", "~nobody-here/model", "long" * 99],
+)
 def test_missing(name: str) -> None:
     with pytest.raises(ModelLoadError, match=f"no model folder {name}"):
         load(name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.core.errors import CacheStateError, StorageError
+from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.shape import KVShape
 from penstock.policies import POLICIES
 from penstock.runtime import cluster_layout
@@ -239,3 +239,27 @@ def test_rounds_behind_the_first_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert found.read_bytes >= wanted.read_bytes > 0
     assert found.reads > wanted.reads
     check_bytes(in_rounds)
+
+
+def test_a_crop_forgives_what_could_not_be_read_behind_the_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its clusters are made anew anyway; the crop that an error asks for is not refused again."""
+    runtime, script = make(), Script()
+    script.run(runtime, 90)
+    script.run_steps(runtime, 3)
+
+    def refuse(*_: Any) -> None:
+        raise FetchError("not read on purpose")
+
+    for layer in layers(runtime):
+        monkeypatch.setattr(layer.follower, "follow", refuse)
+    script.run(runtime, 1)
+    with pytest.raises(FetchError, match="on purpose"):
+        script.run(runtime, 1)
+    monkeypatch.undo()
+    runtime.crop(93)
+    assert not runtime.is_torn
+    script.run_steps(runtime, 5)
+    check_bytes(runtime)
+    runtime.close()

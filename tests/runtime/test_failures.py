@@ -230,3 +230,36 @@ def test_a_limit_on_file_size(phase: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert answer.stdout.split() == ["full", "lost", "40"], answer.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [10, 40])  # while it is fitted, and while units are taken in
+@pytest.mark.parametrize("name", ["direct", "staged", "shared"])
+def test_an_index_that_was_made_in_part_is_made_anew(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose index could not be made whole, cropped and repeated, answers as if it could."""
+
+    def answers(failing: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        rig = Rig(name, monkeypatch)
+        rig.step(150)
+        file = rig.files[-1]
+        if failing:
+            file.failing_reads = {file.num_reads + number}
+            state = torch.random.get_rng_state()
+            with pytest.raises(FetchError, match="on purpose"):
+                rig.step(1)
+            torch.random.set_rng_state(state)
+            rig.runtime.crop(150)
+        found = []
+        for _ in range(8):
+            rig.step(1)
+            query, keys = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16)
+            for layer in range(SHAPE.num_layers):
+                out = rig.runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.25))
+                found.append(out)
+        rig.runtime.close()
+        return found
+
+    for ours, theirs in zip(answers(True), answers(False), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -48,6 +48,14 @@ def test_somebody_elses_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / ".penstock-name").read_text() == "theirs"
 
 
+def test_mounts_with_spaces_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = "/dev/a / ext4 rw 0 0\nnone /mnt/my\\040memory tmpfs rw 0 0\n"
+    monkeypatch.setattr(file_space, "open", lambda *_, **__: io.StringIO(mounts), raising=False)
+    monkeypatch.setattr(os.path, "realpath", str)
+    assert file_space.file_system("/mnt/my memory/kv") == "tmpfs"
+    assert file_space.file_system("/mnt/my") == "ext4"
+
+
 def test_mounts_with_names_in_no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = b"/dev/a / ext4 rw 0 0\n/dev/b /media/Caf\xe9 vfat rw 0 0\n/dev/c /home xfs rw 0 0\n"
 

@@ -106,6 +106,10 @@ def test_preparing_again_gives_the_same_or_uses_what_is_there(
     said: list[str] = []
     prepare(source, tmp_path / "again", plan, 4096, said.append)
     assert not said
+    (source / "docs.jsonl.xz").write_bytes((source / "books.jsonl.xz").read_bytes())
+    with pytest.raises(ConfigError, match="was made of another corpus"):
+        prepare(source, tmp_path / "again", plan, 4096, said.append, again=True)
+    assert (again.folder / "tokens.npy").read_bytes() == (corpus.folder / "tokens.npy").read_bytes()
     (source / "docs.jsonl.xz").unlink()
     with pytest.raises(ConfigError, match=r"lacks docs\.jsonl\.xz"):
         prepare(source, tmp_path / "again", plan, 4096, said.append)

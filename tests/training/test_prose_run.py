@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def test_a_resumed_run_leaves_the_same_model(
     state = load_checkpoint(tmp_path / "two")
     assert state is not None
     assert state["steps_done"] == 5
+    other = tmp_path / "source"
+    shutil.copytree(prose_source, other)
+    shutil.copyfile(other / "docs.jsonl.xz", other / "books.jsonl.xz")
+    elsewhere = [str(other) if word == str(prose_source) else word for word in words]
+    assert train.main([*elsewhere, "--resume"]) == 2, "text and tokens of another corpus"
     assert train.main([*words, "--resume"]) == 0
     weights = [
         (folder / "model" / "model.safetensors").read_bytes()

@@ -202,22 +202,21 @@ class Benchmark:
             run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on, tell)
 
     def _jobs(self, length: int, task: str) -> list[Job]:
+        """Batches of the samples that a setting lacks; each begins behind those that it has."""
         args = self._args
         jobs = []
         for first in range(0, args.samples, args.batch):
-            count = min(args.batch, args.samples - first)
-            left = tuple(
-                setting.text
-                for setting in self.settings
-                if self._wants(self._at[length, task, setting.text], first + count)
-            )
-            if left:
-                jobs.append(Job(length=length, task=task, first=first, count=count, settings=left))
+            end = min(first + args.batch, args.samples)
+            left: dict[int, list[str]] = {}
+            for setting in self.settings:
+                cell = self._at[length, task, setting.text]
+                if cell.refused is None and len(cell.scores) < end:
+                    left.setdefault(max(first, len(cell.scores)), []).append(setting.text)
+            jobs += [
+                Job(length=length, task=task, first=at, count=end - at, settings=tuple(texts))
+                for at, texts in sorted(left.items())
+            ]
         return jobs
-
-    @staticmethod
-    def _wants(cell: Cell, end: int) -> bool:
-        return cell.refused is None and len(cell.scores) < end
 
 
 def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:

@@ -166,7 +166,8 @@ def answer(
         texts=[str(loaded.tokenizer.decode(row, skip_special_tokens=True)) for row in new],
         seconds=seconds, tokens=decode.tokens, read_bytes=decode.read_bytes,
         units_wanted=decode.units_wanted, units_hit=decode.units_hit,
-        units_reused=decode.units_reused, retrieval=watch.counts(_steps(new, model, question)),
+        units_reused=decode.units_reused,
+        retrieval=watch.counts(_steps(new, model, question), batch.padded_tokens),
         ledger_bytes=report.used_bytes, full_cache_bytes=report.full_cache_bytes,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ class RetrievalWatch:
     def __init__(self, cache: TieredCache) -> None:
         """Begin to observe; the cache must hold tokens, or there is nothing to observe."""
         self._steps: list[list[tuple[NDArray[np.bool_], NDArray[np.bool_]]]] = []
+        self._positions: list[int] = []
         for layer in cache._runtime.layers:
             index: Any = getattr(layer, "index", None)
             if not hasattr(index, "observer"):
@@ -36,21 +37,26 @@ class RetrievalWatch:
                 steps: list[Any] = steps,
             ) -> None:  # fmt: skip
                 steps.append((boundary.copy(), retrieves.copy()))
+                if steps is self._steps[0]:
+                    self._positions.append(position)
 
             index.observer = take
             self._steps.append(steps)
 
-    def counts(self, steps: Sequence[int]) -> Counts | None:
+    def counts(self, steps: Sequence[int], first: int) -> Counts | None:
         """What was seen, or None if no layer told anything.
+
+        Steps that attend to everything, as those of a short past do, tell nothing.
 
         Args:
             steps: decode steps of each sequence, after which its answer had ended. [sequences]
+            first: position of the first decode step's token.
         """
         if not self._steps or not self._steps[0]:
             return None
         # bool [layers, 2, steps, sequences]
         seen = np.array([np.swapaxes(np.array(layer), 0, 1) for layer in self._steps])
-        lived = np.arange(seen.shape[2])[:, None] < np.asarray(steps)
+        lived = (np.array(self._positions) - first)[:, None] < np.asarray(steps)
         boundary, retrieves = seen[:, 0] & lived, seen[:, 1] & lived
         lengths = [_segment_lengths(layer, lived.sum(axis=0)) for layer in boundary]
         bins = np.zeros(len(LENGTHS) + 1, dtype=np.int64)

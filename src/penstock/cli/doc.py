@@ -31,6 +31,7 @@ from penstock.cli.generate import (
     ModelArgument,
     PrefillChunkOption,
     as_document,
+    read_stdin,
 )
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
@@ -226,12 +227,9 @@ def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:
 
 
 def _read_text(file: Path) -> str:
-    from penstock.generation.prompts import decode_text, read_text_file
+    from penstock.generation.prompts import read_text_file
 
-    if str(file) == _STDIN:
-        text = decode_text(sys.stdin.buffer.read(), "the text on stdin")
-    else:
-        text = read_text_file(file, "the text")
+    text = read_stdin("the text") if str(file) == _STDIN else read_text_file(file, "the text")
     if not text.strip():
         raise PromptError(f"the text {'on stdin' if str(file) == _STDIN else file} is empty")
     return text

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli.generate import in_home
 from penstock.core.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A stored docu
 def library_folder(given: Path | None) -> Path:
     """Where the documents are."""
     if given is not None:
-        return given.expanduser()
+        return in_home(given, "--library")
     return Path.home() / ".local" / "share" / "penstock" / "documents"
 
 

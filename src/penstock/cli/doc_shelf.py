@@ -85,7 +85,7 @@ def _table(entries: "list[Entry]") -> Table:
             marks.append(entry.state.partition(":")[0])
         table.add_row(
             entry.name, "" if entry.tokens is None else f"{entry.tokens:,}",
-            format_bytes(entry.size_bytes), entry.model or "", str(entry.asks),
+            format_bytes(entry.size_bytes), Text(entry.model or ""), str(entry.asks),
             _when(entry.last_asked), Text(", ".join(marks), style="dim"),
         )  # fmt: skip
     return table
@@ -193,7 +193,7 @@ def remove_command(
     library: LibraryOption = None,
 ) -> None:
     """Remove documents; one that somebody has open is refused."""
-    found = open_library(library)
+    found, names = open_library(library), list(dict.fromkeys(names))
     for name in names:  # all or none, for a mistyped one
         found.find(name)
     for name in names:

@@ -1,5 +1,6 @@
 """The process's entry point: whatever Ctrl-C interrupts, imports included, ends in one line."""
 
+import io
 import os
 import signal
 import sys
@@ -12,6 +13,9 @@ def main() -> None:
     """Run the command line of this process."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # What its encoding does not have is told by number, as on stderr, and ends no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     code: object = 0
     try:
         # An exception inside the import of torch's own code ends the process with an abort.

@@ -27,11 +27,12 @@ def fetch_command(
 
     What was downloaded is checked before it is unpacked; a download that was broken off goes on.
     """
+    from penstock.cli.generate import in_home
     from penstock.models.fetch import fetch
     from penstock.models.released import released_model
 
     released = released_model(name)
-    target = released.folder if to is None else to.expanduser()
+    target = released.folder if to is None else in_home(to, "--to")
     if to is None and released.is_fetched:
         typer.echo(f"{name} is there already: {target}")
         return

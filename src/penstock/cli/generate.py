@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.core.errors import ConfigError, StorageError
+from penstock.core.errors import ConfigError, PromptError, StorageError
 
 if TYPE_CHECKING:
     from penstock.core.stats import PhaseStats
@@ -141,6 +141,18 @@ def generate_command(
         write_trace(tracer, trace)
 
 
+def in_home(path: Path, option: str) -> Path:
+    """A path with ~ in full.
+
+    Raises:
+        ConfigError: nobody is called that.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{option} {path}: there is no such home folder") from error
+
+
 def check_writable(path: Path, option: str) -> None:
     """Refuse a file that could not be written later: it is opened, or made and removed again.
 
@@ -218,7 +230,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         ConfigError: both were given, or neither.
         PromptError: the file cannot be read, or it is no text.
     """
-    from penstock.generation.prompts import decode_text, read_text_file, require_text
+    from penstock.generation.prompts import read_text_file, require_text
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give the prompt with either --prompt or --prompt-file")
@@ -227,5 +239,18 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt
     assert prompt_file is not None
     if str(prompt_file) == "-":
-        return decode_text(sys.stdin.buffer.read(), "the prompt on stdin")
+        return read_stdin("the prompt")
     return read_text_file(prompt_file)
+
+
+def read_stdin(what: str) -> str:
+    """All of stdin; `what` names it in errors.
+
+    Raises:
+        PromptError: it is closed, or no text.
+    """
+    from penstock.generation.prompts import decode_text
+
+    if sys.stdin is None:
+        raise PromptError(f"{what} was to come on stdin, which is closed")
+    return decode_text(sys.stdin.buffer.read(), f"{what} on stdin")

@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+import numpy as np
+
 from penstock.core.errors import ConfigError
 
 _UNITS = {
@@ -42,8 +44,8 @@ def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) ->
     """
     if isinstance(memory, bool):
         raise ConfigError("memory must be a size such as 512MiB, 1/13 or auto")
-    if isinstance(memory, int):
-        size = memory
+    if isinstance(memory, int | np.integer):
+        size = int(memory)
     elif isinstance(memory, float):
         if not 0 < memory <= 1:
             raise ConfigError(f"memory={memory} is not a fraction of the full cache in (0, 1]")
@@ -63,6 +65,11 @@ def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) ->
     return size
 
 
+def enough_bytes(num_bytes: int) -> str:
+    """Write a size that a reader is to give: to the byte, since a rounded one may be too little."""
+    return f"{num_bytes} ({format_bytes(num_bytes)})"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Write a size for people, in binary units: 7.53 MiB."""
     size = float(num_bytes)
@@ -70,5 +77,6 @@ def format_bytes(num_bytes: float) -> str:
         if abs(size) < 1024 or unit == "TiB":
             break
         size /= 1024
-    digits = ".0f" if unit == "B" or abs(size) >= 1000 else ".3g"
+    # three digits of 999.5 and more would be written 1e+03
+    digits = ".0f" if unit == "B" or abs(size) >= 999.5 else ".3g"
     return f"{size:{digits}} {unit}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from types import TracebackType
 
-from penstock.core.byte_size import format_bytes
+from penstock.core.byte_size import enough_bytes, format_bytes
 from penstock.core.errors import BudgetError
 
 
@@ -77,7 +77,7 @@ class MemoryLedger:
             raise BudgetError(
                 f"{what} needs {format_bytes(num_bytes)} but only "
                 f"{format_bytes(self.free_bytes)} of the {format_bytes(self.limit_bytes)} budget "
-                f"is free; give memory={format_bytes(needed)} or more",
+                f"is free; give memory={enough_bytes(needed)} or more",
                 needed_bytes=needed,
             )
         self._items[what] = self._items.get(what, 0) + num_bytes

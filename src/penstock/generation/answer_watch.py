@@ -20,8 +20,8 @@ class AnswerText:
     """Turns one answer's tokens into text, piece by piece, and looks out for stop strings.
 
     A token's text can depend on its neighbours (spaces, bytes of one character), so a piece is the
-    difference between two decodings of a short tail, held back while its last character is
-    incomplete or while it may be the beginning of a stop string.
+    difference between two decodings of a short tail, without a last character that is incomplete,
+    and held back while it may be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop_texts: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class AnswerText:
         self._stop_texts = stop_texts
         self._tail: list[int] = []
         self._tail_text = ""
-        self._num_decoded = 0  # leading tokens of the tail whose text is `_tail_text`
+        self._num_decoded = 0  # leading tokens of the tail whose text `_tail_text` begins with
         self._held = ""
         self.text = ""
         """Everything released so far."""
@@ -42,13 +42,16 @@ class AnswerText:
         decoded = self._decode(self._tail)
         # A token without a text (a special one) is no neighbour: behind it alone, the next word
         # would lose the space in front of it.
-        if decoded.endswith("\ufffd") or len(decoded) <= len(self._tail_text):
+        whole = decoded.rstrip("\ufffd")
+        if len(whole) <= len(self._tail_text):
             return "", False
-        fresh = decoded[len(self._tail_text) :]
-        self._tail = self._tail[self._num_decoded :]
-        self._num_decoded = len(self._tail)
-        self._tail_text = self._decode(self._tail)
-        self._held += fresh
+        self._held += whole[len(self._tail_text) :]
+        if whole == decoded:
+            self._tail = self._tail[self._num_decoded :]
+            self._num_decoded = len(self._tail)
+            self._tail_text = self._decode(self._tail)
+        else:
+            self._tail_text = whole
         return self._release()
 
     def finish(self) -> str:
@@ -114,6 +117,13 @@ class AnswerWatch:
                 self.finish_reasons[row] = self._take(row, token_id)
         done = [reason is not None for reason in self.finish_reasons]
         return torch.tensor(done, device=input_ids.device)
+
+    def end(self) -> None:
+        """Release what rows hold back that something else has ended (a limit of time, say)."""
+        for row, reason in enumerate(self.finish_reasons):
+            if reason is None:
+                self.finish_reasons[row] = "length"
+                self._tell(row, self._texts[row].finish())
 
     def text(self, row: int) -> str:
         """The answer of one row."""

@@ -14,6 +14,7 @@ from penstock.generation.search_params import SearchParams, check_step
 from penstock.generation.search_tree import SearchOutput, SearchPlace
 from penstock.generation.step_scorer import StepScorer, as_scorer, needs_text
 from penstock.generation.step_texts import StepTexts
+from penstock.generation.token_text import own_stop_texts
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
 from penstock.models.loader import (
     BUNDLED,
@@ -150,11 +151,13 @@ class BeamSearcher:
         batch = make_batch(self._loaded, [prompt], new_tokens=new_tokens, pad_token_id=0)
         [token_ids] = batch.token_ids
         check_step(len(token_ids), params, inspect_model(self._loaded.model).max_positions)
-        ends = frozenset() if params.ignore_end else self._end_token_ids()
+        stops, ends = params.stop_texts, frozenset[int]()
+        if not params.ignore_end:
+            stops, ends = (*stops, *self._own_stop_texts()), self._end_token_ids()
         texts = StepTexts(
             self._loaded.tokenizer,
             delimiter=params.delimiter,
-            stop_texts=params.stop_texts,
+            stop_texts=stops,
             end_token_ids=ends,
         )
         text = batch.texts[0] if batch.texts[0] is not None else texts.decode(token_ids)
@@ -194,6 +197,9 @@ class BeamSearcher:
         if any(wants.values()):
             what = next(name for name, wanted in wants.items() if wanted)
             raise ConfigError(f"{what} needs a tokenizer to know the text of a beam")
+
+    def _own_stop_texts(self) -> tuple[str, ...]:
+        return () if self._loaded.tokenizer is None else own_stop_texts(self._loaded.model)
 
     def _end_token_ids(self) -> frozenset[int]:
         config: Any = self._loaded.model.generation_config

@@ -18,6 +18,7 @@ from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
 from penstock.generation.read_ahead import read_ahead
 from penstock.generation.sampling import SamplingParams
+from penstock.generation.token_text import own_stop_texts
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
@@ -35,9 +36,10 @@ from penstock.policies.tuned_config import TunedConfig
 OnProgress = Callable[[int, int], None]
 """Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
 
-_OURS = ("cache_implementation", "stop_strings")
-"""Of a model's own generation config: the cache is ours, and `AnswerWatch` knows the strings. What
-is None in a config of a call is taken from the model's, unless it is an argument too."""
+_OURS = ("cache_implementation", "stop_strings", "prompt_lookup_num_tokens")
+"""Of a model's own generation config: the cache is ours, and `AnswerWatch` knows the strings and
+takes one token a step (looking ahead gives several, the same ones). What is None in a config of a
+call is taken from the model's, unless it is an argument too."""
 
 
 class LLM:
@@ -216,6 +218,7 @@ class LLM:
         )  # fmt: skip
         started_s, held = time.perf_counter(), cache.get_seq_length()
         self._run(batch, params, config, watch, cache)
+        watch.end()
         report = self._report(batch, watch, cache, started_s, notices)
         report = replace(
             report, restored_tokens=held - recomputed_tokens, recomputed_tokens=recomputed_tokens
@@ -271,11 +274,9 @@ class LLM:
 
     def _with_own_stops(self, params: SamplingParams) -> SamplingParams:
         """With the strings that end an answer by the model's own generation config."""
-        own = getattr(self.model.generation_config, "stop_strings", None) or ()
         if self.tokenizer is None:
             return params
-        own = [own] if isinstance(own, str) else own
-        return replace(params, stop=(*params.stop_texts, *filter(None, own)))
+        return replace(params, stop=(*params.stop_texts, *own_stop_texts(self.model)))
 
     def _report(
         self,

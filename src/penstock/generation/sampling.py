@@ -1,6 +1,6 @@
 """SamplingParams: how the next token is chosen and when an answer ends."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -38,7 +38,8 @@ class SamplingParams:
     `generation_config` has; None: there are none."""
 
     def __post_init__(self) -> None:
-        check_kinds(self, whole=("top_k", "max_tokens", "seed"), real=("temperature", "top_p"))
+        whole, real = ("top_k", "max_tokens", "seed"), ("temperature", "top_p")
+        check_kinds(self, whole=whole, real=real)
         check_temperature(self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
@@ -50,6 +51,7 @@ class SamplingParams:
             raise ConfigError(f"seed={self.seed} must lie in -2**63 to 2**64 - 1")
         if any(not text for text in self.stop_texts):
             raise ConfigError("stop holds an empty string, which would end every answer at once")
+        make_plain(self, whole=whole, real=real)
 
     @property
     def is_greedy(self) -> bool:
@@ -79,8 +81,29 @@ def check_kinds(params: Any, *, whole: Sequence[str], real: Sequence[str]) -> No
         if not isinstance(value, kind) and not (name == "seed" and value is None):
             raise ConfigError(f"{name}={value!r} must be {words}")
     texts = () if params.stop is None or isinstance(params.stop, str) else params.stop
-    if not isinstance(texts, Iterable) or any(not isinstance(text, str) for text in texts):
+    if not isinstance(texts, Collection) or any(not isinstance(text, str) for text in texts):
         raise ConfigError(f"stop={params.stop!r} must be a text, or a list of texts")
+
+
+def make_plain(params: Any, *, whole: Sequence[str], real: Sequence[str]) -> None:
+    """Turn checked settings into Python's own kinds: transformers takes no whole number for a
+    temperature and no number of numpy, and JSON no number of numpy.
+
+    Args:
+        params: a frozen dataclass, changed in place.
+        whole, real: as for `check_kinds`.
+
+    Raises:
+        ConfigError: a number is larger than a float can be.
+    """
+    for names, kind in ((whole, int), (real, float)):
+        for name in names:
+            value = getattr(params, name)
+            try:
+                plain = None if value is None else kind(value)
+            except OverflowError as error:
+                raise ConfigError(f"{name} is too large for a floating-point number") from error
+            object.__setattr__(params, name, plain)
 
 
 def check_temperature(temperature: float) -> None:

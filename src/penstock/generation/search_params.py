@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.draws import check_draws
-from penstock.generation.sampling import check_kinds
+from penstock.generation.sampling import check_kinds, make_plain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,16 @@ class SearchParams:
     seed: int | None = None
     """0 to 2**64 - 1; None draws one, which the output names."""
     stop: str | tuple[str, ...] | None = ()
-    """A beam is finished before the first of these strings; None: there are none."""
+    """A beam is finished before the first of these strings, or of those that the model's own
+    `generation_config` has; None: there are none."""
     ignore_end: bool = False
-    """Go on behind the end token, as a measurement of a given length does."""
+    """Go on behind the end token and the model's own stop strings, as a measurement of a given
+    length does."""
 
     def __post_init__(self) -> None:
         counts = ("beams", "width", "step_tokens", "max_new_tokens")
-        check_kinds(self, whole=(*counts, "top_k", "seed"), real=("temperature", "top_p"))
+        whole, real = (*counts, "top_k", "seed"), ("temperature", "top_p")
+        check_kinds(self, whole=whole, real=real)
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -65,6 +68,7 @@ class SearchParams:
             raise ConfigError("delimiter is an empty string, which would end every step at once")
         if any(not text for text in self.stop_texts):
             raise ConfigError("stop holds an empty string, which would end every beam at once")
+        make_plain(self, whole=whole, real=real)
 
     @property
     def survivors(self) -> int:

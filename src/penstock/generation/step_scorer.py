@@ -194,7 +194,7 @@ def _listed(returned: Any) -> list[Any] | None:
 def _checked(scorer: StepScorer, index: int, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if math.isnan(number) or number == math.inf:
         shown = " ".join(repr(value).split())

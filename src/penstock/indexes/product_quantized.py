@@ -100,7 +100,7 @@ class ProductQuantizedIndex(KeyIndex):
 
     def forget_fit(self) -> None:
         """See `KeyIndex.forget_fit`."""
-        self._ready = False
+        self._ready, self._sample = False, None
 
     def look(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.look`."""

@@ -64,6 +64,8 @@ class TokenClustersIndex(KeyIndex):
         self._used = 0
         self._prompt_end = 0
         self._first_new, self._num_new = 0, 0
+        self._runs: list[tuple[int, int]] = []
+        """Of new tokens that were clustered together: the first, and the clusters before them."""
 
     @staticmethod
     def _sizes(tokens: int, tokens_per_cluster: int) -> tuple[int, torch.dtype]:
@@ -117,7 +119,7 @@ class TokenClustersIndex(KeyIndex):
 
     def forget_fit(self) -> None:
         """See `KeyIndex.forget_fit`."""
-        self._ready = False
+        self._ready, self._sample = False, None
 
     def look(self, keys: Tensor, first_token: int) -> None:
         """See `KeyIndex.look`."""
@@ -132,6 +134,8 @@ class TokenClustersIndex(KeyIndex):
         elif first_token == 0:
             self._ready = False
             return
+        while self._runs and self._runs[-1][0] >= first_token:  # the cache was cropped
+            _, self._used = self._runs.pop()
         for start in range(0, keys.shape[1], self._chunk):
             part = keys[:, start : start + self._chunk, 0]
             first = first_token + start
@@ -155,6 +159,7 @@ class TokenClustersIndex(KeyIndex):
         self._used = clusters
         self._prompt_end = self._first_new = sample.end
         self._num_new = 0
+        self._runs = []
 
     def _take_new(self, keys: Tensor, first_token: int) -> None:
         """Remember keys of generated tokens, and cluster them when there are enough.
@@ -180,7 +185,7 @@ class TokenClustersIndex(KeyIndex):
     def _cluster_new(self) -> None:
         clusters = self._recluster_tokens // self._tokens_per_cluster
         end = self._used + clusters
-        # After crops there may be no room: then they stay where they are.
+        # After crops into such runs there may be no room: then they stay where they are.
         if end <= self._centroids.shape[1]:
             centroids = kmeans(
                 self._new_keys,
@@ -196,6 +201,7 @@ class TokenClustersIndex(KeyIndex):
             )
             first = self._first_new
             self._cluster_of[:, first : first + self._recluster_tokens] = ids
+            self._runs.append((first, self._used))
             self._used = end
         self._first_new += self._recluster_tokens
         self._num_new = 0
@@ -207,6 +213,7 @@ class TokenClustersIndex(KeyIndex):
         self._ready, self._sample = other._ready, None
         self._used, self._prompt_end = other._used, other._prompt_end
         self._first_new, self._num_new = other._first_new, other._num_new
+        self._runs = list(other._runs)
         self._centroids.copy_(other._centroids[rows])
         self._cluster_of.copy_(other._cluster_of[rows])
         self._new_keys.copy_(other._new_keys[rows])

@@ -112,10 +112,10 @@ def _address(source: str, released: Released) -> str:
 
 
 def _local(source: str, released: Released) -> Path:
-    path = Path(source.removeprefix("file://")).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source.removeprefix("file://")))
+    if os.path.isdir(path):
         path = path / released.file
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelLoadError(f"there is no {path}; {_instead(released)}")
     return path
 

@@ -1,5 +1,6 @@
 """KV shapes by name or from a folder's config.json, without a model's weights."""
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,10 +48,10 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
     known = known_kv_shapes()
-    folder = Path(name_or_folder).expanduser()
+    folder = Path(os.path.expanduser(name_or_folder))
     if str(name_or_folder) in known:
         shape = known[str(name_or_folder)]
-    elif (folder / "config.json").is_file():
+    elif os.path.isfile(folder / "config.json"):
         shape = _read_shape(folder)
     else:
         raise ConfigError(

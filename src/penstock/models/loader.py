@@ -1,6 +1,7 @@
 """Load a model and its tokenizer from a folder, and refuse at once what cannot be run."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +124,8 @@ def lasting_name(name: str) -> str:
     released = released_models().get(name)
     if released is not None and released.is_fetched:
         return name
-    folder = Path(name).expanduser()
-    return str(folder.absolute()) if (folder / "config.json").is_file() else name
+    folder = _in_home(name)
+    return str(folder.absolute()) if os.path.isfile(folder / "config.json") else name
 
 
 def _read(
@@ -206,12 +207,12 @@ def _find_folder(name: str) -> Path:
     released = released_models().get(name)
     if released is not None and released.is_fetched:
         return released.folder
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    folder = _in_home(name)
+    if os.path.isdir(folder):  # for any name: `Path.is_dir` raises for one that is too long
+        if not os.path.isfile(folder / "config.json"):
             raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
     if released is not None:
         raise ModelLoadError(
@@ -228,6 +229,11 @@ def _find_folder(name: str) -> Path:
             f"Face cache; give a folder with config.json, or {BUNDLED!r} for the bundled model"
         )
     return Path(cached).parent
+
+
+def _in_home(name: str) -> Path:
+    """A path with ~ in full; as it is where nobody is called that."""
+    return Path(os.path.expanduser(name))
 
 
 def _load_config(name: str, folder: Path) -> PretrainedConfig:

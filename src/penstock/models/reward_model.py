@@ -1,5 +1,6 @@
 """RewardModelScorer: a sequence classifier of transformers that rates the texts of a search."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +52,7 @@ class RewardModelScorer:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.name = f"reward:{folder}"
         self._device = find_device(device)
-        self._tokenizer, self._model = _load(Path(folder).expanduser(), self.name)
+        self._tokenizer, self._model = _load(Path(os.path.expanduser(folder)), self.name)
         self._labels = int(self._model.config.num_labels)
         if self._labels not in (1, 2):
             raise ConfigError(
@@ -111,7 +112,7 @@ class RewardModelScorer:
 
 
 def _load(folder: Path, name: str) -> tuple[Any, Any]:
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise ModelLoadError(
             f"{name}: there is no config.json in {folder}; give the folder of a reward model"
         )

@@ -1,5 +1,6 @@
 """ClusterLayer: a layer whose tokens are retrieved by clusters that follow the output (DynaKV)."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.errors import FetchError
 from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import FollowedClusters
@@ -334,7 +336,8 @@ class ClusterLayer(RetrievalLayer):
 
     def crop(self, length: int) -> None:
         """See `LayerCache.crop`."""
-        self._settle()
+        with contextlib.suppress(FetchError):  # of clusters that are made anew
+            self._settle()
         super().crop(length)
         if self.index.ready:
             self._begin_anew()

@@ -193,12 +193,17 @@ class LayerCache:
             visible: as in `AttentionCall`.
         """
         start, count = self.length, keys.shape[2]
-        if count == 1 and start > 0 and (visible is None or bool(visible[:, -1].all())):
+        is_step = count == 1 and start > 0
+        if is_step and (visible is None or bool(visible[:, -1].all())):
             self.append_one(keys, values)
             return
         if start == 0 or visible is not None:
             first = first_visible(visible, keys) // self.setup.plan.group_tokens
             self._set_first_groups(first)
+        if is_step:  # not through the slots, which hold what the step has selected
+            self.append_one(keys, values)
+            self.window.refresh(self.length, visible)
+            return
         self._write_groups(keys, values)
         self._window_transfer.drain()
         self.window.write_many(keys, values, start)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import FetchError, PenstockError, StorageError
 from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.kernels.reference import NEGATIVE_INFINITY
@@ -307,10 +307,16 @@ class NearLayer(RetrievalLayer):
         self._left = None
 
     def drop_fetch(self) -> None:
-        """See `RetrievalLayer.drop_fetch`; an evaluation under way ends first."""
-        if self._begun is not None:
-            with contextlib.suppress(PenstockError):
-                self._settle()
+        """See `RetrievalLayer.drop_fetch`; an evaluation under way ends first. A write that failed
+        and that it has heard of is told to who waits for writes next."""
+        try:
+            self._settle()
+        except FetchError:
+            pass  # of this fetch alone
+        except StorageError as error:
+            self.transfer.tell(error)
+        except PenstockError:
+            pass
         super().drop_fetch()
 
     def crop(self, length: int) -> None:

@@ -1,5 +1,7 @@
 """PromptFit: what of its own text a layer's index is fitted to, and when that is too little."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -47,6 +49,28 @@ class PromptFit:
         if count:
             held = [] if self.queries is None else [self.queries]
             self.queries = torch.cat([*held, query], dim=2)[:, :, -count:].clone()
+
+    def make(self, index: KeyIndex, query: Tensor | None, job: Callable[[], bool]) -> bool:
+        """Let `job` make an index; one that fails halfway leaves none, and can be done again.
+
+        Args:
+            query: stands for the prompt's where none were kept. [batch, num_heads, head_dim]
+
+        Returns:
+            What `job` does: whether there was anything to index.
+        """
+        seen, made = self.queries, False
+        if seen is None and index.num_prompt_queries and query is not None:
+            self.queries = query[:, :, None]
+        try:
+            made = job()
+        except BaseException:
+            index.forget_fit()
+            raise
+        finally:
+            if not made:
+                self.queries = seen
+        return made
 
     def tell(self, index: KeyIndex) -> None:
         """Hand the index its queries, if there are any."""

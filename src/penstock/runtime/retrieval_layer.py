@@ -261,12 +261,9 @@ class RetrievalLayer(LayerCache):
         self._fit.check(self.index, self.length, decoding=True)
         if self.index.ready:
             return
-        seen, start = self._fit.queries, time.perf_counter()
-        if seen is None and self.index.num_prompt_queries and query is not None:
-            self._fit.queries = query[:, :, None]
+        start = time.perf_counter()
         self.setup.indexing.tell(self.layer_idx, 0.0)
-        if not self.ensure_index():
-            self._fit.queries = seen
+        if not self._fit.make(self.index, query, self.ensure_index):
             return
         self.setup.indexing.tell(self.layer_idx, 1.0)
         self.setup.phase.index_s += time.perf_counter() - start
@@ -375,9 +372,13 @@ class RetrievalLayer(LayerCache):
             self.replacement = self.replacement.copy_rows(rows_np)
 
     def crop(self, length: int) -> None:
-        """See `LayerCache.crop`."""
+        """See `LayerCache.crop`; a row that has only padding left begins with what comes next."""
         super().crop(length)
         self._fit.crop(length)
+        first = self._first_unit - self.setup.plan.sink_slots
+        end = length // self.setup.plan.group_tokens
+        if first.max() > end:
+            self._set_first_groups(torch.from_numpy(first.clip(max=end)).to(self.setup.device))
 
     def reset(self) -> None:
         """See `LayerCache.reset`."""

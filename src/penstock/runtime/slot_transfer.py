@@ -309,6 +309,12 @@ class SlotTransfer:
         self._writes.append(future)
         return future
 
+    def tell(self, failure: StorageError) -> None:
+        """Let `drain` raise the failure of a write once more, where nobody took it in."""
+        told: Future[int] = Future()
+        told.set_exception(failure)
+        self._writes.insert(0, told)
+
     def drain(self, keep: int = 0) -> None:
         """Wait until everything queued but the newest `keep` writes is written.
 

@@ -23,7 +23,7 @@ class StepMeter:
         self._phase = phase = self._stats.decode if decoding else self._stats.prefill
         phase.steps += 1
         phase.tokens += tokens
-        self._started_s = time.perf_counter()
+        self._started_s = self._left_s = time.perf_counter()  # one that fails is never left
         return phase
 
     def leave(self, count: int) -> None:

@@ -349,12 +349,12 @@ class TieredRuntime:
         if self._setup is not None and old_setup is not None:
             self._setup.units = old_setup.units
         self._take_rows_from(old, rows, old_steps)
+        for layer in old:
+            layer.close()
 
-    def _take_rows_from(
-        self, others: list[AnyLayer], sequences: Tensor, steps: DeviceSteps | None
-    ) -> None:
-        rows = self._rows.of(sequences)
-        for layer, other in zip(self.layers, others, strict=True):
+    def _take_rows_from(self, old: list[AnyLayer], rows: Tensor, steps: DeviceSteps | None) -> None:
+        rows = self._rows.of(rows)
+        for layer, other in zip(self.layers, old, strict=True):
             layer.take_rows_from(other, rows)  # type: ignore[arg-type]
         if self.device_steps is not None and steps is not None:
             self.device_steps.take_rows_from(steps, rows, self.length)

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import tempfile
 from typing import NamedTuple
@@ -15,6 +16,8 @@ _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _STATX_OFFSET_ALIGN = 156  # stx_dio_offset_align, u32
 _AT_EMPTY_PATH = 0x1000
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""How the list of mounts writes a space, a tab, a line's end and a backslash."""
 _WRITE_BYTES = 8 << 20
 """Longest single write, so that Ctrl-C never waits long."""
 
@@ -132,6 +135,7 @@ def file_system(path: str) -> str:
         with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 _, point, name, *_ = line.split(" ")
+                point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), point)
                 inside = real == point or real.startswith(point.rstrip("/") + "/")
                 if inside and len(point) >= len(best):
                     best, kind = point, name

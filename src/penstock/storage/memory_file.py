@@ -1,6 +1,7 @@
 """KVFile in host memory: for dry runs, for tests, and underneath simulated devices."""
 
 import ctypes
+import threading
 import time
 
 import numpy as np
@@ -39,9 +40,14 @@ class MemoryFile(KVFile):
 
     def __init__(self) -> None:
         self._bytes: ByteArray | None = np.zeros(0, dtype=np.uint8)
+        self._growing = threading.Lock()  # one thread makes room while another one writes
 
     def reserve(self, num_bytes: int) -> None:
         """Grow the memory; it is taken from the system page by page as it is written."""
+        with self._growing:
+            self._grow(num_bytes)
+
+    def _grow(self, num_bytes: int) -> None:
         present = self._open_bytes(StorageError)
         if num_bytes <= len(present):
             return
@@ -71,8 +77,9 @@ class MemoryFile(KVFile):
 
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Copy `data` in, growing the file if it ends beyond."""
-        self.reserve(offset + len(data))
-        self._open_bytes(StorageError)[offset : offset + len(data)] = data
+        with self._growing:
+            self._grow(offset + len(data))
+            self._open_bytes(StorageError)[offset : offset + len(data)] = data
 
     def sync(self) -> None:
         """Nothing to do."""

@@ -202,6 +202,11 @@ def test_a_text_on_the_real_disk(tmp_path: Path) -> None:
     assert result.figures["disk"]["bandwidth"] > 0
     [main] = result.figures["rows"]
     assert (main["section"], main["prompt_tokens"]) == (MAIN, 192)
+    result.save(tmp_path / "out.json")
+    (tmp_path / "text.txt").write_text("the grass is green . the sky is blue . " * 40)
+    again = [*few, "--lengths=200", f"--prompt-file={tmp_path}/text.txt", "--resume"]
+    with pytest.raises(ConfigError, match="digest="):
+        end_to_end.run([*again, f"--out={tmp_path}/out.json"])
     with pytest.raises(PromptError, match="cannot read"):
         end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
 

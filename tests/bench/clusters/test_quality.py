@@ -28,6 +28,7 @@ def test_a_short_walk(tmp_path: Path) -> None:
     assert rows == result.figures["rows"]
     assert next(row["method"] for row in rows) == FULL
     by_method = {row["method"]: row for row in rows}
+    assert {row["steps"] for row in rows} == {47}, "of 48 tokens the prompt says the first"
     assert by_method[FULL]["as_full"] == 1
     assert by_method[FULL]["nats_over_full"] == 0
     assert by_method[FULL]["right"] > 0.8

@@ -39,6 +39,11 @@ def test_the_best_clusters_are_chosen_until_the_share_is_reached() -> None:
     assert choose(query, centroids, counts, 1.0, 1.0).tolist() == [[True, True, True, False, True]]
 
 
+def test_updates_with_no_step_behind_them_are_no_misses(stream: KeyStream) -> None:
+    figures, _ = run_method(stream, Settings(cluster_tokens=12, top=1.0), "static", 16, looks=False)
+    assert figures["again"] == [1.0] * 5, "every step retrieves everything"
+
+
 def test_a_replay_takes_every_entry_and_splits_what_it_read(stream: KeyStream) -> None:
     clusters = fitted_clusters(stream, 0, SETTINGS, "adaptive", 3)
     loaded, splits = 0, 0

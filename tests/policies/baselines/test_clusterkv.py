@@ -77,6 +77,21 @@ def test_cropped_tokens_are_not_clustered() -> None:
     assert index._used == 2
 
 
+def test_an_answer_behind_a_cropped_one_has_clusters_of_its_own() -> None:
+    """Three answers behind one prompt, with room for the clusters of one: the third is as if it
+    were the first."""
+    prompt = row_of(EAST, NORTH, EAST, NORTH)
+    keys = torch.randn(3, 1, 8, 1, 2, generator=torch.Generator().manual_seed(1))
+    index, fresh = (make_index(prompt, 2, 4, room=8) for _ in range(2))
+    for number, answer in enumerate(keys):
+        for one in (index, fresh) if number == 2 else (index,):
+            for i in range(8):
+                one.append(answer[:, i : i + 1], 4 + i)
+    assert index._used == fresh._used == 6
+    query = torch.randn(1, 2, 2, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(index.score(query, 12), fresh.score(query, 12))
+
+
 def test_one_append_of_many_is_the_same_as_many_of_one() -> None:
     torch.manual_seed(0)
     keys, query = torch.randn(2, 300, 1, 2), torch.randn(2, 2, 2)
@@ -92,6 +107,17 @@ def test_a_new_sequence_gets_clusters_of_its_own() -> None:
     index = make_index(row_of(EAST, NORTH), 1, 0)
     index.append(row_of(WEST), 0)
     assert not index.ready
+
+
+def test_what_was_looked_at_is_forgotten_with_the_fit() -> None:
+    """As where reading the prompt's keys fails halfway: rows may change before the next attempt."""
+    keys = row_of(EAST, NORTH, EAST, NORTH).repeat(2, 1, 1, 1)
+    index, other = make_index(keys, 2, 4), make_index(keys, 2, 4)
+    index.fit(keys[:, :1], torch.arange(1))
+    index.look(keys[:, :2], 0)
+    index.forget_fit()
+    other.take_rows_from(index, torch.tensor([1, 0]))
+    assert not other.ready
 
 
 def test_refuses_what_makes_no_sense() -> None:

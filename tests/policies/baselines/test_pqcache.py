@@ -82,6 +82,17 @@ def test_a_new_sequence_gets_centroids_of_its_own() -> None:
     assert not index.ready
 
 
+def test_what_was_looked_at_is_forgotten_with_the_fit() -> None:
+    """As where reading the prompt's keys fails halfway: rows may change before the next attempt."""
+    keys = torch.randn(2, 20, 1, 4)
+    index, other = (make_index(keys, subvectors=2, bits=2) for _ in range(2))
+    index.fit(keys[:, :1], torch.arange(1))
+    index.look(keys[:, :2], 0)
+    index.forget_fit()
+    other.take_rows_from(index, torch.tensor([1, 0]))
+    assert not other.ready
+
+
 def test_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ConfigError, match="bits=9"):
         PQCache(bits=9)

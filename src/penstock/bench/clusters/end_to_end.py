@@ -38,7 +38,7 @@ from penstock.bench.clusters.end_to_end_table import (
     summary,
 )
 from penstock.bench.clusters.program import model_name
-from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
+from penstock.bench.clusters.texts import RING_WALK, answer_of, digest_of_text, read_on
 from penstock.bench.entry import run_program
 from penstock.bench.number_lists import real_numbers, whole_numbers
 from penstock.bench.progress import Progress
@@ -285,6 +285,7 @@ def run(arguments: Sequence[str]) -> Result:
     private = ("out", "json", "resume", "merge", "minutes", "prompt_file")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
+    settings["digest"] = digest_of_text(args.prompt_file)
     shown = without_path(arguments, "--prompt-file", args.prompt_file)
     result = Result.begin(KIND, shown, settings, seed=args.seed)
     bench, sitting, disk = EndToEnd(args), Sitting(result, args), None

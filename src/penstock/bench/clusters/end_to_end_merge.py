@@ -11,7 +11,9 @@ from penstock.bench.resuming import check_same, grow
 from penstock.core.errors import ConfigError
 
 KIND = "clusters.end_to_end"
-SHARED = ("model", "text", "warm", "rounds", "steps", "threads", "chunk", "cache_ratio", "seed")
+SHARED = (
+    "model", "text", "digest", "warm", "rounds", "steps", "threads", "chunk", "cache_ratio", "seed",
+)  # fmt: skip
 """Settings that results which become one must have in common."""
 GROWING = ("lengths", "ratios", "devices", "methods")
 """Settings that may differ: a result then has what either run was asked for."""
@@ -36,6 +38,7 @@ def merged(out: str | Path, pieces: Sequence[str]) -> Result:
         if one.kind != KIND:
             raise ConfigError(f"{Path(path).name} is a result of {one.kind}, not of {KIND}")
     base, *others = results
+    base.settings.setdefault("digest", None)  # older results have none
     rows: list[dict[str, Any]] = list(base.figures["rows"])
     minutes = base.figures["minutes"]
     for other in others:

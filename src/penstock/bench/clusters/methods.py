@@ -99,9 +99,11 @@ class _Counts:
         self._before: BoolArray | None = None
         self._updated: list[Int64Array] = []
         self._delays: list[Int64Array] = []
+        self._delays_of: list[Int64Array] = []
+        """Of each layer. [steps, rows]"""
 
     def begin_layer(self) -> None:
-        self._before, self._updated = None, []
+        self._before, self._updated, self._delays = None, [], []
 
     def add(self, step: Step) -> None:
         stored = step.counts - step.buffered
@@ -131,10 +133,10 @@ class _Counts:
     def end_layer(self, splits: int, loads: int) -> None:
         self._sums["splits"] += splits
         self._sums["loads"] += loads
+        self._delays_of.append(np.stack(self._delays))
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""
-        delays = np.stack(self._delays)
         means = {
             name: float(np.mean([found[name] for found in self._looks]))
             for name in (self._looks[0] if self._looks else ())
@@ -142,8 +144,14 @@ class _Counts:
         return {
             **{f"{name}_entries" if name not in ("loads", "splits") else name: value
                for name, value in self._sums.items()},
-            "again": [float((delays <= delay).mean()) for delay in DELAYS], **means,
+            "again": [self._retrieved_within(delay) for delay in DELAYS], **means,
         }  # fmt: skip
+
+    def _retrieved_within(self, delay: int) -> float:
+        """Share of the updates whose cluster is retrieved in time, of those with so many steps
+        behind them; the first step's count in any case."""
+        seen = [layer[: max(1, len(layer) - delay)] for layer in self._delays_of]
+        return float((np.concatenate(seen) <= delay).mean())
 
 
 def _tight_figures(tight: list[list[Tightness]]) -> dict[str, Any]:

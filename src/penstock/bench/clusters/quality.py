@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.bench.accuracy_settings import Setting, parse_settings
 from penstock.bench.clusters.end_to_end_run import ForcedText
@@ -73,8 +74,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
-    if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output < PARTS:
-        raise ConfigError(f"sizes count from 1 on, --output from {PARTS} on")
+    if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output <= PARTS:
+        raise ConfigError(f"sizes count from 1 on, --output from {PARTS + 1} on")
     if args.kept and not args.traces:
         raise ConfigError("--kept takes what is in the folder of --traces; name it")
     if args.document is not None and not 0 <= args.document < args.documents:
@@ -124,7 +125,7 @@ def decode(
     """Force the output through a method's cache.
 
     Returns:
-        What it says at each place, and what is known of the cache.
+        What it says behind each decoded token of the output, and what is known of the cache.
 
     Raises:
         PenstockError: the cache cannot be made, or failed.
@@ -136,12 +137,18 @@ def decode(
     likeliest, nats = [], []
     with cache, torch.no_grad():
         text.prefill.put_into(cache)
-        for at in range(cache.get_seq_length(), end - 1):
+
+        def forward(first: int, stop: int) -> Tensor:
             out = model(
-                text.ids[:, at : at + 1], **cache_argument(model, cache), use_cache=True,
-                position_ids=torch.tensor([[at]]),
+                text.ids[:, first:stop], **cache_argument(model, cache), use_cache=True,
+                position_ids=torch.arange(first, stop)[None], logits_to_keep=1,
             )  # fmt: skip
-            logits = out.logits[0, -1].double().log_softmax(dim=-1)
+            logits: Tensor = out.logits[0, -1]
+            return logits
+
+        forward(cache.get_seq_length(), text.prompt_tokens)
+        for at in range(text.prompt_tokens, end - 1):
+            logits = forward(at, at + 1).double().log_softmax(dim=-1)
             likeliest.append(int(logits.argmax()))
             nats.append(-float(logits[text.ids[0, at + 1]]))
             on_step(at)
@@ -185,7 +192,7 @@ def measure(args: argparse.Namespace, result: Result) -> None:
     texts = list(enumerate(documents(loaded, args)))
     if args.document is not None:
         texts = [texts[args.document]]
-    progress = Progress(sum(len(ids) - prompt for _, (ids, prompt) in texts) * len(settings))
+    progress = Progress(sum(len(ids) - prompt - 1 for _, (ids, prompt) in texts) * len(settings))
     result.figures.update(model=model_name(args.model), rows=[])
     kept = TraceFolder(args.traces, model_name(args.model), args.chunk)
     for number, (ids, prompt) in texts:
@@ -231,7 +238,7 @@ class _Document:
         def on_step(at: int) -> None:
             nonlocal done
             done += 1
-            progress.step(int(at >= prompt))
+            progress.step(1)
             if done % _SAY_STEPS == 0:
                 progress.say(f"document {self._number + 1}, {setting.text}, token {at}")
 

@@ -1,5 +1,6 @@
 """What is read for a key stream: a prompt, and the output that is forced or generated behind it."""
 
+import hashlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,17 @@ def read_on(
             "give a longer one, or ask for fewer"
         )
     return ids[:wanted]
+
+
+def digest_of_text(path: str | Path | None) -> str | None:
+    """What tells texts apart whose paths no result shows; None where no file is read.
+
+    Raises:
+        PromptError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    return hashlib.sha256(read_text_file(path, "text").encode()).hexdigest()[:16]
 
 
 def answer_of(

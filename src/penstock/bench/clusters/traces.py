@@ -15,10 +15,13 @@ from penstock.bench.accuracy_settings import Setting
 from penstock.bench.machine import describe_machine
 from penstock.core.errors import ConfigError
 
+_MEANING = "decoded tokens of the output"
+"""Of what a file holds; part of its name, since earlier files began before the output."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """One method's answers to one document, a token of the output each."""
+    """One method's answers to one document, behind each decoded token of the output."""
 
     likeliest: NDArray[np.int64]
     """[steps]"""
@@ -67,8 +70,9 @@ class TraceFolder:
         if self._folder is None:
             return None
         options = sorted(dataclasses.asdict(setting.policy).items())
-        what = [self._model, self._chunk, document.ids, document.prompt, setting.text, options]
-        digest = hashlib.sha256(json.dumps([*what, setting.memory], default=str).encode())
+        read = [_MEANING, self._model, self._chunk, document.ids, document.prompt]
+        what = [*read, setting.text, options, setting.memory]
+        digest = hashlib.sha256(json.dumps(what, default=str).encode())
         name = f"{self._model}-{document.number}-{setting.policy.name}-{digest.hexdigest()[:16]}"
         return self._folder / f"{name}.npz"
 

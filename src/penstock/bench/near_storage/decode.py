@@ -26,7 +26,7 @@ from penstock.bench.clusters.end_to_end import (
 )
 from penstock.bench.clusters.end_to_end_run import DISK, ForcedText, Say
 from penstock.bench.clusters.program import model_name
-from penstock.bench.clusters.texts import RING_WALK
+from penstock.bench.clusters.texts import RING_WALK, digest_of_text
 from penstock.bench.entry import run_program
 from penstock.bench.near_storage.decode_cases import (
     OURS,
@@ -55,7 +55,8 @@ METHODS = (
 LEAST_SIZES = 3
 _PRIVATE = ("out", "json", "resume", "minutes", "prompt_file")
 _SAME = (
-    "model", "text", "warm", "rounds", "steps", "threads", "chunk", "memory", "hot_share", "seed",
+    "model", "text", "digest", "warm", "rounds", "steps", "threads", "chunk", "memory",
+    "hot_share", "seed",
 )  # fmt: skip
 """Settings that a run must share with the one that it goes on with."""
 _GROWING = (
@@ -201,6 +202,7 @@ def run(arguments: Sequence[str]) -> Result:
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in _PRIVATE}
     settings |= {"model": model_name(args.model), "text": "file" if args.prompt_file else args.task}
+    settings["digest"] = digest_of_text(args.prompt_file)
     shown = without_path(arguments, "--prompt-file", args.prompt_file)
     result = Result.begin(KIND, shown, settings, seed=args.seed)
     bench, sitting, disk = Decode(args), Sitting(result, args), None

@@ -23,6 +23,7 @@ from penstock.bench.search_accuracy.table import accuracy_tables
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.bench.tasks import GeneratedTasks, Sample
 from penstock.core.errors import ConfigError
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 
 KIND = "search_accuracy"
@@ -88,6 +89,7 @@ class _Work:
         if TASK not in source.names:
             raise ConfigError(f"{TASK} needs a model with the bundled model's vocabulary")
         self._args, self._loaded = args, loaded
+        self.settings = settings_of(args) | {"weights": fingerprint(loaded.model)}
         self.samples = source.draw(TASK, 0, args.documents, tokens=args.tokens, seed=args.seed)
         self.plan = Plan(
             beams=args.beams, width=args.width, step_tokens=args.step,
@@ -104,8 +106,8 @@ class _Work:
         Raises:
             ConfigError: it was made with other settings.
         """
-        now = settings_of(self._args)
-        check_same(former.settings, now, [name for name in now if name not in _MAY_GROW])
+        names = [name for name in self.settings if name not in _MAY_GROW]
+        check_same(former.settings, self.settings, names)
         self.records = list(former.figures["documents"])
         last = max((one["document"] for one in self.records), default=0)
         if last >= self._args.documents:
@@ -170,6 +172,7 @@ def run(arguments: Sequence[str]) -> Result:
     result = Result.begin(KIND, arguments, settings_of(args), seed=args.seed, store=args.store)
     sitting = Sitting(result, args)
     work = _Work(args, load(args.model, dtype=args.dtype))
+    result.settings = work.settings
     if sitting.former is not None:
         work.take_up(sitting.former)
     facts = _facts(work.samples)

@@ -138,16 +138,28 @@ class Statistics:
     def _reuse(self) -> dict[str, Any]:
         ever, every = [], []
         for meter in self._meters:
-            rows = [counts for counts in meter.group_counts if counts.any()]
-            places = self._total // GROUP_TOKENS
-            ever.append(mean([concentration(counts[counts > 0]) for counts in rows]))
-            every.append(mean([concentration(counts[counts > 0]) * int((counts > 0).sum()) / places
-                               for counts in rows]))  # fmt: skip
+            rows = [
+                (counts[counts > 0], there)
+                for counts, there in zip(meter.group_counts, self._full_groups(), strict=True)
+                if counts.any()
+            ]
+            ever.append(mean([concentration(counts) for counts, _ in rows]))
+            every.append(
+                mean([concentration(counts) * len(counts) / there for counts, there in rows])
+            )
         return {
             "group_tokens": GROUP_TOKENS, "selected_groups": self.groups, "sizes": BUFFER_SIZES,
             "hit_rate": self._series.means("hits"),
             "groups_of_80_percent": {"of_selected": ever, "of_all": every},
         }  # fmt: skip
+
+    def _full_groups(self) -> list[int]:
+        """Groups of each row that could be selected in its last step: full, not all padding."""
+        steps = self._series.live.sum(dim=0).tolist()
+        return [
+            (self._total + count) // GROUP_TOKENS - (self._total - length) // GROUP_TOKENS
+            for count, length in zip(steps, self._lengths, strict=True)
+        ]
 
     def _importance(self) -> dict[str, Any]:
         """HillInfer's figure 8: tokens of the most important fifth."""

@@ -1,5 +1,6 @@
 """One question about one document, and how an answer to it is judged."""
 
+import re
 from dataclasses import dataclass
 
 from penstock.bench.tasks.metrics import OF_PARTS, exact_match, metric_called
@@ -74,12 +75,12 @@ def score_any_order(sample: Sample, text: str) -> float:
     """The share of the sample's values that `text` names as whole words, in whatever order.
 
     RULER's `string_match_all` for a vocabulary of whole words: there a value must not count
-    inside another one.
+    inside another one. Punctuation may touch it.
 
     Args:
         sample: the sample that was asked.
         text: the generated continuation, special tokens removed.
     """
-    padded = f" {' '.join(text.split())} "
-    found = sum(f" {value} " in padded for value in sample.values)
-    return found / len(sample.values)
+    plain = " ".join(text.split())
+    whole = (rf"(?<!\w){re.escape(value)}(?!\w)" for value in sample.values)
+    return sum(re.search(pattern, plain) is not None for pattern in whole) / len(sample.values)

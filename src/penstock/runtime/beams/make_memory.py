@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from penstock.core.byte_size import format_bytes
+from penstock.core.byte_size import enough_bytes, format_bytes
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger
 from penstock.core.trace import Tracer
@@ -94,7 +94,7 @@ def _scheduled(request: MemoryRequest) -> BeamMemory:
         whom = f"{request.beams} beams" if resident else "1 beam"
         raise BudgetError(
             f"room for {whom} of {request.max_tokens} tokens is more than {format_bytes(limit)} of "
-            f"fast memory; give memory={format_bytes(needed)} or more, or fewer tokens",
+            f"fast memory; give memory={enough_bytes(needed)} or more, or fewer tokens",
             needed_bytes=needed,
         )
     ledger = MemoryLedger(limit)
@@ -134,7 +134,7 @@ def _layerwise(request: MemoryRequest) -> BeamMemory:
         needed = least * piece_bytes
         raise BudgetError(
             f"room for 1 beam of {request.max_tokens} tokens is more than "
-            f"{format_bytes(limit or 0)} of fast memory; give memory={format_bytes(needed)} or "
+            f"{format_bytes(limit or 0)} of fast memory; give memory={enough_bytes(needed)} or "
             "more, or fewer tokens",
             needed_bytes=needed,
         )
