@@ -124,7 +124,7 @@ def lasting_name(name: str) -> str:
     released = released_models().get(name)
     if released is not None and released.is_fetched:
         return name
-    folder = _in_home(name)
+    folder = Path(os.path.expanduser(name))
     return str(folder.absolute()) if os.path.isfile(folder / "config.json") else name
 
 
@@ -207,8 +207,9 @@ def _find_folder(name: str) -> Path:
     released = released_models().get(name)
     if released is not None and released.is_fetched:
         return released.folder
-    folder = _in_home(name)
-    if os.path.isdir(folder):  # for any name: `Path.is_dir` raises for one that is too long
+    # For any name: `Path`'s own raise for a home that is not there, or a name that is too long.
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
             raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
         return folder
@@ -229,11 +230,6 @@ def _find_folder(name: str) -> Path:
             f"Face cache; give a folder with config.json, or {BUNDLED!r} for the bundled model"
         )
     return Path(cached).parent
-
-
-def _in_home(name: str) -> Path:
-    """A path with ~ in full; as it is where nobody is called that."""
-    return Path(os.path.expanduser(name))
 
 
 def _load_config(name: str, folder: Path) -> PretrainedConfig:
