@@ -25,10 +25,6 @@ PROMPT_TOKENS, MAX_TOKENS, PADDING = 70, 112, (0, 29)
 SCALING = 0.25
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
-EXEMPT: dict[tuple[str, str], str] = {}
-"""From a policy's name and a point to the reason why it cannot do it; the tests of what
-is named here must fail, so that the table stays true. Points: full, partition, budget, usable."""
-
 UNSEEN_NEEDLES: dict[tuple[str, str], str] = {
     ("streaming_llm", "attended"): "keeps sinks and the newest tokens, whatever was attended to",
     ("streaming_llm", "unattended"): "keeps sinks and the newest tokens, whatever is asked later",
@@ -48,13 +44,6 @@ def make(name: str, **wanted: Any) -> SelectionPolicy:
     wanted.setdefault("sink_tokens", 4)
     known = {field.name for field in fields(POLICIES[name])}
     return POLICIES[name](**{key: value for key, value in wanted.items() if key in known})
-
-
-def conforms(name: str, point: str, request: pytest.FixtureRequest) -> None:
-    """Expect a failure where the table says so."""
-    if (name, point) in EXEMPT:
-        mark = pytest.mark.xfail(reason=EXEMPT[name, point], strict=True)
-        request.applymarker(mark)
 
 
 def prompt(batch: int = 2) -> dict[str, Tensor]:
@@ -101,9 +90,7 @@ def test_a_full_budget_is_full_attention(
     family: str,
     models: dict[str, PreTrainedModel],
     references: dict[str, Any],
-    request: pytest.FixtureRequest,
 ) -> None:
-    conforms(name, "full", request)
     policy = make(name, selected_tokens=ALL, window_tokens=8)
     with TieredCache(
         models[family], policy, store="memory", max_tokens=MAX_TOKENS, batch_size=2
@@ -164,9 +151,8 @@ def make_runtime(policy: SelectionPolicy, batch: int, max_tokens: int) -> Tiered
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_units_partition_the_past(name: str, request: pytest.FixtureRequest) -> None:
+def test_units_partition_the_past(name: str) -> None:
     """Prompts, decoding, crops and reorders: with all selected, no token is missing or twice."""
-    conforms(name, "partition", request)
     policy = make(name, selected_tokens=ALL, window_tokens=4)
     runtime = make_runtime(policy, 2, 128)
     try:
@@ -192,9 +178,8 @@ def test_units_partition_the_past(name: str, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_budget_is_a_promise_and_the_policy_stays_as_it_was(
-    name: str, models: dict[str, PreTrainedModel], request: pytest.FixtureRequest
+    name: str, models: dict[str, PreTrainedModel]
 ) -> None:
-    conforms(name, "budget", request)
     policy = make(name, selected_tokens=32, window_tokens=8)
     before = replace(policy)
     memory: int | str = "1/2"
@@ -222,9 +207,8 @@ def test_the_budget_is_a_promise_and_the_policy_stays_as_it_was(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_crop_reorder_and_reset_leave_a_usable_cache(
-    name: str, models: dict[str, PreTrainedModel], request: pytest.FixtureRequest
+    name: str, models: dict[str, PreTrainedModel]
 ) -> None:
-    conforms(name, "usable", request)
     model, policy = models["llama"], make(name, selected_tokens=32, window_tokens=8)
     options: dict[str, Any] = {"store": "memory", "max_tokens": MAX_TOKENS, "batch_size": 2}
     one = torch.full((2, 1), 5)
@@ -297,8 +281,6 @@ def test_a_needle_is_found_at_a_tenth(name: str, scenario: str) -> None:
         assert distance < 0.2
 
 
-def test_the_tables_name_policies() -> None:
-    """Rows for methods that are not there yet, or no longer, would say nothing."""
+def test_the_table_names_policies_that_drop() -> None:
     dropping = {name for name, policy in POLICIES.items() if policy.drops}
-    assert {name for name, _ in EXEMPT} <= set(POLICIES)
-    assert {name for name, _ in UNSEEN_NEEDLES if name in POLICIES} == dropping
+    assert {name for name, _ in UNSEEN_NEEDLES} == dropping
