@@ -173,7 +173,10 @@ def test_scorers_by_name(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no_such", "there is no scorer 'no_such'; write logprob, module:function or reward:"),
+        (
+            "no_such",
+            "there is no scorer 'no_such'; write logprob, module:function, FILE.py:function or reward:",
+        ),
         ("my_scorers:", "there is no scorer 'my_scorers:'"),
         ("no_such:rate", "module no_such was not found"),
         ("my_scorers.more:rate", "module my_scorers.more was not found"),

@@ -6,7 +6,6 @@ Run as a program by `penstock.bench.throughput --memory-cgroup`; prints one JSON
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from penstock.bench.decode_loop import Bench, LiveRow
 from penstock.bench.memory_cgroup import MemoryCgroup
 from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.throughput_rows import FLOORS, KVSWAP, all_rows
+from penstock.core.child_python import python_command
 from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.model_shape import inspect_model
@@ -29,7 +29,7 @@ SLACK = 1.10
 def run_limited(arguments: Sequence[str]) -> dict[str, Any]:
     """Run this module in a process of its own; says how it ended."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.bench.limited_decode", *arguments],
+        python_command("penstock.bench.limited_decode", *arguments),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from penstock.core.child_python import import_path
+
 EXIT_INTERRUPTED = 130
 _SAID = "interrupted; nothing is left of what was not finished"
 
@@ -13,6 +15,9 @@ def main() -> None:
     """Run the command line of this process."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # `python -m penstock` puts the current folder first, and so does a Python that we start.
+    sys.path[:] = import_path()
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # What its encoding does not have is told by number, as on stderr, and ends no command.
         sys.stdout.reconfigure(errors="backslashreplace")

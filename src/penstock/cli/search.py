@@ -79,7 +79,7 @@ _IgnoreEnd = Annotated[bool, typer.Option("--ignore-end", help="Go on behind the
 _Scorer = Annotated[
     str,
     typer.Option(
-        metavar="logprob|MODULE:FUNCTION|reward:FOLDER",
+        metavar="logprob|MODULE:FUNCTION|FILE.py:FUNCTION|reward:FOLDER",
         help="What rates the candidates; a function gets (texts), or (prompt, texts).",
     ),
 ]
@@ -192,14 +192,14 @@ def _tell(output: "SearchOutput", model: str, as_json: bool) -> None:
 
 
 def _scorer(name: str, length_penalty: float, device: str) -> "StepScorer":
-    """The scorer of a name; its module may lie in the current folder."""
-    from penstock.generation.step_scorer import LOGPROB, load_scorer
+    """The scorer of a name; its module may be a file, or lie in the current folder."""
+    from penstock.generation.step_scorer import LOGPROB, code_folder, load_scorer
 
     if name != LOGPROB and length_penalty != 1:
         raise ConfigError(f"--length-penalty belongs to --scorer {LOGPROB}, not to {name}")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = code_folder(name)
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.append(str(folder))  # behind all that is installed, whose place it never takes
     return load_scorer(name, length_penalty=length_penalty, device=device)
 
 

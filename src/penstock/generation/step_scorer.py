@@ -1,10 +1,15 @@
 """StepScorer: what rates the candidates of a search: log-probability, a callable, a model."""
 
 import importlib
+import importlib.util
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +18,7 @@ from penstock.core.errors import ConfigError, PenstockError, VerifierError
 
 LOGPROB = "logprob"
 REWARD = "reward"
+_FILE_ENDING = ".py"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +129,8 @@ def load_scorer(
 
     Args:
         name: "logprob", "module:function" (a function over texts, or an object with a `score`
-            method), or "reward:FOLDER" (a reward model that `save_pretrained` wrote).
+            method), "FILE.py:function", or "reward:FOLDER" (a reward model that `save_pretrained`
+            wrote).
         length_penalty: of "logprob" only.
         device: of a reward model.
 
@@ -133,10 +140,11 @@ def load_scorer(
     """
     if name == LOGPROB:
         return LogProbabilityScorer(length_penalty)
-    kind, colon, rest = name.partition(":")
-    if not (colon and kind and rest):
+    kind, rest = _parts(name)
+    if not (kind and rest):
         raise ConfigError(
-            f"there is no scorer {name!r}; write {LOGPROB}, module:function or {REWARD}:FOLDER"
+            f"there is no scorer {name!r}; write {LOGPROB}, module:function, FILE.py:function or "
+            f"{REWARD}:FOLDER"
         )
     if kind == REWARD:
         # Loads transformers, which the other scorers do without.
@@ -152,6 +160,27 @@ def load_scorer(
             "function over texts"
         )
     return CallableScorer(found, name)
+
+
+def code_folder(name: str) -> Path | None:
+    """The folder that a scorer's own code may lie in; None where its name asks for no code."""
+    kind, rest = _parts(name)
+    if not (kind and rest) or kind == REWARD:
+        return None
+    return Path(os.path.expanduser(kind)).absolute().parent if _is_file(kind) else Path.cwd()
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """What is in front of the colon and behind it; a file's name may have colons of its own."""
+    file, colon, function = name.rpartition(":")
+    if colon and _is_file(file):
+        return file, function
+    kind, _, rest = name.partition(":")
+    return kind, rest
+
+
+def _is_file(kind: str) -> bool:
+    return kind.endswith(_FILE_ENDING)
 
 
 def checked_scores(scorer: StepScorer, candidates: Sequence[Candidate]) -> list[float]:
@@ -241,7 +270,10 @@ def _find(name: str, module_name: str, path: str) -> Any:
         ConfigError: either is not there, or the module fails while it is imported.
     """
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = (
+            _from_file(Path(os.path.expanduser(module_name))) if _is_file(module_name)
+            else importlib.import_module(module_name)
+        )  # fmt: skip
     except ModuleNotFoundError as error:
         missing = f"needs {error.name}, which is not installed"
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
@@ -252,6 +284,29 @@ def _find(name: str, module_name: str, path: str) -> Any:
         raise ConfigError(f"scorer {name}: importing {module_name} raised {cause}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"scorer {name}: module {module_name} has no {path}")
+            raise ConfigError(
+                f"scorer {name}: module {module_name} has no {path}; for a file that is called as "
+                f"an installed module is, write FILE{_FILE_ENDING}:{path}"
+            )
         found = getattr(found, part)
     return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module of a file, under a name that is no other module's.
+
+    Raises:
+        FileNotFoundError: there is no such file; and whatever the file itself raises.
+    """
+    name = f"penstock_scorer_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

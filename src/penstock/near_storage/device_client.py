@@ -5,7 +5,6 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.child_python import python_command
 from penstock.core.errors import ConfigError, StorageError
 from penstock.near_storage import protocol, shared_memory
 from penstock.near_storage.channel import Channel, Link, ScorerError
@@ -24,11 +24,6 @@ from penstock.storage.open_files import open_descriptors
 START_TIMEOUT_S = 60.0
 """A process must answer so soon after its start."""
 _GRACE_S = 2.0
-_RUN = (
-    "import ast, runpy, sys; sys.path[:] = ast.literal_eval(sys.argv.pop(1)); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__')"
-)
-"""Runs a module with this process's own path."""
 
 
 class NearDevice:
@@ -126,7 +121,7 @@ class NearDevice:
         handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
         try:
             state.process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, repr(sys.path), *self.program, *map(str, handed)],
+                python_command(*self.program, *map(str, handed)),
                 pass_fds=[*handed, *self._descriptors], stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip

@@ -1,0 +1,113 @@
+"""No command runs what merely lies in the current folder, whatever it is called."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.core.child_python import python_command
+
+SOURCE = str(Path(penstock.__file__).parents[1])
+RAN = "the current folder's code ran"
+NAMES = (
+    "ast", "runpy", "json", "struct", "pickle", "multiprocessing", "numpy", "torch", "kernels",
+    "matplotlib", "penstock", "sitecustomize", "usercustomize", "accelerate", "flash_attn",
+)  # fmt: skip
+COMMAND = "import sys; sys.argv[0] = 'penstock'; from penstock.cli.entry import main; main()"
+SEARCH = (
+    "search", "recall", "--prompt", "The grass is green .", "--beams", "2", "--step", "2",
+    "--max-new-tokens", "2", "--seed", "1", "--store", "memory",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder of data with files that are called as modules are; each leaves a mark."""
+    (tmp_path / "prompt.txt").write_text("The grass is green . The sky is blue .")
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"print({RAN!r}); open('ran-{name}', 'w').close()\n")
+    return tmp_path
+
+
+def assert_nothing_ran(folder: Path) -> None:
+    assert sorted(path.name for path in folder.glob("ran-*")) == []
+
+
+def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command as its script runs it: with the script's folder first, not the current one."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", COMMAND, *arguments], cwd=folder, text=True,
+        env=environment | {"PYTHONPATH": SOURCE}, capture_output=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "recall", "--prompt-file", "prompt.txt", "--max-new-tokens", "2",
+         "--disk", "memory", "--policy", "hillinfer"),
+        SEARCH,
+        (*SEARCH, "--scorer", "mine:rate"),
+        ("bench", "accuracy", "--samples", "1", "--tokens", "256", "--tasks", "multi_key_few",
+         "--settings", "full", "--workers", "2"),
+    ],
+    ids=["near-storage", "search", "a scorer", "workers"],
+)  # fmt: skip
+def test_a_command_runs_nothing_of_the_folder(arguments: tuple[str, ...], hostile: Path) -> None:
+    (hostile / "mine.py").write_text(
+        "import json, torch\ndef rate(texts):\n    return [1.0 for _ in texts]\n"
+    )
+    done = run(hostile, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert_nothing_ran(hostile)
+
+
+def test_nor_does_a_process_that_a_program_starts(hostile: Path) -> None:
+    """A program in the folder has it on its own path, under any of its names."""
+    (beside := hostile / "beside").mkdir()
+    (beside / "imports_much.py").write_text("import ast, json, multiprocessing, struct\n")
+    for entry in ("", ".", str(hostile), f"{hostile}/../{hostile.name}"):
+        code = (
+            f"import subprocess, sys; sys.path += [{SOURCE!r}, {str(beside)!r}]\n"
+            "from penstock.core.child_python import python_command\n"
+            f"sys.path.insert(0, {entry!r})\n"
+            "sys.exit(subprocess.call(python_command('imports_much')))"
+        )  # fmt: skip
+        done = subprocess.run([sys.executable, "-P", "-c", code], cwd=hostile, check=False)
+        assert done.returncode == 0
+        assert_nothing_ran(hostile)
+
+
+def test_a_process_has_the_path_and_the_words_that_it_was_given(tmp_path: Path) -> None:
+    strange = tmp_path / "a folder: with\nlines"
+    strange.mkdir()
+    (strange / "prints_words.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
+    former = sys.path[:]
+    try:
+        sys.path.append(str(strange))
+        command = python_command("prints_words", "one", "-c", "")
+    finally:
+        sys.path[:] = former
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['one', '-c', ''] __main__\n"
+
+
+def test_a_scorer_of_a_file_has_its_folder_behind_all_others(tmp_path: Path) -> None:
+    """A file is found where its name leads, also when it is called as an installed module is."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("RATING = 2.0\n")
+    (folder / "json.py").write_text(
+        "import beside\ndef rate(texts):\n    return [beside.RATING for _ in texts]\n"
+    )
+    done = run(tmp_path, *SEARCH, "--scorer", "elsewhere/json.py:rate", "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"scorer": "elsewhere/json.py:rate"' in done.stdout
+    missing = run(tmp_path, *SEARCH, "--scorer", "elsewhere/none.py:rate")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.startswith("error: scorer elsewhere/none.py:rate")
+    assert missing.stderr.count("\n") == 1
