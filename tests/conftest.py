@@ -2,10 +2,14 @@
 
 import gc
 import os
+import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import Tensor
 
 # No example is refused for being slow: the machine may be at something else meanwhile. What the
 # default profile says otherwise stays (where CI is set: the same examples each time).
@@ -18,6 +22,50 @@ if not torch.cuda.is_available():
     # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,
     # which transformers does, so that this stands above the tests of the kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `tests/matrix.py` runs the suite with, for the machine that it has not got."""
+    group = parser.getgroup("penstock")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="Run the files in another order.")
+    group.addoption("--other-sums", type=int, metavar="SEED", help="Round products otherwise.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed: int | None = config.getoption("other_sums")
+    if seed is not None:
+        torch.nn.functional.linear = _rounded_otherwise(torch.nn.functional.linear, seed)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed: int | None = config.getoption("shuffle")
+    if seed is None:
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    order = list(files)
+    random.Random(seed).shuffle(order)
+    items[:] = [item for path in order for item in files[path]]
+
+
+def _rounded_otherwise(linear: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
+    """A `linear` of a processor that adds up in another order: some results lie one step beside.
+
+    Which ones follows from the seed and the shapes, as a processor chooses its loops by shape.
+    """
+
+    def other(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = linear(input, weight, bias)
+        if found.device.type != "cpu" or not found.is_floating_point():
+            return found
+        chance = torch.Generator().manual_seed(hash((seed, *input.shape, *weight.shape)) % 2**63)
+        factors = torch.ones_like(found, requires_grad=False).detach()
+        step = torch.finfo(found.dtype).eps
+        factors += step * torch.empty_like(factors).bernoulli_(1 / 16, generator=chance)
+        return found * factors
+
+    return other
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,9 +31,11 @@ def _models() -> dict[Any, LoadedModel]:
 
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, _models: dict[Any, LoadedModel]) -> None:
+    """One model for all commands; in float32, in which no two of its tokens are near a tie."""
     load = loader.load
 
     def cached(model: str, *, dtype: str | None = None, device: str = "cpu") -> LoadedModel:
+        dtype = dtype or "float32"
         if model != "recall":
             return load(model, dtype=dtype, device=device)
         key = (dtype, device)
@@ -48,7 +50,7 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch, _models: dict[Any, LoadedModel
 @pytest.fixture(scope="module")
 def answer_to_it() -> str:
     """What the plain model says to `ASKED` behind `TEXT`, in three tokens."""
-    loaded = loader.load("recall")
+    loaded = loader.load("recall", dtype="float32")
     assert loaded.tokenizer is not None
     model: Any = loaded.model
     inputs = loaded.tokenizer(f"{TEXT}{ASKED}", return_tensors="pt")
@@ -181,16 +183,23 @@ def test_ls_and_show(library: Path) -> None:
     document = json.loads(run("show", "green", "--json").stdout)
     assert entry.items() <= document.items()
     assert document["about"]["tokens"] == 241
-    assert document["identity"]["dtype"] == "bfloat16"
+    assert document["identity"]["dtype"] == "float32"
     assert whole["size_bytes"] == entry["size_bytes"]
     assert whole["written_today_bytes"] == entry["written_bytes"]
 
 
-def test_a_models_name_is_listed_as_it_is(library: Path, tmp_path: Path) -> None:
+def test_a_models_name_is_listed_as_it_is(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "[red]"
     shutil.copytree(Path(loader.__file__).parent / "recall", folder)
     run("add", "[red]", "text.txt", "--name", "red", "--alone", "--disk", "memory")
-    assert "[red]" in run("ls").stdout
+    monkeypatch.setenv("COLUMNS", "500")  # it is a path, which a narrower terminal folds
+    assert f"{folder} " in run("ls").stdout
+    listed = {
+        each["name"]: each["model"] for each in json.loads(run("ls", "--json").stdout)["documents"]
+    }
+    assert listed["red"] == str(folder)
 
 
 def test_an_empty_library(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def ask(library: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = loader.load("recall")
+    loaded = loader.load("recall", dtype="float32")
     monkeypatch.setattr(loader, "load", lambda *_, **options: loaded)
 
 

@@ -75,7 +75,7 @@ def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
 
 @pytest.mark.parametrize("policy", ["kvswap", "full", "flexgen"])
 def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
-    loaded = load("recall")
+    loaded = load("recall", dtype="float32")
     model: Any = loaded.model
     assert loaded.tokenizer is not None
     text = "The grass is green . The sky is blue . " * 50
@@ -83,6 +83,7 @@ def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
     plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     memory = "auto" if policy == "full" else "1/2"
     options = ("--max-new-tokens", 12, "--policy", policy, "--memory", memory, "--exact", "--json")
+    options += ("--dtype", "float32")
     assert json.loads(run("--prompt", text, *options).stdout)["token_ids"] == plain.tolist()
 
 

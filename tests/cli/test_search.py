@@ -74,10 +74,10 @@ def run(*arguments: object, prompt: str | None = PROMPT) -> Any:
 def test_the_answer_alone_is_on_stdout(tmp_path: Path) -> None:
     prompt_file = tmp_path / "prompt.txt"
     prompt_file.write_text(PROMPT)
-    options = (*SMALL, "--memory", "1/2", "--tree", tmp_path / "tree.png")
+    options = (*SMALL, "--dtype", "float32", "--memory", "1/2", "--tree", tmp_path / "tree.png")
     result = run(*options, "--prompt-file", prompt_file, prompt=None)
     assert result.exit_code == 0, result.output
-    document = json.loads(run(*SMALL, "--json").stdout)
+    document = json.loads(run(*SMALL, "--dtype", "float32", "--json").stdout)
     assert result.stdout == f"{document['beams'][0]['text']}\n"
     for figure in ("prefill 100 %", "step 1/2  4/8 tokens  4 candidates in", "step 2/2  8/8 tok",
                    "ends in", "4, width 2, seed 1", "2 answers: 2 by length", "8 candidates, 4 pr",
@@ -165,7 +165,8 @@ def test_ctrl_c_prints_the_best_so_far(here: Path) -> None:
     """It comes within the second step's ratings."""
     store = here / "store"
     store.mkdir()
-    arguments = [*map(str, SMALL[:-1]), str(store), "--scorer", "these_scorers:interrupt"]
+    more = [str(store), "--scorer", "these_scorers:interrupt", "--dtype", "float32"]
+    arguments = [*map(str, SMALL[:-1]), *more]
     process = subprocess.run(
         [sys.executable, "-m", "penstock", "search", *arguments, "--memory", "1/2",
          "--prompt", PROMPT],

@@ -2,6 +2,7 @@
 
 import gc
 import tracemalloc
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -111,7 +112,11 @@ def peak_bytes(work: Callable[[], None]) -> tuple[int, int]:
     """Peaks of what numpy and torch allocate meanwhile, in bytes."""
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with (
+        # A process's first profile may warn of what this machine lacks; the second `work` may not.
+        warnings.catch_warnings(action="ignore"),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
         work()
     held = peak = 0
     assert profile.profiler is not None

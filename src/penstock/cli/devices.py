@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
 from penstock.devices.measure import Cell, fit_profile
@@ -82,17 +83,18 @@ def devices_command(
     console = Console()
     _show_measured(console, measured, fitted, file_bytes)
     console.print()
-    console.print(_preset_table())
+    print_table(console, _preset_table())
 
 
 def _show_measured(
     console: Console, measured: DirectoryMeasurement, fitted: DeviceProfile, file_bytes: int
 ) -> None:
-    console.print(Text(f"Measured: {measured.description}, a file of {format_bytes(file_bytes)}"))
+    where = f"Measured: {measured.description}, a file of {format_bytes(file_bytes)}"
+    console.print(Text(where), soft_wrap=True)
     if not measured.is_direct:
         warning = "These figures may be those of the page cache or of memory, not of a disk."
         console.print(Text(warning, style="yellow"))
-    console.print(_read_table(measured.cells))
+    print_table(console, _read_table(measured.cells))
     console.print(
         Text(
             f"sequential write {measured.write_bandwidth / 1e6:,.0f} MB/s; a read costs about "
@@ -105,9 +107,9 @@ def _read_table(cells: list[Cell]) -> Table:
     """Random reads in MB/s: a row for each request size, a column for each depth."""
     depths = sorted({cell.depth for cell in cells})
     table = Table(title="random reads, MB/s (reads submitted and awaited together)")
-    table.add_column("request", justify="right")
+    table.add_column("request", justify="right", no_wrap=True)
     for depth in depths:
-        table.add_column(f"{depth} at once", justify="right")
+        table.add_column(f"{depth} at once", justify="right", no_wrap=True)
     bandwidth = {(cell.request_bytes, cell.depth): cell.bandwidth for cell in cells}
     for request_bytes in sorted({cell.request_bytes for cell in cells}):
         values = [bandwidth.get((request_bytes, depth)) for depth in depths]
@@ -121,11 +123,11 @@ def _read_table(cells: list[Cell]) -> Table:
 def _preset_table() -> Table:
     """The simulated devices and what they would read, in MB/s."""
     table = Table(title="devices to simulate (--disk NAME), MB/s by request size")
-    table.add_column("name")
+    table.add_column("name", no_wrap=True)
     table.add_column("device")
     for request_bytes in _PRESET_REQUESTS:
-        table.add_column(format_bytes(request_bytes), justify="right")
-    table.add_column("reads/s", justify="right")
+        table.add_column(format_bytes(request_bytes), justify="right", no_wrap=True)
+    table.add_column("reads/s", justify="right", no_wrap=True)
     for profile in PRESETS.values():
         values = [f"{profile.read_bandwidth(r) / 1e6:,.0f}" for r in _PRESET_REQUESTS]
         table.add_row(profile.name, f"{profile.title} (simulated)", *values, f"{profile.iops:,.0f}")

@@ -21,6 +21,7 @@ from penstock.cli.doc_options import (
     open_shelf,
 )
 from penstock.cli.generate import DeviceOption, DtypeOption
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def list_command(
             markup=False, soft_wrap=True,
         )  # fmt: skip
     else:
-        console.print(_table(entries))
+        print_table(console, _table(entries))
         for entry in entries:
             if entry.state not in _STATES:
                 console.print(f"{entry.name}: {entry.state}", markup=False, soft_wrap=True)
@@ -72,7 +73,7 @@ def list_command(
 
 def _table(entries: "list[Entry]") -> Table:
     table = Table(box=SIMPLE_HEAD, border_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("name", overflow="fold")
+    table.add_column("name", no_wrap=True)
     for title in ("tokens", "on disk"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("model", overflow="fold")
@@ -149,7 +150,7 @@ def show_command(
     for what, figure in rows.items():
         if figure:
             table.add_row(what, Text(str(figure)))
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), table)
 
 
 def _times(count: int) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.devices.presets import PRESETS
@@ -69,7 +70,7 @@ def plan_command(
         return
     console = Console()
     console.print(Text(_headline(load)))
-    console.print(_table(made))
+    print_table(console, _table(made))
     for name, error in refused.items():
         console.print(Text(f"{name} does not fit: it needs {_needed(error)}", style="dim"))
     for sentence in sentences:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.stats import PhaseStats
 from penstock.generation.output import RunReport
@@ -265,4 +266,4 @@ def show_report(console: Console, report: RunReport) -> None:
     table.add_column(overflow="fold")
     for what, figure in report_rows(report):
         table.add_row(what, Text(figure))
-    console.print(table)
+    print_table(console, table)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.devices import LateBar
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
@@ -104,7 +105,7 @@ def search_plan_command(
         return
     console = Console(highlight=False)
     console.print(Text(_headline(model, shape, requests[0]), style="bold"))
-    console.print(_table(rows, bandwidth))
+    print_table(console, _table(rows, bandwidth))
     for note in _notes(requests, chosen, seed):
         console.print(Text(note, style="dim"))
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.screen import TokenProgress
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import SearchNode, SearchOutput, SearchPlace, SearchStep
@@ -236,10 +237,10 @@ def show_search(console: Console, output: SearchOutput) -> None:
         console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
     if len(output.beams) > 1:
         beams = [(output.tree.nodes[beam.node], beam.text) for beam in output.beams]
-        console.print(beam_table(beams[:_SHOWN_BEAMS], console.width))
+        print_table(console, beam_table(beams[:_SHOWN_BEAMS], console.width))
     table = Table(show_header=False, border_style="dim")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, figure in search_rows(output):
         table.add_row(what, Text(figure))
-    console.print(table)
+    print_table(console, table)

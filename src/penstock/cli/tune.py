@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
 
@@ -171,11 +172,12 @@ def _show(console: Console, tuned: "Tuned", output: Path) -> None:
     console.print(
         f"{config.model} on {config.disk}{' (simulated)' if config.simulated else ''}: "
         f"{config.max_batch} x {config.max_context:,} tokens in "
-        f"{format_bytes(config.limit_bytes)}; {tuned.measured} measurements"
+        f"{format_bytes(config.limit_bytes)}; {tuned.measured} measurements",
+        soft_wrap=True,
     )
-    console.print(_table(_shown([each for each in config.solutions if each.is_pick])))
+    print_table(console, _table(_shown([each for each in config.solutions if each.is_pick])))
     if len({each.policy for each in config.solutions}) + len(tuned.refused) > 1:
-        console.print(_policies(tuned))
+        print_table(console, _policies(tuned))
     console.print(Text(config.explanation))
     console.print(
         f"config: {output}; use it with penstock generate {config.model} --config {output} ...",

@@ -21,7 +21,7 @@ from penstock.testing.tiny_models import tiny_model
 
 @pytest.fixture(scope="module")
 def recall() -> LoadedModel:
-    return load()
+    return load(dtype="float32")  # no two of its tokens are near a tie
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
