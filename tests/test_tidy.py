@@ -136,3 +136,40 @@ def test_the_environment_is_read_by_the_command_line_only() -> None:
 
 def test_no_state_in_modules() -> None:
     assert [place(path, node.lineno) for path, node in nodes(MODULES, ast.Global)] == []
+
+
+def names_in(path: Path) -> set[str]:
+    """Every name that a file uses, looks up, imports or quotes; not those that it defines."""
+    names: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
+                names.add(name)
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                names |= {alias.name.split(".")[-1] for alias in aliases}
+            case ast.Constant(value=str(text)) if text.isidentifier():
+                names.add(text)
+    return names
+
+
+def test_nothing_is_there_for_tests_alone() -> None:
+    users = [path for path in FILES if "tests" not in path.parts] + sorted(
+        (TESTS.parent / "benchmarks").rglob("*.py")
+    )
+    used: set[str] = set().union(*map(names_in, users))
+    unused = []
+    for path in outside("testing"):
+        for node in tree_of(path).body:
+            match node:
+                case ast.FunctionDef(name=name, decorator_list=[]) | ast.ClassDef(name=name):
+                    defined = name
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)])
+                    | ast.AnnAssign(target=ast.Name(id=name))
+                ):
+                    defined = name
+                case _:
+                    continue
+            if defined not in used and not defined.startswith("__"):
+                unused.append(f"{place(path, node.lineno)} {defined}")
+    assert unused == []

@@ -26,7 +26,7 @@ def test_version_1(tmp_path: Path) -> None:
     assert (group.path / "memory.limit_in_bytes").read_text() == "12345"
     (group.path / "memory.usage_in_bytes").write_text("77\n")
     (group.path / "memory.stat").write_text("cache 5\nrss 6\n")
-    assert (group.usage_bytes, group.page_cache_bytes(), group.process_bytes()) == (77, 5, 6)
+    assert (group.usage_bytes, group.page_cache_bytes()) == (77, 5)
     assert group.peak_bytes == 0
     group.close()
     assert (parent / "cgroup.procs").read_text() == str(os.getpid())

@@ -59,9 +59,8 @@ def test_ufs_is_linear_below_24_kb_and_flat_above() -> None:
     assert UFS.read_bandwidth(8192) == pytest.approx(UFS.bandwidth / 3)
 
 
-def test_break_even_gap() -> None:
-    assert EMMC.break_even_bytes == pytest.approx(27e3, rel=0.03)
-    assert UFS.break_even_bytes == 0
+def test_a_request_costs_as_much_as_so_many_bytes() -> None:
+    assert EMMC.request_s * EMMC.bandwidth == pytest.approx(27e3, rel=0.03)
 
 
 def test_steady_reads_cost_what_their_batches_cost() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.adapter import LayerAdapter, fit_layer
 from penstock.indexes.low_rank import LowRankIndex
-from penstock.kernels.reference import group_scores_reference
 
 HEADS, KV_HEADS, HEAD_DIM, GROUP, GROUPS = 6, 2, 8, 4, 300
 JOINT, TOKENS = KV_HEADS * HEAD_DIM, GROUP * GROUPS
@@ -48,14 +47,19 @@ def make_index(keys: Tensor, rank: int, bits: int, **changes: Any) -> LowRankInd
     return LowRankIndex(SHAPE, rank=rank, bits=bits, **{**options, **changes})
 
 
+def best_of_groups(token_scores: Tensor) -> Tensor:
+    """Each group's best score (KVSwap 3.3, ReduceMax). [batch, GROUPS]"""
+    return token_scores.view(*token_scores.shape[:-1], -1, GROUP).amax(dim=-1)
+
+
 def exact_scores(keys: Tensor, query: Tensor, reduction: str = "sum") -> Tensor:
     """Group scores from the whole keys. [batch, GROUPS]"""
     per_head = keys.repeat_interleave(HEADS // KV_HEADS, dim=2)
     logits = torch.einsum("bhd,bthd->bht", query, per_head)
     if reduction == "softmax":
-        best = group_scores_reference(logits.flatten(0, 1), GROUP).view(*logits.shape[:2], -1)
+        best = best_of_groups(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
         return (best * SCALING).softmax(-1).sum(1)
-    return group_scores_reference(logits.sum(1), GROUP)
+    return best_of_groups(logits.sum(1))
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:

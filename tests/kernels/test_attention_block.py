@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.kernels import attention
 from penstock.kernels.attention import attention_block
-from penstock.kernels.reference import attention_reference, group_scores_reference
+from penstock.kernels.reference import attention_reference
 
 BATCH, HEAD_DIM = 3, 16
 SCALING = 0.3
@@ -130,8 +130,3 @@ def test_reference_is_sdpa(heads: int, kv_heads: int, causal: bool) -> None:
     logits = query @ keys.repeat_interleave(heads // kv_heads, dim=1).transpose(-1, -2) * SCALING
     expected_lse = logits.masked_fill(~shown, -math.inf).logsumexp(-1)
     assert torch.allclose(lse, expected_lse, atol=1e-6)
-
-
-def test_groups_score_as_their_best_token() -> None:
-    scores = torch.tensor([[1.0, 5.0, -3.0, -2.0], [0.0, 0.0, 9.0, -9.0]])
-    assert group_scores_reference(scores, 2).tolist() == [[5.0, -2.0], [0.0, 9.0]]

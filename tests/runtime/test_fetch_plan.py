@@ -4,6 +4,7 @@ import numpy as np
 
 from penstock.core.selection import Selection
 from penstock.runtime.fetch_plan import plan_fetch
+from penstock.testing.integrity import check_slots
 from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import ABSENT, SlotTable
 
@@ -16,7 +17,7 @@ def test_hits_and_misses() -> None:
     assert (second.num_wanted, second.num_hit) == (6, 5)
     assert second.rows.tolist() == [0]
     assert second.units.tolist() == [4]
-    table.check_integrity()
+    check_slots(table)
     for row in range(2):
         held = table.unit_in[row, second.selected_slots[row]]
         assert held.tolist() == [[1, 2, 4], [5, 6, 7]][row]

@@ -12,6 +12,7 @@ from penstock.storage.file import ByteArray, Int64Array
 from penstock.storage.naive_clusters import PackedClusters, TokenOrder
 from penstock.storage.pooled_clusters import PooledClusters
 from penstock.testing.faulty_file import FaultyFile
+from penstock.testing.integrity import check_pools
 from penstock.testing.late_file import LateFile
 
 LAYOUTS = [TokenOrder, PackedClusters, PooledClusters]
@@ -54,7 +55,7 @@ class Twin:
     def state(self) -> tuple[object, ...]:
         """Bytes, places, buffers, traffic and counters."""
         layout = self.layout
-        buffered = [c for c in range(NUM_CLUSTERS) if layout.is_buffered(c)]
+        buffered = [c for c in range(NUM_CLUSTERS) if c in layout._buffers]
         places = [layout.pools.half(c) for c in range(NUM_CLUSTERS)]
         counters, layout.counters = layout.counters, LayoutCounters()
         num_reads = len(self.inner.reads)
@@ -95,7 +96,7 @@ def test_the_same_as_a_loop(
         if data.draw(st.booleans()):
             one.layout.flush()
             other.layout.flush()
-    one.layout.pools.check_integrity()
+    check_pools(one.layout.pools)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -123,7 +124,7 @@ def test_a_spoiled_cluster_stops_it() -> None:
     file.failing_writes = {file.num_writes + 1}
     with pytest.raises(StoreFullError):
         layout.split(0, 5, np.arange(13) > 2)
-    assert layout.is_buffered(0)
+    assert 0 in layout._buffers
     with pytest.raises(StorageError, match="lost"):
         layout.append_each(np.array([1, 0]), numbered(100, 2, 512))
     assert (layout.read([1])[0][13:] == numbered(100, 1, 512)).all()
@@ -179,8 +180,8 @@ def test_a_cleared_layout_is_a_new_one_on_the_same_file(kind: type[ClusterFile])
     layout.append(3, numbered(950, 1, 512))
     assert (layout.read([3])[0][5:] == numbered(950, 1, 512)).all()
     if isinstance(layout, PooledClusters):
-        assert layout.is_buffered(3), "the old heat of 3 is forgotten, and its buffer free"
+        assert 3 in layout._buffers, "the old heat of 3 is forgotten, and its buffer free"
         layout.append(7, numbered(960, 1, 512))
         layout.append(7, numbered(961, 1, 512))
-        assert layout.is_buffered(7), "hotter than 3, were the old appends counted it were not"
-        layout.pools.check_integrity()
+        assert 7 in layout._buffers, "hotter than 3, were the old appends counted it were not"
+        check_pools(layout.pools)

@@ -15,6 +15,7 @@ from penstock.storage.naive_clusters import PackedClusters, TokenOrder
 from penstock.storage.pooled_clusters import PooledClusters
 from penstock.storage.store import KVStore
 from penstock.testing.faulty_file import FaultyFile
+from penstock.testing.integrity import check_pools
 from penstock.testing.late_file import LateFile
 
 LAYOUTS = [TokenOrder, PackedClusters, PooledClusters]
@@ -57,7 +58,7 @@ def test_neighbours_are_read_in_one_access() -> None:
     layout.read([0, 3])
     assert layout.counters.access_lengths == {16: 1, 8: 2}
     assert layout.counters.read_bytes == 32 * 512
-    assert layout.counters.mean_access_entries == 32 / 3
+    assert layout.counters.read_entries == 32
     layout.read([0, 1, 2, 3])
     assert layout.counters.access_lengths == {16: 1, 8: 2, 32: 1}, "full pools have no gap"
 
@@ -81,7 +82,7 @@ def test_a_buffered_cluster_writes_whole_sectors_only() -> None:
             layout.append(0, numbered(1000 + i, 1, 512))
         assert (layout.read([0])[0][8:] == numbered(1000, 32, 512)).all()
         written[num_buffers] = layout.counters.written_bytes
-        assert layout.counters.write_amplification == written[num_buffers] / (32 * 512)
+        assert layout.counters.appended_bytes == 32 * 512
         assert layout.counters.reread_bytes == (0 if num_buffers else 28 * 4096)
     assert written == {0: 32 * 4096, 1: 32 * 512}
 
@@ -104,16 +105,16 @@ def test_a_split_keeps_the_buffer_and_a_free_gives_it_back() -> None:
     layout.append(0, numbered(1000, 4, 512))
     layout.split(0, 2, np.arange(12) != 9)
     assert layout.counters.written_bytes == 4096, "the child; what stays is changed in memory"
-    assert layout.is_buffered(0)
+    assert 0 in layout._buffers
     for _ in range(20):
         layout.append(0, numbered(0, 1, 512))
     layout.free(0)
     layout.append(1, numbered(0, 1, 512))
-    assert layout.is_buffered(1)
+    assert 1 in layout._buffers
     layout.place([0], {0: np.arange(1)}, numbered(0, 1, 512))
     layout.append(1, numbered(0, 1, 512))
     layout.append(0, numbered(0, 1, 512))
-    assert layout.is_buffered(1), "the new cluster has none of the old one's heat"
+    assert 1 in layout._buffers, "the new cluster has none of the old one's heat"
 
 
 @pytest.mark.parametrize("cluster", [0, 1])
@@ -176,16 +177,16 @@ def test_whoever_overwrites_waits_for_the_reads_under_way() -> None:
 def test_hot_clusters_get_the_buffers() -> None:
     layout, _, _ = pooled(3, 3, 3, sector_bytes=4096, num_buffers=1, spare=40)
     layout.append(0, numbered(1000, 1, 512))
-    assert layout.is_buffered(0)
-    assert layout.buffer_bytes == 4096
+    assert 0 in layout._buffers
+    assert len(layout._buffers.rows) == 1
     layout.append(0, numbered(1001, 1, 512))
     layout.append(1, numbered(1100, 1, 512))
-    assert not layout.is_buffered(1), "colder than 0"
+    assert 1 not in layout._buffers, "colder than 0"
     assert layout.counters.written_bytes == 4096, "a cold cluster is written at once"
     for i in range(3):
         layout.append(1, numbered(1101 + i, 1, 512))
-    assert layout.is_buffered(1)
-    assert not layout.is_buffered(0)
+    assert 1 in layout._buffers
+    assert 0 not in layout._buffers
     assert (layout.read([0])[0][3:] == numbered(1000, 2, 512)).all(), "its buffer was written"
     assert (layout.read([1])[0][3:] == numbered(1100, 4, 512)).all()
 
@@ -197,10 +198,10 @@ def test_heat_decays() -> None:
     for i in range(3000):  # long enough for the worth of an append to be scaled down
         layout.append(1 + i % 2, numbered(0, 1, 512))
         if i == 20:
-            assert not layout.is_buffered(0), "20 appends of long ago are worth little"
+            assert 0 not in layout._buffers, "20 appends of long ago are worth little"
     for _ in range(30):
         layout.append(0, numbered(0, 1, 512))
-    assert layout.is_buffered(0)
+    assert 0 in layout._buffers
 
 
 def test_growth_beyond_a_pool_moves_the_smaller_one_and_counts_it() -> None:
@@ -264,7 +265,7 @@ def test_a_child_does_not_take_what_its_parent_grows_into() -> None:
     found = layout.read([0, 2])
     assert (found[0] == entries[kept]).all()
     assert (found[1] == entries[moved]).all()
-    layout.pools.check_integrity()
+    check_pools(layout.pools)
     assert layout.pools.half(2).pool != layout.pools.half(0).pool, "14 and 3 are more than 16"
 
 
@@ -317,7 +318,7 @@ def test_a_full_disk_leaves_what_was_there() -> None:
         layout.append(0, numbered(0, 2000, 512))
     assert layout.clusters() == [0, 1]
     assert (layout.read([0])[0] == tokens[:6]).all()
-    layout.pools.check_integrity()
+    check_pools(layout.pools)
 
 
 def test_a_failed_read_is_a_fetch_error() -> None:

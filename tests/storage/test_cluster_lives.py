@@ -23,6 +23,7 @@ from penstock.storage.file import ByteArray
 from penstock.storage.naive_clusters import PackedClusters, TokenOrder
 from penstock.storage.pooled_clusters import PooledClusters
 from penstock.testing.faulty_file import FaultyFile
+from penstock.testing.integrity import check_pools
 from penstock.testing.late_file import LateFile
 
 
@@ -201,7 +202,7 @@ class ClustersMachine(RuleBasedStateMachine):
         now, self.layout.counters = self.layout.counters, counters
         reads = self.inner.reads[before[1] :]
         assert now.read_bytes == sum(length for _, length in reads)
-        assert now.num_accesses == len(reads)
+        assert sum(now.access_lengths.values()) == len(reads)
         for (a, length), (b, _) in pairwise(reads):
             assert a + length < b, "neighbours are read as one, and nothing twice"
         lengths = sum(length * times for length, times in now.access_lengths.items())
@@ -248,7 +249,7 @@ class ClustersMachine(RuleBasedStateMachine):
         assert counters.num_writes == len(self.inner.writes)
         assert not any(at % self.sector or n % self.sector for at, n in self.inner.writes)
         if isinstance(layout, PooledClusters):
-            layout.pools.check_integrity()
+            check_pools(layout.pools)
         alive = sorted(self.model.keys() - self.lost)
         self.layout.counters = LayoutCounters()
         found = layout.read(alive)

@@ -12,7 +12,7 @@ from penstock.policies import KVSwap
 from penstock.policies.baselines.loki import Loki
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.fidelity import Reference
-from penstock.tuner.reuse_replay import reuse_rate, reuse_rates
+from penstock.tuner.reuse_replay import reuse_rates
 from penstock.workloads.recorded_stream import Recording
 
 FORCED = 16
@@ -57,8 +57,8 @@ def test_one_recording_is_replayed_exactly(loaded: LoadedModel, texts: list[Tens
         reference = Reference(loaded.model, texts[:1], forced=FORCED)
         found = reference.measure(policy, memory=memory, record=True)
         assert policy.reuse_tokens is not None
-        slots = policy.reuse_tokens // policy.group_tokens
-        assert reuse_rate(found.selections[0], slots) == pytest.approx(found.hit_rate, abs=1e-12)
+        rates = reuse_rates(found.selections, [policy.reuse_tokens])
+        assert rates[policy.reuse_tokens] == pytest.approx(found.hit_rate, abs=1e-12)
 
 
 def test_rows_that_are_heads(loaded: LoadedModel, texts: list[Tensor]) -> None:
@@ -66,7 +66,7 @@ def test_rows_that_are_heads(loaded: LoadedModel, texts: list[Tensor]) -> None:
     found = reference.measure(Loki(selected_tokens=64), memory="1/2", record=True)
     [recording] = found.selections
     assert recording.shares.shape[2] == 4
-    assert reuse_rate(recording, 64) > 0
+    assert reuse_rates([recording], [64])[64] > 0
 
 
 def test_more_slots_have_more(recordings: tuple[Recording, ...]) -> None:
@@ -74,7 +74,7 @@ def test_more_slots_have_more(recordings: tuple[Recording, ...]) -> None:
     assert list(rates) == [0, 119, 120, 240, 2000]
     assert rates[0] == rates[119] == 0, "less than a selection: no slots of a layer's own"
     assert 0 < rates[120] < rates[240] < rates[2000]
-    each = [reuse_rate(recording, 60) for recording in recordings]
+    each = [reuse_rates([recording], [240])[240] for recording in recordings]
     assert min(each) <= rates[240] <= max(each)
     assert reuse_rates([], [100]) == {100: 0.0}
 
@@ -89,8 +89,7 @@ def test_by_hand() -> None:
     steps = np.array([[0, 1], [1, 2], [0, 2], [3, -1], [-1, -1], [1, 3]])
     # Two slots: 0 and 1 miss; 1 hits, 2 takes 0's; 0 takes 1's, 2 hits; 3 takes 2's, whose turn it
     # is; then 3 hits and 1 takes 0's.
-    assert reuse_rate(recording(steps), 2) == pytest.approx(3 / 9)
     # Three: 0, 1 and 2 fill them; only 3 takes one, the oldest.
-    assert reuse_rate(recording(steps), 3) == pytest.approx(5 / 9)
-    assert reuse_rate(recording(steps), 1) == 0
-    assert reuse_rate(recording(np.full((2, 2), -1)), 2) == 0
+    rates = reuse_rates([recording(steps)], [4, 8, 12])
+    assert rates == pytest.approx({4: 0, 8: 3 / 9, 12: 5 / 9})
+    assert reuse_rates([recording(np.full((2, 2), -1))], [8]) == {8: 0}

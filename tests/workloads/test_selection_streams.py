@@ -22,6 +22,7 @@ from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
 from penstock.policies import POLICIES, FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.policies.base import IndexRequest
+from penstock.testing.integrity import check_slots
 from penstock.workloads.selection_streams import (
     LayerStream,
     OverlapStream,
@@ -198,7 +199,7 @@ def test_rows_of_different_lengths(model: CausalLM) -> None:
             input_ids=ids, attention_mask=mask, **cache_argument(model, cache), max_new_tokens=6,
             do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
-        cache._runtime.layers[0].table.check_integrity()  # type: ignore[union-attr]
+        check_slots(cache._runtime.layers[0].table)  # type: ignore[union-attr]
     for steps in watched.steps.values():
         assert len(steps) == 5
         for step, selection in steps:

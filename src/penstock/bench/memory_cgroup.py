@@ -82,10 +82,6 @@ class MemoryCgroup:
         """Page cache booked to the group."""
         return self._stat("file" if self._v2 else "cache")
 
-    def process_bytes(self) -> int:
-        """Anonymous memory booked to the group."""
-        return self._stat("anon" if self._v2 else "rss")
-
     def close(self) -> None:
         """Go back to the former group and remove this one, as far as that is possible."""
         with contextlib.suppress(ConfigError):

@@ -3,9 +3,6 @@
 import json
 import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,15 +23,6 @@ class Tracer:
         """Record one finished span."""
         with self._lock:
             self._spans.append((name, track, start_ns, end_ns, args))
-
-    @contextmanager
-    def span(self, name: str, track: str, **args: int | float | str) -> Iterator[None]:
-        """Record the time spent inside the block."""
-        start = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.add(name, track, start, time.perf_counter_ns(), **args)
 
     def write(self, path: str | Path) -> None:
         """Write the Chrome trace event format, times in microseconds from the first span."""

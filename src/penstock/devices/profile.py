@@ -43,11 +43,6 @@ class DeviceProfile:
             return 1 / self.iops
         return max(0.0, 1 / self.iops - self.flash_page_bytes / self.bandwidth)
 
-    @property
-    def break_even_bytes(self) -> int:
-        """Bytes that are transferred in the fixed time of a request; 0 when it is hidden."""
-        return 0 if self.is_pipelined else int(self.request_s * self.bandwidth)
-
     def read_time_s(self, offsets: Int64Array, lengths: Int64Array) -> float:
         """Seconds that a batch of reads keeps the device busy; both int64 [num_reads], bytes."""
         page = self.flash_page_bytes

@@ -19,9 +19,8 @@ class Throttle:
     """A device that serves one request after another, as a clock; shared by the files on it.
 
     The device is busy until some moment. A batch starts there (or now, when that is past), keeps it
-    busy for the profile's time, and is answered one latency later. Whoever waits is held back until
-    then, or until the real storage has answered if that takes longer: such a batch is late, and
-    figures with many late batches are not the profile's.
+    busy for the profile's time, and is answered one latency later. A wait lasts until then, or
+    until the real storage has answered if that takes longer.
     """
 
     def __init__(
@@ -38,17 +37,10 @@ class Throttle:
             sleep: let that many seconds pass.
         """
         self.profile = profile
-        self.num_batches = 0
-        self.num_late = 0
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at = clock()
-
-    @property
-    def late_share(self) -> float:
-        """Share of the batches that the real storage answered later than the profile would."""
-        return self.num_late / self.num_batches if self.num_batches else 0.0
 
     def start_read(self, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> float:
         """Queue a batch of reads, both int64 [num_reads]; returns the time of its answer."""
@@ -63,11 +55,7 @@ class Throttle:
         return self._clock() >= answer_at
 
     def hold_until(self, answer_at: float) -> None:
-        """Let time pass until an answer is due. Call it once a batch: it counts late ones."""
-        now = self._clock()
-        with self._lock:
-            self.num_batches += 1
-            self.num_late += now > answer_at + _SPIN_S
+        """Let time pass until an answer is due."""
         while (left := answer_at - self._clock()) > 0:
             self._sleep(left - _SPIN_S if left > _SPIN_S else 0.0)
 

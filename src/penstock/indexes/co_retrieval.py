@@ -1,7 +1,7 @@
-"""co_retrievals() and orders: which clusters are retrieved together, and side by side (DynaKV).
+"""co_retrievals() and pool_order(): clusters retrieved together lie side by side (DynaKV).
 
 Plain functions on the clusters of one row (KV head): `retrieved` → `co_retrievals` →
-`chain_order` or `pool_order`.
+`pool_order`.
 """
 
 from collections.abc import Iterable
@@ -61,45 +61,12 @@ def co_retrievals(taken: Tensor) -> NDArray[np.int64]:
     return counts
 
 
-def probabilities(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """P(ij) of DynaKV's Eq. 8: frequencies over their sum; all 0 where nothing was retrieved.
-
-    Args:
-        counts: [clusters, clusters]
-    """
-    return counts / max(1, int(counts.sum()))
-
-
-def chain_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All clusters in a row, with many co-retrievals between neighbours.
-
-    A query's clusters take one access less for every two neighbours among them, so what is to be
-    as large as possible is the sum of f over neighbours: a longest path through all clusters. That
-    is NP-hard; this is the greedy chain: the strongest pair first, then always the strongest that
-    joins two ends of chains. A spectral order (Fiedler vector) brings many correlated clusters
-    near each other, but what it minimises is squared distance, while an access is saved only by
-    those that touch.
-
-    Source: DynaKV, section 5.1 ("co-locates highly correlated clusters adjacently"); the paper does
-    not say how.
-
-    Args:
-        counts: symmetric, not negative. [clusters, clusters]
-
-    Returns:
-        int64 [clusters], a permutation
-    """
-    chains = _Chains(len(counts))
-    chains.join_all(_strongest_first(counts))
-    return chains.order(range(len(counts)))
-
-
 def pool_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """An order for dual-head pools, whose places are filled two by two, with EMPTY in it.
 
     In a pool with room to grow the two clusters do not touch; the upper one of a pool and the
     lower one of the next do. So the strongest pairs are matched first (greedily), and matched
-    clusters take places 2i + 1 and 2i + 2; then the pairs are chained as in `chain_order`, so that
+    clusters take places 2i + 1 and 2i + 2; then the pairs are chained greedily, so that
     the clusters of one pool are correlated too, which `gap_bytes` of a `ClusterFile` makes use of
     and which counts when a pool is nearly full.
 
@@ -128,17 +95,6 @@ def pool_order(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     chains.join_all(edges[(edges != first).all(axis=1)])
     rest = chains.order(c for c in range(number) if c != first)
     return np.concatenate([np.array([first], dtype=np.int64), rest])
-
-
-def neighbours_sum(order: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
-    """Co-retrievals between neighbours: accesses that an order saves on the queries counted.
-
-    Args:
-        order: int64 [places]; EMPTY has no neighbours.
-    """
-    left, right = order[:-1], order[1:]
-    both = (left != EMPTY) & (right != EMPTY)
-    return int(counts[left[both], right[both]].sum())
 
 
 def _strongest_first(counts: NDArray[np.int64]) -> NDArray[np.int64]:

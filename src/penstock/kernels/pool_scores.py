@@ -1,4 +1,4 @@
-"""pool_scores(): importance of every token that a pool holds, for one new token's query."""
+"""pool_logits() and logit_sums(): what the tokens that a pool holds are worth to a new query."""
 
 import torch
 from torch import Tensor
@@ -10,37 +10,6 @@ _MOST_WIDTH = 1 << 12
 """Channels of a head; the compiled kernel widens sixteen keys on the stack."""
 _FEW_PLACES = 1024
 """Fewer are not worth waking threads."""
-
-
-def pool_scores(
-    query: Tensor, tokens: Tensor, mask: Tensor, scaling: float,
-    log_normalisers: Tensor | None = None, *, products: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Importance of every place, and the log-sum-exp of every head over the visible ones.
-
-    Rule "attention": over the query heads the sum of exp(scaling * query . key - normaliser).
-    Rule "products": the sum of the raw products query . key.
-
-    Args:
-        query, tokens, mask, scaling: as for `pool_logits`.
-        log_normalisers: of each head's softmax; None: the sums over what is visible here.
-            float32 [rows, q_heads]
-        products: the rule "products"; normalisers then play no part.
-
-    Returns:
-        Scores, minus infinity where the mask hides the place, float32 [rows, places]; log-sum-exp,
-        minus infinity for a row that sees nothing, float32 [rows, q_heads].
-    """
-    logits, log_sums = pool_logits(query, tokens, mask, scaling)
-    if products:
-        return logit_sums(logits, None).div_(scaling), log_sums
-    normalisers = log_sums if log_normalisers is None else log_normalisers
-    return logit_sums(logits, normalisers), log_sums
-
-
-def scratch_bytes(rows: int, q_heads: int, places: int) -> int:
-    """Bytes of the logits that `pool_logits` returns, for the ledger."""
-    return 4 * rows * q_heads * places
 
 
 def pool_logits(

@@ -82,16 +82,3 @@ def add_attention_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[T
     sink = sink_logits.float().view(-1, out.shape[1], 1)
     total = torch.logaddexp(lse, sink)
     return out * torch.exp(lse - total).unsqueeze(-1), total
-
-
-def group_scores_reference(token_scores: Tensor, group_tokens: int) -> Tensor:
-    """Represent each group of consecutive tokens by its best score (KVSwap 3.3, ReduceMax).
-
-    Args:
-        token_scores: [batch, tokens], tokens a multiple of `group_tokens`.
-
-    Returns:
-        [batch, tokens // group_tokens]
-    """
-    batch, tokens = token_scores.shape
-    return token_scores.view(batch, tokens // group_tokens, group_tokens).amax(dim=-1)

@@ -28,10 +28,6 @@ from penstock.storage.cluster_reads import ClusterRead
 from penstock.storage.file import ByteArray, Int64Array
 from penstock.tiers.replacement.cluster_aligned import ClusterAligned, Told
 
-FOLLOW_TOKENS = 32
-"""Most tokens of one call that the clusters follow; more are a prompt, and all is clustered
-anew when the next step wants it."""
-
 
 class ClusterBuffers:
     """Memory that clusters land in where there is no staging; the layers share it."""

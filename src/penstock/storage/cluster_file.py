@@ -184,11 +184,6 @@ class ClusterFile(ABC):
     def end_bytes(self) -> int:
         """Length that the file needs now (DynaKV, Fig. 13: storage usage)."""
 
-    @property
-    @abstractmethod
-    def buffer_bytes(self) -> int:
-        """Bytes of the write buffers, for the ledger."""
-
     @abstractmethod
     def _locate(self, clusters: Int64Array) -> Located: ...
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.errors import CacheStateError
 from penstock.storage.file import Int64Array
 from penstock.storage.free_extents import FreeExtents
 
@@ -224,30 +223,6 @@ class ClusterPools:
         self._pool_of.clear()
         self._half_free.clear()
         self._extents = FreeExtents()
-
-    def check_integrity(self) -> None:
-        """Raise CacheStateError unless places are aligned, disjoint, and at their pools' ends."""
-        spans = [(first, pool.sectors) for first, pool in self._pools.items()]
-        spans += self._extents.runs
-        spans.sort()
-        ends = [first + sectors for first, sectors in spans]
-        if [first for first, _ in spans] != [0, *ends][: len(spans)] or (
-            (ends or [0])[-1] != self._extents.end
-        ):
-            raise CacheStateError("the cluster pools overlap or leave sectors to nobody")
-        for first, pool in self._pools.items():
-            held = [c for c in pool.clusters if c >= 0]
-            for cluster in held:
-                side = pool.clusters.index(cluster)
-                at = (first + side * pool.sectors) * self.sector_bytes
-                if self.half(cluster) != Half(first, side) or self.base[cluster] != at:
-                    raise CacheStateError(f"cluster {cluster} is not at its pool's end")
-            if sum(self.sectors(int(self.count[c])) for c in held) > pool.sectors:
-                raise CacheStateError(f"the clusters {held} overlap in their pool")
-            if (first in self._half_free) != (pool.clusters.count(EMPTY) == 1):
-                raise CacheStateError(f"the free half of pool {first} is not booked")
-        if sorted(c for p in self._pools.values() for c in p.clusters if c >= 0) != self.clusters():
-            raise CacheStateError("a cluster has two places or none")
 
     def _note(self, first: int) -> None:
         """Book whether a pool has one free half."""

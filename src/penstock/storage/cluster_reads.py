@@ -40,22 +40,6 @@ class LayoutCounters:
     access_lengths: dict[int, int] = field(default_factory=dict)
     """Accesses by the number of asked-for entries in each (DynaKV, Fig. 12)."""
 
-    @property
-    def num_accesses(self) -> int:
-        """Contiguous reads for retrieval."""
-        return sum(self.access_lengths.values())
-
-    @property
-    def mean_access_entries(self) -> float:
-        """Entries per access, on average; 0 before the first."""
-        return self.read_entries / max(1, self.num_accesses)
-
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written per byte of new entries; 0 before the first."""
-        new = self.placed_bytes + self.appended_bytes
-        return self.written_bytes / new if new else 0.0
-
 
 class ClusterRead:
     """The entries of some clusters, on their way into a buffer or there.

@@ -26,11 +26,6 @@ class _OrderedEntries(ClusterFile):
         """See `ClusterFile`."""
         return self._sectors_end(self._total * self.entry_bytes)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """See `ClusterFile`: none."""
-        return 0
-
     def flush(self) -> None:
         """See `ClusterFile`: nothing is kept back."""
 

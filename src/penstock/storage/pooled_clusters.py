@@ -50,15 +50,6 @@ class PooledClusters(ClusterFile):
         """See `ClusterFile`."""
         return self.pools.end_bytes
 
-    @property
-    def buffer_bytes(self) -> int:
-        """See `ClusterFile`."""
-        return self._buffers.num_bytes
-
-    def is_buffered(self, cluster: int) -> bool:
-        """Whether the last, partial sector of a cluster is kept in memory."""
-        return cluster in self._buffers
-
     # Operations -------------------------------------------------------------------------------
 
     def place(

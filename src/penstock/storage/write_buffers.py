@@ -41,11 +41,6 @@ class WriteBuffers:
         self._worth = 1.0
         self._coldest = 0.0  # no buffered cluster is colder
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory, for the ledger."""
-        return self._memory.num_bytes
-
     def __contains__(self, cluster: int) -> bool:
         return cluster in self._slot_of
 

@@ -74,10 +74,6 @@ class TokenPool:
         where = (torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device))
         by_slot[(*where, slice(None), 0)] = keys.to(by_slot.dtype)
 
-    def slot_tokens(self) -> Tensor:
-        """The slots' part, [batch, num_slots * G, 2, kv_heads, head_dim]."""
-        return self.tokens[:, : self.slot_places]
-
     def tail_tokens(self) -> Tensor:
         """The part of sinks and window, [batch, tail_slots * G, 2, kv_heads, head_dim]."""
         return self.tokens[:, self.slot_places :]

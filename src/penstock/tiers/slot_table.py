@@ -5,8 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import CacheStateError
-
 ABSENT = -1
 
 
@@ -71,13 +69,6 @@ class SlotTable:
         self.unit_in[rows, slots] = units
         self.slot_of[rows, units] = slots
 
-    def evict_from(self, first_unit: int) -> NDArray[np.bool_]:
-        """Forget every unit at or after `first_unit`; returns which slots that emptied."""
-        gone: NDArray[np.bool_] = self.unit_in >= first_unit
-        self.slot_of[:, first_unit:] = ABSENT
-        self.unit_in[gone] = ABSENT
-        return gone
-
     def clear(self) -> None:
         """Forget everything."""
         self.slot_of.fill(ABSENT)
@@ -90,11 +81,3 @@ class SlotTable:
         copy.unit_in = self.unit_in[rows].copy()
         copy._rows = np.arange(len(rows))[:, None]
         return copy
-
-    def check_integrity(self) -> None:
-        """Raise CacheStateError unless both directions agree (tests and debugging)."""
-        rows, slots = np.nonzero(self.unit_in != ABSENT)
-        if not (self.slot_of[rows, self.unit_in[rows, slots]] == slots).all():
-            raise CacheStateError("slot table: a slot's unit does not point back to it")
-        if (self.slot_of != ABSENT).sum() != len(rows):
-            raise CacheStateError("slot table: a unit points to a slot that holds another")

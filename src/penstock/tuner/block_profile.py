@@ -250,11 +250,3 @@ def _step(
         for number in range(layers)
     ]  # fmt: skip
     return step_time(times, latency_s=device.latency_s)
-
-
-def relative_errors(
-    profile: BlockProfile, runs: Sequence[tuple[Work, StepFigures]]
-) -> Mapping[str, float]:
-    """Median and worst relative error of predicted steps."""
-    errors = [abs(profile.predict(work)[0] / figures.step_s - 1) for work, figures in runs]
-    return {"median": float(np.median(errors)), "worst": float(max(errors))}

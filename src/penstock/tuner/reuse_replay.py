@@ -15,24 +15,6 @@ from penstock.workloads.recorded_stream import Recording
 from penstock.workloads.selection_streams import NOTHING, as_selection
 
 
-def reuse_rate(recording: Recording, num_slots: int) -> float:
-    """Share of the selected units that slots of their own in each layer would have had.
-
-    Replays the selections with the engine's own table, plan and replacement (first in, first out),
-    from empty slots, as the engine starts behind a prompt. Holds where what is selected does not
-    depend on the slots: nearly so too for policies that attend to all that their slots hold.
-
-    Args:
-        recording: of any number of slots.
-        num_slots: of each row of a layer.
-
-    Returns:
-        0 to 1; 0 where the slots hold less than one selection, since then all layers share them.
-    """
-    wanted, hit = _counts(recording, num_slots)
-    return hit / wanted if wanted else 0.0
-
-
 def reuse_rates(
     recordings: Sequence[Recording], capacities_tokens: Iterable[int]
 ) -> dict[int, float]:

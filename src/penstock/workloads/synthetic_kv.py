@@ -94,4 +94,3 @@ def unthrottled(cache: TieredCache) -> Iterator[None]:
         yield
     finally:
         throttle.profile = profile
-        throttle.num_batches = throttle.num_late = 0

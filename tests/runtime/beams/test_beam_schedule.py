@@ -12,10 +12,7 @@ from penstock.runtime.beams.beam_schedule import (
     BeamRoomError,
     Blocks,
     ScheduleOptions,
-    balanced_sizes,
     blocks_to_load,
-    greedy_sizes,
-    group_beams,
     keep_order,
     prefetch_order,
     schedule_beams,
@@ -79,24 +76,53 @@ def needed(group: Sequence[int], blocks: list[Blocks], growth: list[int], share:
     return kept + sum(growth[beam] for beam in group)
 
 
-@given(beams(), st.data())
-def test_groups_are_those_of_the_pseudocode(blocks: list[Blocks], data: st.DataObject) -> None:
+def alike(blocks: list[Blocks]) -> tuple[list[int], int]:
+    """(growth of each beam that makes all need the same, that need)"""
+    need = max(1, *map(len, blocks))
+    return [need - len(each) for each in blocks], need
+
+
+def sizes_of(num_beams: int, most: int, balance: bool) -> list[int]:
+    """Sizes of the groups of beams of which `most` fit: even, smaller ones first, or full."""
+    if not balance:
+        whole, rest = divmod(num_beams, most)
+        return [most] * whole + [rest] * (rest > 0)
+    rounds = -(-num_beams // most)
+    return [(num_beams + i) // rounds for i in range(rounds)]
+
+
+@given(beams(), st.data(), st.booleans())
+def test_groups_are_those_of_the_pseudocode(
+    blocks: list[Blocks], data: st.DataObject, balance: bool
+) -> None:
     most = data.draw(st.integers(1, len(blocks)))
-    for sizes in (greedy_sizes(len(blocks), most), balanced_sizes(len(blocks), most)):
-        printed = algorithm_1([set(each.tolist()) for each in blocks], sizes)
-        assert group_beams(blocks, sizes) == printed
+    growth, need = alike(blocks)
+    options = ScheduleOptions(balance=balance, follow=False)
+    capacity = need * most + data.draw(st.integers(0, need - 1))
+    printed = algorithm_1(
+        [set(each.tolist()) for each in blocks], sizes_of(len(blocks), most, balance)
+    )
+    assert schedule_beams(blocks, growth, capacity, options) == printed
+
+
+def in_groups_of(most: int, blocks: list[Blocks]) -> list[list[int]]:
+    growth, need = alike(blocks)
+    return schedule_beams(blocks, growth, need * most, PAPER)
 
 
 def test_ties_go_to_the_lowest_index_and_overlap_decides() -> None:
-    blocks = [ids(0, 1), ids(0, 2), ids(0, 1, 3), ids(9), ids(9, 8)]
-    assert group_beams(blocks, [3, 2]) == [[0, 2, 1], [3, 4]]
-    assert group_beams([ids(1), ids(2), ids(3)], [2, 1]) == [[0, 1], [2]]
+    blocks = [ids(0, 1), ids(0, 2), ids(0, 1, 3), ids(9), ids(9, 8), ids(9, 7)]
+    assert in_groups_of(3, blocks) == [[0, 2, 1], [3, 4, 5]]
+    assert in_groups_of(2, [ids(1), ids(2), ids(3)]) == [[0], [1, 2]]
 
 
 def test_figure_8_beams_with_a_common_prefix_share_a_group() -> None:
     # Fig. 8 has six beams and room for three: 1 to 4 are of one branch, 5 and 6 of the other.
-    blocks = [ids(0, 1, 2, 3), ids(0, 1, 2, 4), ids(0, 5, 6, 7), ids(0, 1, 2, 8), ids(0, 5, 6, 9)]
-    assert group_beams(blocks, [3, 3]) == [[0, 1, 3], [2, 4]]
+    blocks = [
+        ids(0, 1, 2, 3), ids(0, 1, 2, 4), ids(0, 5, 6, 7), ids(0, 1, 2, 8), ids(0, 5, 6, 9),
+        ids(0, 5, 6, 10),
+    ]  # fmt: skip
+    assert in_groups_of(3, blocks) == [[0, 1, 3], [2, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +136,11 @@ def test_figure_8_beams_with_a_common_prefix_share_a_group() -> None:
     ],
 )
 def test_sizes(beams: int, most: int, balanced: list[int], greedy: list[int]) -> None:
-    assert balanced_sizes(beams, most) == balanced
-    assert greedy_sizes(beams, most) == greedy
-
-
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_balanced_sizes_are_even_and_few(beams: int, most: int) -> None:
-    sizes = balanced_sizes(beams, most)
-    assert sum(sizes) == beams
-    assert len(sizes) == -(-beams // most)
-    assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) <= most
+    blocks = [ids(beam) for beam in range(beams)]
+    for balance, expected in ((True, balanced), (False, greedy)):
+        options = ScheduleOptions(balance=balance)
+        groups = schedule_beams(blocks, [0] * beams, most, options)
+        assert [len(group) for group in groups] == expected
 
 
 @settings(max_examples=200)
@@ -151,12 +171,12 @@ def test_rounds_are_the_least_and_balance_keeps_them(
     growth, need = [more] * len(blocks), len(blocks[0]) + more
     most = data.draw(st.integers(1, len(blocks)))
     capacity = need * most + data.draw(st.integers(0, need - 1))
-    sizes = balanced_sizes(len(blocks), most)
-    assert schedule_beams(blocks, growth, capacity, PAPER) == group_beams(blocks, sizes)
-    greedy = schedule_beams(blocks, growth, capacity, ScheduleOptions(balance=False, follow=False))
-    assert greedy == group_beams(blocks, greedy_sizes(len(blocks), most))
+    rounds = -(-len(blocks) // most)
+    for balance in (True, False):
+        options = ScheduleOptions(balance=balance, follow=False)
+        assert len(schedule_beams(blocks, growth, capacity, options)) == rounds
     shared = schedule_beams(blocks, growth, capacity, ScheduleOptions(share=True))
-    assert len(shared) <= len(sizes)
+    assert len(shared) <= rounds
 
 
 @given(beams(), st.integers(0, 20), st.sampled_from([o for o in OPTIONS if o.balance]))
@@ -197,11 +217,9 @@ def test_without_overlap_beams_run_in_their_order() -> None:
 
 def test_a_group_follows_the_one_before() -> None:
     blocks = [ids(0, 1), ids(5, 6), ids(0, 2), ids(0, 3), ids(5, 7), ids(5, 8)]
-    assert group_beams(blocks, [2, 2, 2]) == [[0, 2], [1, 4], [3, 5]]
-    assert group_beams(blocks, [2, 2, 2], follow=True)[1][0] == 3
-    first = group_beams(blocks, [2, 2, 2], follow=True, resident=ids(77, 8, 5))[0]
-    assert first == [5, 1]
     options = ScheduleOptions(follow=True)
+    assert schedule_beams(blocks, [0] * 6, 4, PAPER) == [[0, 2], [1, 4], [3, 5]]
+    assert schedule_beams(blocks, [0] * 6, 4, options)[1][0] == 3
     assert schedule_beams(blocks, [0] * 6, 4, options, resident=ids(8, 5))[0] == [5, 1]
     assert schedule_beams(blocks, [0] * 6, 4, PAPER, resident=ids(8, 5))[0] == [0, 2]
 
@@ -216,7 +234,6 @@ def test_a_beam_that_does_not_fit() -> None:
 
 def test_nothing_to_do() -> None:
     assert schedule_beams([], [], 4) == []
-    assert group_beams([], []) == []
     assert schedule_beams([ids(), ids()], [0, 0], 0) == [[0, 1]]
 
 

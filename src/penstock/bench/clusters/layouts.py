@@ -129,13 +129,6 @@ class StoredHead:
             self.positions[split.cluster] = both[done.kept]
             self.positions[split.child] = both[done.moved]
 
-    def read_back(self, cluster: int) -> Int64Array:
-        """The positions that the file's bytes name, in their order."""
-        [entries] = self.file.read([cluster])
-        marks = np.ascontiguousarray(entries[:, :_MARK_BYTES])
-        found: Int64Array = marks.view(np.int64).reshape(-1)
-        return found
-
     def _append(self, cluster: int, new: Int64Array) -> None:
         self.file.append(cluster, self._entries[new])
         self.positions[cluster] = np.concatenate([self.positions[cluster], new])

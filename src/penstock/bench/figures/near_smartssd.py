@@ -14,7 +14,6 @@ from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
 Row = dict[str, Any]
-_OURS = "hillinfer"
 _LOOKS = {
     "full": (FAINT, "--"), "h2o-like": (SERIES[1], "--"), "prefetch-based": (SERIES[2], "--"),
     "leoam-like": (SERIES[3], "--"), "hillinfer, FP16 keys": (SERIES[0], ":"),

@@ -25,7 +25,6 @@ _NAMES = {
 }  # fmt: skip
 _PAPER_GAINS = {"opt-6.7b": (3.39, 9.72), "llama-2-7b": (3.60, 8.74), "qwen-7b": (4.17, 7.99)}
 """Least and most over layer-wise offloading, by model."""
-_PAPER_STALL = 0.15
 _LEAST = 1e-4
 """Bars below this share of layer-wise offloading's do not stretch a log scale."""
 _WIDTH = 0.86

@@ -14,10 +14,6 @@ from penstock.kernels.key_codes import KeyCodes
 
 FloatArray = NDArray[np.float32]
 PRODUCTS, ENGINE = "products", "engine"
-NORMALISERS = ("now", "hot", "hot_ratio", "hot_sample", "last", "last_hot")
-"""Whose log-sum normalises each head's attention: of this step over everything; over the hot pool;
-over the hot pool, in the ratio of the step before; over the hot pool and one cold token in sixteen;
-of the step before over everything; of the step before over the hot pool."""
 BITS = (16, 8, 4)
 """Of the keys that are scored; 16 for the keys as they are."""
 SAMPLED = 16
@@ -175,7 +171,12 @@ def _coded_scores(
 
 
 def _normalisers(step: _Step, logs: _LogSums, last: _LogSums) -> dict[str, FloatArray]:
-    """What each of `NORMALISERS` comes to. [heads] each"""
+    """The log-sums that may normalise each head's attention, by name. [heads] each
+
+    now: of this step over everything; hot: over the hot pool; hot_ratio: over the hot pool, in the
+    ratio of the step before; hot_sample: over the hot pool and one cold token in sixteen; last: of
+    the step before over everything; last_hot: of the step before over the hot pool.
+    """
     sample = step.exact[:, :-1][:, (~step.hot).nonzero()[0][::SAMPLED]]
     cold = int((~step.hot).sum())
     sampled = logs.hot

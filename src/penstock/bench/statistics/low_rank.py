@@ -1,15 +1,12 @@
 """How low the rank of a layer's keys is: energy of singular values, and the keys that they find."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.bench.audit.fidelity import attention_shares
 from penstock.bench.statistics.overlap import overlap, top_set
-
-Rebuild = Callable[[Tensor], Tensor]
-"""From joint keys, [tokens, width], to what queries are compared with, of the same shape."""
 
 
 def spectrum(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,49 +116,6 @@ def schedule_beams(
     return full
 
 
-def group_beams(
-    blocks: Sequence[Blocks],
-    sizes: Sequence[int],
-    *,
-    follow: bool = False,
-    resident: Blocks | None = None,
-) -> list[list[int]]:
-    """Algorithm 1 with a size given for each group; ties go to the lowest index.
-
-    Args:
-        blocks: of each beam.
-        sizes: beams of each group; the paper's greedy form repeats what fits, its balanced form
-            gives `balanced_sizes`. They add up to all beams or more.
-        follow: start a group with the beam that shares most with the group before (the first
-            group: with `resident`). The paper starts it with any; here, the lowest index.
-    """
-    assert sum(sizes) >= len(blocks), (sizes, len(blocks))
-    assert min(sizes, default=1) > 0, sizes
-    if not blocks:
-        return []
-    everything = sum(len(each) for each in blocks)
-    options = ScheduleOptions(follow=follow)
-    packing = _Packing(blocks, [0] * len(blocks), everything, options, resident)
-    return packing.run(lambda closed, left: sizes[closed])
-
-
-def balanced_sizes(num_beams: int, most: int) -> list[int]:
-    """Sizes of the least number of groups of at most `most`, as even as they can be.
-
-    16 beams of which 7 fit: [5, 5, 6].
-    """
-    limit, sizes = even_limit(-(-num_beams // most)), list[int]()
-    while sum(sizes) < num_beams:
-        sizes.append(limit(len(sizes), num_beams - sum(sizes)))
-    return sizes
-
-
-def greedy_sizes(num_beams: int, most: int) -> list[int]:
-    """Sizes of groups that are filled one after the other; 16 beams of which 7 fit: [7, 7, 2]."""
-    whole, rest = divmod(num_beams, most)
-    return [most] * whole + [rest] * (rest > 0)
-
-
 def even_limit(rounds: int, slack: int = 0) -> Limit:
     """A limit under which `rounds` groups come out even, the smaller ones first.
 
