@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 TRANSFORMERS ?= 5.24.0
+TORCH ?= 2.13.0
+THREADS ?= 1
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
@@ -9,10 +11,10 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test check format bench tree clean
+.PHONY: help install demo test test-matrix check format bench tree clean
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 install: $(INSTALLED) ## Build the environment in .venv.
 
@@ -23,7 +25,7 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/nati
 	@$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	@echo 'Building the environment in $(VENV); the first time this takes a few minutes.'
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0
+	@$(PY) -m pip install -qq --disable-pip-version-check torch==$(TORCH)
 	@$(PY) -m pip install -qq --disable-pip-version-check transformers==$(TRANSFORMERS)
 	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[bench,dev]'
 	@touch $@
@@ -39,8 +41,12 @@ demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the f
 # Two processes with a thread each (files stay whole, so that a module's fixtures are made once); then the kernels, with all threads.
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --ignore=tests/kernels
+	OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile --ignore=tests/kernels
 	$(PY) -m pytest -q tests/kernels
+
+# MATRIX='--only plain,both-avx2' chooses lines; lines passed at this commit are not run again.
+test-matrix: $(INSTALLED) ## Run the tests as other machines do; the table is docs/test-matrix.md.
+	$(PY) tests/matrix.py $(MATRIX)
 
 check: $(INSTALLED) ## Formatting, lint and types.
 	$(PY) -m ruff format --check .

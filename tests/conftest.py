@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("shuffle") is not None:
+        config.option.loadscopereorder = False  # xdist would take the longest files first
     seed: int | None = config.getoption("other_sums")
     if seed is not None:
         torch.nn.functional.linear = _rounded_otherwise(torch.nn.functional.linear, seed)

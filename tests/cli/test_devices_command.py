@@ -27,12 +27,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_table(
+    columns: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     devices.devices_command(path=str(tmp_path), size="64MiB")
     text = capsys.readouterr().out
     assert "MB/s" in text
     assert text.count("(simulated)") == 3
     assert "4 KiB" in text
+    assert f"Measured: {tmp_path}" in text, "in one piece"
 
 
 @pytest.mark.usefixtures("quick")

@@ -68,7 +68,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: object, prompt: str | None = PROMPT) -> Any:
     given = [] if prompt is None else ["--prompt", prompt]
-    return CliRunner().invoke(app, ["search", *map(str, arguments), *given])
+    words = ["search", *map(str, arguments), *given]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "100"})
 
 
 def test_the_answer_alone_is_on_stdout(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _preset_table() -> Table:
     """The simulated devices and what they would read, in MB/s."""
     table = Table(title="devices to simulate (--disk NAME), MB/s by request size")
     table.add_column("name", no_wrap=True)
-    table.add_column("device")
+    table.add_column("device", no_wrap=True)
     for request_bytes in _PRESET_REQUESTS:
         table.add_column(format_bytes(request_bytes), justify="right", no_wrap=True)
     table.add_column("reads/s", justify="right", no_wrap=True)
