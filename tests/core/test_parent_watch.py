@@ -53,7 +53,7 @@ def test_a_killed_parent(how: str, signal_number: int, tmp_path: Path) -> None:
         it.send_signal(signal_number)
         it.wait()
         if how == "watched":
-            until = time.monotonic() + 30
+            until = time.monotonic() + 60
             while works(child) and time.monotonic() < until:
                 time.sleep(0.05)
             assert not works(child)

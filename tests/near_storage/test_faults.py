@@ -27,6 +27,15 @@ NONSENSE = (
     "too long",
 )  # fmt: skip
 BAD = ("penstock.testing.bad_device",)
+PATIENCE_S = 120.0
+"""Longer than anything takes on a loaded machine: whoever waits for it to end has not noticed."""
+
+
+def kill(process: int) -> None:
+    """Kill a child, and wait until it is dead; whoever started it learns of it by itself."""
+    os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # that one was faster
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 
 @pytest.mark.parametrize("how", NONSENSE)
@@ -35,12 +44,12 @@ def test_nonsense_is_refused_at_once(
 ) -> None:
     good = NearDevice.program
     monkeypatch.setattr(NearDevice, "program", (*BAD, how))
-    with NearRig(tmp_path) as rig:
+    with NearRig(tmp_path, timeout_s=PATIENCE_S) as rig:
         rig.fill()
         start = time.monotonic()
         with pytest.raises(ScorerError):
             rig.score_for(6.0)  # an unasked message comes with the next request at the latest
-        assert time.monotonic() < start + 8
+        assert time.monotonic() < start + PATIENCE_S / 2
         monkeypatch.setattr(NearDevice, "program", good)
         rig.store.scorer.ensure_alive()
         np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)
@@ -70,16 +79,16 @@ def test_a_device_that_hangs_is_given_up(
 ) -> None:
     if how == "hangs":
         monkeypatch.setattr(NearDevice, "program", (*BAD, how))
-    with NearRig(tmp_path, timeout_s=1.0) as rig:
+    with NearRig(tmp_path, timeout_s=3.0) as rig:
         rig.fill()
         process = rig.store.devices[0].process_id
         assert process is not None
         if how == "stopped":
             os.kill(process, signal.SIGSTOP)
         start = time.monotonic()
-        with pytest.raises(ScorerError, match="within 1 s"):
+        with pytest.raises(ScorerError, match="within 3 s"):
             rig.score(150)
-        assert time.monotonic() < start + 5
+        assert time.monotonic() >= start + 3
         rig.store.devices[0].ensure_alive()
         assert rig.store.devices[0].process_id != process
 
@@ -99,7 +108,7 @@ def test_a_device_that_never_starts_is_waited_for_as_long_as_it_says(
 
 def test_a_slow_device_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NearDevice, "program", (*BAD, "slow"))
-    with NearRig(tmp_path, timeout_s=5.0, tokens=40) as rig:
+    with NearRig(tmp_path, timeout_s=PATIENCE_S, tokens=40) as rig:
         rig.fill()
         np.testing.assert_allclose(rig.score(40), rig.expected(40), rtol=0.06, atol=1e-3)
 
@@ -129,8 +138,7 @@ def test_reads_of_one_device_end_where_another_is_lost(tmp_path: Path) -> None:
         for _ in range(free + 1):
             process = lost.process_id
             assert process is not None
-            os.kill(process, signal.SIGKILL)
-            time.sleep(0.1)
+            kill(process)
             with contextlib.suppress(ScorerError):
                 rig.read(units)
             assert whole.sections.qsize() == free
@@ -163,7 +171,7 @@ def test_reads_that_nobody_waits_for_hold_up_no_others(tmp_path: Path) -> None:
 
 
 def test_a_read_that_fails_gives_no_section_back_that_is_still_read_into(tmp_path: Path) -> None:
-    with NearRig(tmp_path, rows=2, tokens=800) as rig:
+    with NearRig(tmp_path, rows=2, tokens=800, timeout_s=PATIENCE_S) as rig:
         rig.fill()
         device, free = rig.store.devices[0], rig.store.devices[0].sections.qsize()
         file, row_bytes = rig.store.region(0).file, rig.store.row_bytes
@@ -175,7 +183,7 @@ def test_a_read_that_fails_gives_no_section_back_that_is_still_read_into(tmp_pat
         process, start = device.process_id, time.monotonic()
         with pytest.raises(FetchError):
             ticket.wait()
-        assert time.monotonic() < start + 5
+        assert time.monotonic() < start + PATIENCE_S / 2
         assert device.process_id == process
         assert not device.reads._exchanges
         assert device.sections.qsize() == free
@@ -215,8 +223,7 @@ def test_nobody_scores_before_a_restarted_device_knows_its_maps(tmp_path: Path) 
         device.restore = dawdle
         process = device.process_id
         assert process is not None
-        os.kill(process, signal.SIGKILL)
-        time.sleep(0.1)
+        kill(process)
         device.give_up(ScorerError("killed"))
         writer = threading.Thread(target=device.ensure_alive)
         writer.start()

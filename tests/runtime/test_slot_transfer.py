@@ -1,6 +1,7 @@
 """Units go to disk and come back, directly or staged; errors come up and leave nothing behind."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -183,6 +184,9 @@ def test_no_more_is_under_way_than_a_section_holds(staged: Rig) -> None:
 
     thread = threading.Thread(target=write_seven)
     thread.start()
+    until = time.monotonic() + 60
+    while len(done) < STAGED_ROWS and time.monotonic() < until:
+        time.sleep(0.001)
     thread.join(timeout=0.3)
     assert thread.is_alive()
     assert len(done) == STAGED_ROWS

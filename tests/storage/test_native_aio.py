@@ -90,7 +90,7 @@ def test_threads_share_a_queue(queue: AioQueue, descriptor: int) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(work, seed) for seed in range(3)]:
-            future.result(timeout=60)
+            future.result(timeout=240)
     assert queue._in_flight == 0
 
 
@@ -102,7 +102,7 @@ def test_two_threads_wait_for_one_ticket(queue: AioQueue, descriptor: int) -> No
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             assert not thread.is_alive()
         assert ticket.is_complete
 
@@ -186,7 +186,7 @@ def test_closing_wakes_a_waiting_thread(queue: AioQueue, descriptor: int) -> Non
     time.sleep(0.2)
     queue.close()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
     assert len(failures) == 2
 

@@ -127,7 +127,7 @@ def test_nothing_survives_a_killed_process(number: signal.Signals, tmp_path: Pat
         assert list(tmp_path.iterdir()) == []
         os.kill(child.pid, number)
     finally:
-        child.wait(timeout=20)
+        child.wait(timeout=60)
         child.stdout.close()
     assert list(tmp_path.iterdir()) == []
 

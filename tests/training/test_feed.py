@@ -110,7 +110,7 @@ def test_an_error_is_raised_behind_what_was_sound(ahead: int) -> None:
 
 
 def test_closing_leaves_no_thread_and_no_process() -> None:
-    threads, began = threading.active_count(), time.monotonic()
+    threads = threading.active_count()
     with (
         BatchStream(toy(), VOCABULARY, first=0, last=80, workers=2) as stream,
         Feed(stream, pin=False, ahead=2) as feed,
@@ -119,7 +119,6 @@ def test_closing_leaves_no_thread_and_no_process() -> None:
         assert threading.active_count() > threads
     assert threading.active_count() == threads
     assert not multiprocessing.active_children()
-    assert time.monotonic() - began < 60
 
 
 def test_a_process_killed_while_it_hands_over_is_reported() -> None:
