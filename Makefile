@@ -11,7 +11,7 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix check format bench tree clean
+.PHONY: help install demo test test-matrix check format bench clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -59,9 +59,6 @@ format: $(INSTALLED) ## Format and fix what ruff can.
 
 bench: $(INSTALLED) ## A quick throughput table on this machine.
 	$(PY) -m penstock.bench.throughput --quick
-
-tree: $(INSTALLED) ## Rewrite the tree in README.md from the docstrings.
-	$(PY) tests/test_docs.py
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
