@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.core.closing import close_all
 from penstock.core.errors import ConfigError
 from penstock.core.ledger import MemoryReport
 from penstock.core.on_device import on_device
@@ -213,10 +214,9 @@ class ModelBeamDecoder:
 
     def close(self) -> None:
         """Give files and memory back and the model its attention; twice does nothing."""
-        self._attachment.detach()
-        self._logits.clear()
-        self._runner.close()
-        self._memory.close()
+        close_all(
+            self._attachment.detach, self._logits.clear, self._runner.close, self._memory.close
+        )
 
 
 def make_decoder(

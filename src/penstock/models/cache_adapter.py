@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import CacheStateError, ConfigError, UnsupportedModelError
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
@@ -372,18 +373,19 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give files and memory back and the model its attention; a second call does nothing."""
-        if self._open:
-            self._open = False
-            self._release()
+        with HeldInterrupts():
+            if self._open:
+                self._open = False
+                self._release()
 
     def _release(self) -> None:
-        if self._decoder is not None:
-            self._decoder.remove()
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._attachment is not None:
-            self._attachment.detach()
-        self._runtime.close()
+        decoder, hooks, attachment = self._decoder, self._hooks, self._attachment
+        close_all(
+            *(() if decoder is None else (decoder.remove,)),
+            *(() if hooks is None else (hooks.remove,)),
+            *(() if attachment is None else (attachment.detach,)),
+            self._runtime.close,
+        )
 
     def __enter__(self) -> "TieredCache":
         return self

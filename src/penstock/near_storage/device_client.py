@@ -10,11 +10,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.child_python import python_command
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import ConfigError, StorageError
 from penstock.near_storage import protocol, shared_memory
 from penstock.near_storage.channel import Channel, Link, ScorerError
@@ -81,10 +83,12 @@ class NearDevice:
         """Open the files; returns the settings with what the process must know of them."""
         if place == "memory":
             for _ in range(settings.layers):
-                self._descriptors.append(shared_memory.create(0))
+                with HeldInterrupts():
+                    self._descriptors.append(shared_memory.create(0))
             return replace(settings, in_memory=True)
-        opened = open_descriptors(place, settings.layers)
-        self._descriptors += opened.numbers
+        with HeldInterrupts():
+            opened = open_descriptors(place, settings.layers)
+            self._descriptors += opened.numbers
         return replace(settings, directory=opened.directory, direct=opened.direct)
 
     def _share_memory(self, settings: DeviceSettings) -> None:
@@ -211,8 +215,7 @@ class NearDevice:
     def close(self) -> None:
         """Stop the process and let the files go; a second call does nothing."""
         self._state.closed = True
-        self.give_up(ScorerError("the store is closed"))
-        self._close()
+        close_all(lambda: self.give_up(ScorerError("the store is closed")), self._close)
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -249,19 +252,19 @@ class _State:
 
 
 def _stop(state: _State) -> None:
+    close_all(lambda: _kill(state), *(channel.close for channel in state.channels))
+
+
+def _kill(state: _State) -> None:
     if state.process is not None:
         state.process.kill()
         state.process.wait()
         state.process = None
-    for channel in state.channels:
-        channel.close()
 
 
 def _end(state: _State, descriptors: list[int]) -> None:
     state.closed = True
-    _stop(state)
-    for number in (*descriptors, state.memory):
-        if number >= 0:
-            os.close(number)
+    numbers = [number for number in (*descriptors, state.memory) if number >= 0]
+    close_all(lambda: _stop(state), *(partial(os.close, number) for number in numbers))
     descriptors.clear()
     state.memory = -1

@@ -1,5 +1,6 @@
 """NearStore: a KVStore whose files near-storage devices own, and their scorer."""
 
+from penstock.core.closing import close_all
 from penstock.devices.presets import PRESETS
 from penstock.near_storage.device_client import NearDevice
 from penstock.near_storage.remote_file import RemoteFile
@@ -78,5 +79,4 @@ class NearStore(KVStore):
 
 
 def _close_all(devices: list[NearDevice]) -> None:
-    for device in devices:
-        device.close()
+    close_all(*(device.close for device in devices))

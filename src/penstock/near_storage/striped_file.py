@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 
+from penstock.core.closing import close_all
 from penstock.core.errors import StorageError
 from penstock.near_storage.stripes import Stripes
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
@@ -107,5 +108,4 @@ class StripedFile(KVFile):
 
     def close(self) -> None:
         """See `KVFile.close`."""
-        for file in self._files:
-            file.close()
+        close_all(*(file.close for file in self._files))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.core.errors import FetchError
 from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
@@ -375,6 +376,6 @@ class ClusterLayer(RetrievalLayer):
 
     def close(self) -> None:
         """See `LayerCache.close`."""
-        if self._following is not None:
-            self._following.exception()
-        super().close()
+        following = self._following
+        wait = () if following is None else (following.exception,)
+        close_all(*wait, super().close)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.core.errors import FetchError, PenstockError, StorageError
 from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
@@ -340,12 +341,13 @@ class NearLayer(RetrievalLayer):
         self.near.forget_from(0)
         self.pools.clear()
 
-    def close(self) -> None:
-        """See `LayerCache.close`."""
+    def _settle_quietly(self) -> None:
         with contextlib.suppress(PenstockError):
             self._settle()
-        self._work.close()
-        super().close()
+
+    def close(self) -> None:
+        """See `LayerCache.close`."""
+        close_all(self._settle_quietly, self._work.close, super().close)
 
 
 def _count(slot_of: NDArray[np.int32], selection: Selection) -> int:

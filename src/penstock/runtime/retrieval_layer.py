@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.kernels.decode_attention import decode_attention
@@ -392,5 +393,4 @@ class RetrievalLayer(LayerCache):
 
     def close(self) -> None:
         """See `LayerCache.close`."""
-        self.drop_fetch()
-        self.index.close()
+        close_all(self.drop_fetch, self.index.close)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import CacheStateError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.slot_plan import SlotPlan
@@ -349,8 +350,7 @@ class TieredRuntime:
         if self._setup is not None and old_setup is not None:
             self._setup.units = old_setup.units
         self._take_rows_from(old, rows, old_steps)
-        for layer in old:
-            layer.close()
+        close_all(*(layer.close for layer in old))
 
     def _take_rows_from(self, old: list[AnyLayer], rows: Tensor, steps: DeviceSteps | None) -> None:
         rows = self._rows.of(rows)
@@ -391,10 +391,9 @@ class TieredRuntime:
 
     def close(self) -> None:
         """Give everything back; errors of writes that nobody will read stay unsaid."""
-        self._health.is_closed = True
-        for part in (*self.layers, self._writer, self._store):
-            if part is not None:
-                part.close()
-        for reservation in self._reservations:
-            reservation.release()
-        self.layers, self._setup = [], None
+        with HeldInterrupts():
+            self._health.is_closed = True
+            parts = [*self.layers, self._writer, self._store]
+            closers = [part.close for part in parts if part is not None]
+            self.layers, self._setup = [], None
+            close_all(*closers, *(reservation.release for reservation in self._reservations))

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core.closing import close_all
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.direct_file import DirectFile
@@ -157,9 +159,7 @@ def _direct_files(
     files: list[KVFile] = [DirectFile(d, queue, sector_bytes) for d in descriptors]
 
     def close() -> None:
-        queue.close()
-        for file in files:
-            file.close()
+        close_all(queue.close, *(file.close for file in files))
 
     return FileSet(files, f"{_where(directory)}, direct I/O", close)
 
@@ -180,9 +180,8 @@ def _threaded_files(
     ]
 
     def close() -> None:
-        readers.shutdown(wait=True, cancel_futures=True)
-        for file in files:
-            file.close()
+        stop = partial(readers.shutdown, wait=True, cancel_futures=True)
+        close_all(stop, *(file.close for file in files))
 
     if file_system(directory) in _IN_MEMORY:
         how = "which is memory, not a disk"

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
@@ -67,21 +68,23 @@ class KVStore:
         if num_layers < 1 or unit_bytes < 1:
             raise ConfigError(f"a store needs layers and bytes, not {num_layers} x {unit_bytes}")
         profile, place = parse_location(str(location))
-        if place == "memory":
-            memory: list[KVFile] = [MemoryFile() for _ in range(num_layers)]
-            opened = FileSet(memory, "host memory", lambda: _close_all(memory))
-        else:
-            opened = open_files(place, num_layers)
-        files, description = opened.files, opened.description
-        if sealed and place != "memory":
-            files, description = [SealedFile(file) for file in files], f"{description}, encrypted"
-        if profile is not None:
-            throttle = Throttle(profile)
-            files = [ThrottledFile(file, throttle) for file in files]
-            description = (
-                f"simulated {profile.title} ({profile.bandwidth / 1e6:.0f} MB/s) over {description}"
-            )
-        return cls(files, unit_bytes, description, opened.close)
+        with HeldInterrupts():  # nothing is open that nothing would close
+            in_memory = place == "memory"
+            opened = _in_memory(num_layers) if in_memory else open_files(place, num_layers)
+            try:
+                files, description = opened.files, opened.description
+                if sealed and not in_memory:
+                    files = [SealedFile(file) for file in files]
+                    description += ", encrypted"
+                if profile is not None:
+                    throttle = Throttle(profile)
+                    files = [ThrottledFile(file, throttle) for file in files]
+                    rate = f"{profile.bandwidth / 1e6:.0f} MB/s"
+                    description = f"simulated {profile.title} ({rate}) over {description}"
+                return cls(files, unit_bytes, description, opened.close)
+            except BaseException:
+                opened.close()
+                raise
 
     def region(self, layer: int) -> UnitRegion:
         """The units of one layer."""
@@ -93,7 +96,7 @@ class KVStore:
 
     def close(self) -> None:
         """End the reads under way and give everything back; a second call does nothing."""
-        self._close()
+        close_all(self._close)
 
     def __enter__(self) -> "KVStore":
         return self
@@ -105,6 +108,11 @@ class KVStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _in_memory(count: int) -> FileSet:
+    files: list[KVFile] = [MemoryFile() for _ in range(count)]
+    return FileSet(files, "host memory", lambda: close_all(*(file.close for file in files)))
 
 
 def parse_location(location: str) -> tuple[DeviceProfile | None, str]:
@@ -119,8 +127,3 @@ def parse_location(location: str) -> tuple[DeviceProfile | None, str]:
     if not location.strip():
         raise ConfigError("the store's location is empty; give a directory, auto or memory")
     return None, location
-
-
-def _close_all(files: Sequence[KVFile]) -> None:
-    for file in files:
-        file.close()

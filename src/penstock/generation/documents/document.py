@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from penstock.core.closing import close_all
 from penstock.core.errors import ConfigError, DocumentDamagedError
 from penstock.generation.answer_watch import OnText
 from penstock.generation.documents.contents import About, needed
@@ -368,10 +369,9 @@ class Document:
 
     def close(self) -> None:
         """Let the files go; caches over them can read no more. A second call does nothing."""
-        for former, _ in self._former:
-            former.stored.close()
+        former = (each.stored.close for each, _ in self._former)
+        close_all(*former, self._opened.stored.close)
         self._former.clear()
-        self._opened.stored.close()
 
     def __enter__(self) -> "Document":
         return self

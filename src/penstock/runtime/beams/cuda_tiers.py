@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
 from penstock.core.trace import Tracer
 from penstock.runtime.beams.file_tier import GrowingRegion, MoveThread
@@ -166,6 +167,5 @@ class DiskTier(SlowTier):
 
     def close(self) -> None:
         """Let the move under way end, and give file, thread and memory back."""
-        self._thread.close()
-        self._store.close()
+        close_all(self._thread.close, self._store.close)
         self.slots = torch.empty(0)

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
 from penstock.core.trace import Tracer
 from penstock.runtime.beams.slow_tier import Move, SlowTier
@@ -138,8 +139,7 @@ class FileTier(SlowTier):
 
     def close(self) -> None:
         """Let the move under way end, and give file and thread back."""
-        self._thread.close()
-        self._store.close()
+        close_all(self._thread.close, self._store.close)
 
 
 def _array(numbers: Sequence[int]) -> Int64Array:

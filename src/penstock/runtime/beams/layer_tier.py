@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
 from penstock.core.trace import Tracer
 from penstock.kernels.device.gather_pieces import gather_pieces
@@ -85,8 +86,7 @@ class FileLayers(LayerTier):
 
     def close(self) -> None:
         """Let the move under way end, and give files and thread back."""
-        self._thread.close()
-        self._store.close()
+        close_all(self._thread.close, self._store.close)
 
 
 class _Queued(Move):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import DocumentBusyError, DocumentDamagedError, DocumentError
 from penstock.storage.documents.blobs import damaged_blob, read_blob
 from penstock.storage.documents.damage import Damage, find_damage
@@ -106,7 +107,8 @@ class StoredDocument:
             DocumentDamagedError: what opening needs is not what was stored.
             StorageError: the disk failed.
         """
-        with contextlib.ExitStack() as stack, typed_errors(f"open the document in {folder}"):
+        what = f"open the document in {folder}"
+        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             opened_folder = open_document_folder(disk, folder)
             stack.callback(opened_folder.close)
             stack.callback(lock_document(opened_folder, folder, exclusive=False))
@@ -161,9 +163,7 @@ class StoredDocument:
 
     def close(self) -> None:
         """End the reads under way and let the document go; a second call does nothing."""
-        for file in self.files:
-            file.close()
-        self._close()
+        close_all(*(file.close for file in self.files), self._close)
 
     def __enter__(self) -> "StoredDocument":
         return self
@@ -198,10 +198,8 @@ class _Opened:
 
     def close(self) -> None:
         """Close them all."""
-        self.units.close()
-        for file in (self.seals, *self.blobs.values()):
-            if file is not None:
-                file.close()
+        blobs = (file for file in self.blobs.values() if file is not None)
+        close_all(self.units.close, self.seals.close, *(file.close for file in blobs))
 
 
 def open_document_folder(disk: Disk, path: Path) -> Folder:

@@ -3,9 +3,11 @@
 import errno
 import os
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.core.closing import HeldInterrupts
 from penstock.core.errors import StorageError
 from penstock.storage.documents.disk import Disk, DiskFile, Folder
 from penstock.storage.file_space import direct_sector_bytes, file_system
@@ -26,6 +28,7 @@ class RealFile(DiskFile):
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
         self._dirty_bytes = 0
         self._failure: OSError | None = None
 
@@ -69,10 +72,9 @@ class RealFile(DiskFile):
         self._dirty_bytes = 0
 
     def close(self) -> None:
-        """Close the descriptor."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        """Close the descriptor; a second call does nothing."""
+        self._descriptor = -1
+        self._close()
 
 
 class RealFolder(Folder):
@@ -81,15 +83,19 @@ class RealFolder(Folder):
     def __init__(self, path: Path) -> None:
         """Open it; it must not be a symbolic link."""
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BASE)
+        with HeldInterrupts():
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BASE)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def create(self, name: str) -> DiskFile:
         """Make a file that nobody else may read."""
-        return RealFile(self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        with HeldInterrupts():
+            return RealFile(self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def open(self, name: str, *, writable: bool = False) -> DiskFile:
         """Open a plain file."""
-        return RealFile(self._open(name, os.O_RDWR if writable else os.O_RDONLY))
+        with HeldInterrupts():
+            return RealFile(self._open(name, os.O_RDWR if writable else os.O_RDONLY))
 
     def replace(self, source: str, target: str) -> None:
         """Rename."""
@@ -112,8 +118,9 @@ class RealFolder(Folder):
         """Lock with flock: it belongs to this opening of the file, also within one process."""
         import fcntl
 
-        descriptor = self._open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
-        file = RealFile(descriptor)
+        with HeldInterrupts():
+            descriptor = self._open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
+            file = RealFile(descriptor)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BaseException:
@@ -141,10 +148,9 @@ class RealFolder(Folder):
         return opened._replace(description=opened.description.replace(place, str(self._path)))
 
     def close(self) -> None:
-        """Close the descriptor."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        """Close the descriptor; a second call does nothing."""
+        self._descriptor = -1
+        self._close()
 
     def _open_all(self, names: Sequence[str], flags: int) -> list[int] | None:
         """Descriptors to read from; None when the file system does not take these flags."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import (
     ConfigError,
     DocumentBusyError,
@@ -103,7 +104,8 @@ class DocumentWriter:
         """
         document_id = secrets.token_hex(16)
         sealer = new_sealer(key, document_id)
-        with contextlib.ExitStack() as stack, typed_errors(f"make a document in {folder}"):
+        what = f"make a document in {folder}"
+        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             try:
                 opened = disk.make_folder(folder)
             except FileExistsError as error:
@@ -140,7 +142,8 @@ class DocumentWriter:
             DocumentKeyError, DocumentFormatError, DocumentDamagedError: as for opening.
             StorageError: the disk failed.
         """
-        with contextlib.ExitStack() as stack, typed_errors(f"extend the document in {folder}"):
+        what = f"extend the document in {folder}"
+        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             opened = open_document_folder(disk, folder)
             stack.callback(opened.close)
             stack.callback(lock_document(opened, folder, exclusive=False))
@@ -259,16 +262,12 @@ class DocumentWriter:
 
         The folder of a document that was never committed is removed.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            with contextlib.suppress(OSError):  # the next writer, or `remove`, would do it
-                self._drop_uncommitted()
-        finally:
-            for file in self._files.values():
-                file.close()
-            self._close()
+        with HeldInterrupts():
+            if self._is_closed:
+                return
+            self._is_closed = True
+            files = (file.close for file in self._files.values())
+            close_all(self._drop_uncommitted, *files, self._close)
 
     def __enter__(self) -> "DocumentWriter":
         return self
@@ -351,15 +350,16 @@ class DocumentWriter:
             raise
 
     def _drop_uncommitted(self) -> None:
-        names = self._folder.sizes()
-        if MANIFEST in names:
-            if not self._has_failed:
-                for layer, count in enumerate(self._counts):
-                    if count:
-                        _truncate(self._files[layer], self._committed)
-                _drop_strays(self._folder, self._committed)
-        elif not self.generation and all(map(is_own_name, names)):
-            remove_all(self._disk, self._folder, self._path, names)
+        with contextlib.suppress(OSError):  # the next writer, or `remove`, would do it
+            names = self._folder.sizes()
+            if MANIFEST in names:
+                if not self._has_failed:
+                    for layer, count in enumerate(self._counts):
+                        if count:
+                            _truncate(self._files[layer], self._committed)
+                    _drop_strays(self._folder, self._committed)
+            elif not self.generation and all(map(is_own_name, names)):
+                remove_all(self._disk, self._folder, self._path, names)
 
 
 def _drop_leftovers(folder: Folder, manifest: Manifest, *, repair: bool) -> None:
