@@ -65,6 +65,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stored")
     (root / "text.txt").write_text(TEXT)
     arguments = ["doc", "add", "recall", str(root / "text.txt"), "--name", "green"]
+    arguments += ["--dtype", "float32"]
     done = CliRunner().invoke(app, [*arguments, "--library", str(root / "lib"), "--disk", "memory"])
     assert done.exit_code == 0, done.stderr
     return root / "lib"
@@ -104,7 +105,7 @@ def test_add_says_what_it_did(library: Path) -> None:
     done = run("add", "recall", "other.txt", "--name", "more", "--disk", "memory")
     assert done.stdout == ""
     assert "prefill 100 %" in done.stderr
-    assert "more: 271 tokens; 2." in done.stderr
+    assert "more: 271 tokens; 5." in done.stderr
     assert "penstock doc ask more" in done.stderr
     again = run("add", "recall", "text.txt", "--name", "copy", "--disk", "memory")
     assert "copy: 241 tokens, 241 of them taken over from green" in again.stderr
@@ -227,7 +228,7 @@ def test_verify_and_repair(library: Path, answer_to_it: str) -> None:
     assert "green: sound, " in run("verify", "green").stderr
     path = library / "green" / "kv-2.units"
     data = bytearray(path.read_bytes())
-    data[3 * 4096] ^= 1
+    data[3 * 8192] ^= 1  # a unit: four tokens in float32
     path.write_bytes(data)
     done = CliRunner().invoke(app, ["doc", "verify", "green"])
     assert done.exit_code == 1
@@ -243,7 +244,7 @@ def test_verify_and_repair(library: Path, answer_to_it: str) -> None:
 def test_damage_is_mended_while_asking(library: Path, answer_to_it: str) -> None:
     path = library / "green" / "kv-2.units"
     data = bytearray(path.read_bytes())
-    data[3 * 4096] ^= 1
+    data[3 * 8192] ^= 1  # a unit: four tokens in float32
     path.write_bytes(data)
     done = run("ask", "green", ASKED, *FEW)
     assert done.stdout == f"{answer_to_it}\n"
@@ -330,7 +331,7 @@ NAMED = "cannot be a document's name"
         ((*ADD, "--key", "file:nowhere"), "cannot read the key file"),
         ((*ADD, "--key", "mine"), "a key comes from file:PATH"),
         ((*ADD, "--prefill-chunk", "0"), "at least 1"),
-        ((*ASK, "--dtype", "float32"), r"dtype \(bfloat16 there, float32 here\)"),
+        ((*ASK, "--dtype", "bfloat16"), r"dtype \(float32 there, bfloat16 here\)"),
         ((*ASK, "--model", "nowhere"), "no model folder nowhere"),
         ((*ASK, "--memory", "4KiB"), "smallest budget that would do"),
         ((*ASK, "--policy", "h2o"), "h2o drops tokens"),
