@@ -19,7 +19,8 @@ except ImportError:  # run by hand, outside a build
     BuildHookInterface = object
 
 FOLDER = Path(__file__).parent / "src" / "penstock" / "kernels" / "native"
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno",
+         "-ffp-contract=off")  # fmt: skip
 PARALLEL = "-fopenmp"
 """Torch's OpenMP is in the process already and is shared; without it kernels use one thread."""
 

@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from penstock.kernels.native import compiled
+
 # No example is refused for being slow: the machine may be at something else meanwhile. What the
 # default profile says otherwise stays (where CI is set: the same examples each time).
 settings.register_profile(
@@ -22,6 +24,8 @@ settings.load_profile("penstock")
 
 for name in ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)  # whoever runs the tests may like colours; tests read plain text
+
+compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
 
 if not torch.cuda.is_available():
     # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from penstock.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, app
+from penstock.kernels.native import compiled
 
 RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
 PROMPT = "The grass is green . The sky is blue ."
@@ -35,6 +36,29 @@ def error_line(result: Any, code: int = EXIT_BAD_INPUT) -> str:
     [line] = [line for line in lines if not line.startswith("prefill")]
     assert line.startswith("error: ")
     return str(line)
+
+
+@pytest.mark.parametrize("level", ["", "AVX512", "vnni "])
+def test_an_unknown_level_of_the_kernels_is_one_line(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNELS", level)
+    line = error_line(run("devices"))
+    assert line.startswith(f"error: PENSTOCK_KERNELS: the compiled kernels have no level '{level}'")
+
+
+@pytest.mark.skipif(compiled.kernel("copy_runs") is None, reason="kernels may not be used")
+def test_a_command_uses_the_kernels_that_the_environment_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    former = compiled.limited_to()
+    try:
+        monkeypatch.setenv("PENSTOCK_KERNELS", "off")
+        assert run("devices").exit_code == 0
+        assert compiled.limited_to() == "off"
+        assert compiled.kernel("copy_runs") is None
+    finally:
+        compiled.limit(former)
 
 
 def save_model(folder: Path, model_type: str, **sizes: int) -> Path:

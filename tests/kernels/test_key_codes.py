@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ each_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True)
-def go(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def go(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The form of the kernels that a test names as `way`."""
     if "way" not in request.fixturenames:
+        yield
         return
     way = request.getfixturevalue("way")
     if way == "numpy":
@@ -34,7 +35,11 @@ def go(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels were not compiled")
     elif way == "vectors" and compiled.kernel("group_scores") is None:
         pytest.skip("no VNNI here")
-    monkeypatch.setattr(key_codes, "_VECTORS", way == "vectors")
+    former = compiled.limited_to()
+    if way == "plain C":
+        compiled.limit("plain")
+    yield
+    compiled.limit(former)
 
 
 def keys_of(dtype: str, heads: int, dim: int, units: int = UNITS) -> tuple[FloatArray, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.kernels.native import compiled
 from penstock.near_storage.channel import ScorerError
 from penstock.near_storage.device_client import NearDevice
 from penstock.near_storage.protocol import ProtocolError
@@ -22,6 +23,20 @@ CLOSE: dict[str, Any] = {
     "products": {"rtol": 0, "atol": 0.8},
 }
 """8 bits of the keys and of the query."""
+TELLING = """
+import sys
+from penstock.kernels.native import compiled
+from penstock.near_storage import device_process
+
+class Server(device_process.Server):
+    def send(self, *arguments):
+        with open(sys.argv[1], "w") as file:
+            file.write(compiled.limited_to())
+        super().send(*arguments)
+
+sys.exit(device_process.main(sys.argv[2:], Server))
+"""
+"""A device that writes down what it may use before it says that it is ready."""
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -54,6 +69,23 @@ def test_a_device_and_this_process_score_alike(tmp_path: Path) -> None:
         out = np.full((2, 150), np.nan, dtype=np.float32)
         scoring.merge(scoring.log_sums(), out)
         np.testing.assert_array_equal(out, rig.score(150))
+
+
+@pytest.mark.skipif(compiled.kernel("key_logits") is None, reason="kernels may not be used")
+@pytest.mark.parametrize("level", ["off", "plain"])
+def test_a_device_uses_the_kernels_that_this_process_may_use(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(NearDevice, "program", ("telling", str(tmp_path / "told")))
+    former = compiled.limited_to()
+    try:
+        compiled.limit(level)
+        with NearRig("memory"):
+            assert (tmp_path / "told").read_text() == level
+    finally:
+        compiled.limit(former)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -13,6 +13,7 @@ from penstock.bench.accuracy_cells import Cell
 from penstock.bench.accuracy_jobs import Examination, Examiner, Job
 from penstock.core.errors import PenstockError
 from penstock.core.parent_watch import end_with_parent
+from penstock.kernels.native import compiled
 
 _LOOK_S = 2.0
 """How often to see whether the workers are alive."""
@@ -52,7 +53,11 @@ def run_jobs(
     jobs, news = context.Queue(), context.Queue()
     threads = max(1, torch.get_num_threads() // workers)
     processes = [
-        context.Process(target=_work, args=(examination, threads, jobs, news), daemon=True)
+        context.Process(
+            target=_work,
+            args=(examination, threads, compiled.limited_to(), jobs, news),
+            daemon=True,
+        )
         for _ in range(min(workers, len(chains)))
     ]
     waiting = [list(chain) for chain in chains if chain]
@@ -110,11 +115,12 @@ def _next(news: Any, processes: Sequence[Any]) -> tuple[str, Job, Any, list[Job]
             return found
 
 
-def _work(examination: Examination, threads: int, jobs: Any, news: Any) -> None:
+def _work(examination: Examination, threads: int, kernels: str, jobs: Any, news: Any) -> None:
     """A worker's life: the first job of a chain, and word of the rest."""
     end_with_parent()
     try:
         torch.set_num_threads(threads)
+        compiled.limit(kernels)
         examiner = Examiner(examination)
         for chain in iter(jobs.get, None):
             job = chain[0]

@@ -18,6 +18,7 @@ from penstock.bench.process_memory import anonymous_bytes, settle
 from penstock.bench.throughput_rows import FLOORS, KVSWAP, all_rows
 from penstock.core.child_python import python_command
 from penstock.core.errors import ConfigError
+from penstock.kernels.native import compiled
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
@@ -29,7 +30,9 @@ SLACK = 1.10
 def run_limited(arguments: Sequence[str]) -> dict[str, Any]:
     """Run this module in a process of its own; says how it ended."""
     done = subprocess.run(
-        python_command("penstock.bench.limited_decode", *arguments),
+        python_command(
+            "penstock.bench.limited_decode", f"--kernels={compiled.limited_to()}", *arguments
+        ),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
@@ -123,7 +126,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--group", default="own")
     parser.add_argument("--seed", type=int, default=0)
-    print(json.dumps(limited_decode(parser.parse_args())))
+    parser.add_argument("--kernels", default="auto", choices=compiled.LEVELS)
+    args = parser.parse_args()
+    compiled.limit(args.kernels)
+    print(json.dumps(limited_decode(args)))
 
 
 if __name__ == "__main__":

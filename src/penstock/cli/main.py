@@ -1,6 +1,7 @@
 """The `penstock` command: its subcommands, and errors as one line with an exit code."""
 
 import logging
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -22,8 +23,11 @@ from penstock.cli.generate import generate_command
 from penstock.cli.plan import plan_command
 from penstock.cli.search import SearchCommand, search_command
 from penstock.cli.tune import tune_command
-from penstock.core.errors import PenstockError, StorageError
+from penstock.core.errors import ConfigError, PenstockError, StorageError
+from penstock.kernels.native import compiled
 
+KERNELS = "PENSTOCK_KERNELS"
+"""Environment variable: how much of the compiled kernels may be used."""
 EXIT_FAILED = 1
 """The run failed: the disk, or something unforeseen."""
 EXIT_BAD_INPUT = 2
@@ -92,11 +96,24 @@ def root(
 ) -> None:
     """Long-context language models in a fixed memory budget, with the KV cache on disk."""
     del version
+    limit_kernels(os.environ.get(KERNELS, "auto"))
     if not debug:
         # What torch and transformers have to say belongs to their own users.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
+
+
+def limit_kernels(level: str) -> None:
+    """Use no more of the compiled kernels than PENSTOCK_KERNELS says; see `compiled.LEVELS`.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    try:
+        compiled.limit(level)
+    except ValueError as error:
+        raise ConfigError(f"{KERNELS}: {error}") from None
 
 
 def _is_bad_input(error: Exception) -> bool:

@@ -26,8 +26,6 @@ DTYPES: tuple[KeyDtype, ...] = ("float32", "bfloat16", "float16")
 _ALIGNMENT = 64
 _BLOCK = 2048
 """Units that the plain twins take at once, for the sake of memory."""
-_VECTORS = True
-"""Whether the compiled kernels use AVX-512 VNNI where there is it; a test says no."""
 
 
 class KeyCodes:
@@ -210,7 +208,7 @@ class KeyCodes:
             return
         compiled(
             address(self._table), address(prepared.table), address(unit_ids), len(unit_ids),
-            address(out), threads, _VECTORS,
+            address(out), threads,
         )  # fmt: skip
 
     def score_plainly(self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray) -> None:
@@ -251,7 +249,7 @@ class KeyCodes:
         log_sums = np.empty(prepared.num_heads, dtype=np.float32)
         compiled(
             address(self._table), address(prepared.table), address(unit_ids), len(unit_ids),
-            address(out), address(log_sums), threads, _VECTORS,
+            address(out), address(log_sums), threads,
         )  # fmt: skip
         return log_sums
 

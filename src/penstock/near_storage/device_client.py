@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.core.child_python import python_command
 from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import ConfigError, StorageError
+from penstock.kernels.native import compiled
 from penstock.near_storage import protocol, shared_memory
 from penstock.near_storage.channel import Channel, Link, ScorerError
 from penstock.near_storage.settings import DeviceSettings
@@ -135,7 +136,10 @@ class NearDevice:
             for _, theirs in pairs:
                 theirs.close()
         self.generation += 1
-        settings = {**self.settings.as_json(), "descriptors": self._descriptors}
+        settings = {
+            **self.settings.as_json(), "descriptors": self._descriptors,
+            "kernels": compiled.limited_to(),
+        }  # fmt: skip
         exchange = self.scores.begin(protocol.Configure(settings))
         message = exchange.next(time.monotonic() + max(START_TIMEOUT_S, self.timeout_s))
         if not isinstance(message, protocol.Ready):

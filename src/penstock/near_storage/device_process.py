@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.core.errors import FetchError, PenstockError, StorageError
 from penstock.devices.presets import PRESETS
 from penstock.devices.throttle import Throttle
+from penstock.kernels.native import compiled
 from penstock.near_storage import protocol, shared_memory
 from penstock.near_storage.cold_keys import UNMAPPED, ColdKeys, ScoredBlock
 from penstock.near_storage.settings import DeviceSettings
@@ -222,6 +223,7 @@ class Server:
         if not isinstance(message, protocol.Configure):
             raise protocol.ProtocolError("the first message must be Configure")
         numbers = message.values.pop("descriptors")
+        compiled.limit(message.values.pop("kernels"))
         settings = DeviceSettings.from_json(message.values)
         try:
             files = _open(settings, numbers)

@@ -7,7 +7,6 @@
 
 #ifdef PENSTOCK_X86
 
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define INLINE __attribute__((always_inline)) static inline
 
 enum kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

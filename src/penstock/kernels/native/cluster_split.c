@@ -159,6 +159,7 @@ PENSTOCK_EXPORT void penstock_split_cluster(const void *scan, const void *step, 
                                             int64_t cluster, int64_t child, double *scratch,
                                             uint8_t *moves, int64_t *moved) {
     *moved = 0;
+    if (count <= 0) return;
 #ifdef PENSTOCK_X86
     const struct scan *s = scan;
     const int64_t width = (s->dim + 7) / 8 * 8;

@@ -9,8 +9,6 @@
 
 #ifdef PENSTOCK_X86
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-
 #define QUERY_UNITS 32512.0f /* 127 * 256 */
 #define WORTH_THREADS (1 << 20) /* bytes of codes; fewer are read before threads have begun */
 
@@ -183,6 +181,7 @@ PENSTOCK_EXPORT void penstock_nearest_centroids(const void *scan, const float *k
     const struct scan *s = scan;
     const int large = s->rows * used * s->width > WORTH_THREADS;
     const int64_t parts = large ? penstock_num_threads(s->rows) : 1;
+    (void)parts;
 #pragma omp parallel for num_threads(parts) if (parts > 1)
     for (int64_t row = 0; row < s->rows; row++)
         chosen[row] = nearest_of_row(s, row, keys + row * stride, used, squares + row);

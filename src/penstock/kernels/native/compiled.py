@@ -48,25 +48,29 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
         *3 * (_ADDRESS,),
     ),
     "put_key_codes": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
-    "score_key_codes": (*3 * (_ADDRESS,), _COUNT, _ADDRESS, *2 * (_COUNT,)),
-    "key_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), *2 * (_COUNT,)),
+    "score_key_codes": (*3 * (_ADDRESS,), _COUNT, _ADDRESS, _COUNT),
+    "key_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), _COUNT),
     "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
     "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
     "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
     "tree_attention": (*14 * (_ADDRESS,), *2 * (_COUNT,), _FACTOR),
 })  # fmt: skip
 
-_VECTORS = frozenset({
-    "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
-    "tree_attention", "predict_query",
-})  # fmt: skip
-"""Kernels written for AVX-512 alone; elsewhere torch is as good as plain C."""
+LEVELS = ("off", "plain", "avx512", "auto")
+"""What a process can be limited to: torch alone; C without AVX-512; all but AVX-512 VNNI; all."""
+_CHOICE = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 
-_BYTE_PRODUCTS = frozenset({
-    "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
-    "split_cluster", "select_groups", "fetch_groups",
+_NEEDS: Mapping[str, int] = MappingProxyType({
+    **dict.fromkeys((
+        "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
+        "tree_attention", "predict_query",
+    ), LEVELS.index("avx512")),
+    **dict.fromkeys((
+        "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
+        "split_cluster", "select_groups", "fetch_groups",
+    ), LEVELS.index("auto")),
 })  # fmt: skip
-"""Kernels that need AVX-512 VNNI."""
+"""Level of kernels that are written for certain vectors; elsewhere torch is as good as plain C."""
 
 Kernel = Callable[..., None]
 
@@ -92,21 +96,49 @@ def source_digest(folder: Path = _FOLDER) -> str:
 
 @functools.cache
 def kernel(name: str) -> Kernel | None:
-    """One compiled kernel, taking addresses and numbers; None where there is no library."""
+    """One compiled kernel, taking addresses and numbers; None: its torch twin is to be used.
+
+    So it is where there is no library, the machine lacks the vectors, or `limit` forbids it.
+    """
     library = _load(_FOLDER / file_name())
-    if library is None or (name in _VECTORS and not _has(library, "vectors")):
+    if library is None:
         return None
-    if name in _BYTE_PRODUCTS and not _has(library, "byte_products"):
+    library.penstock_level.restype = ctypes.c_int64
+    if library.penstock_level() < _NEEDS.get(name, LEVELS.index("plain")):
         return None
     found = library[f"penstock_{name}"]
     found.argtypes, found.restype = list(_SIGNATURES[name]), None
     return found
 
 
-def _has(library: "ctypes.CDLL", what: str) -> bool:
-    asked = library[f"penstock_has_{what}"]
-    asked.restype = ctypes.c_int64
-    return bool(asked())
+def limit(level: str) -> None:
+    """Use no more of the compiled kernels than a level in this process, from its beginning on.
+
+    Objects that were made under another level keep what they were made with.
+
+    Args:
+        level: one of `LEVELS`.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"the compiled kernels have no level {level!r}; give {_CHOICE}")
+    library = _load(_FOLDER / file_name())
+    if library is not None:
+        _limit_of(library).value = LEVELS.index(level)
+    kernel.cache_clear()
+
+
+def limited_to() -> str:
+    """The level that this process is limited to; "auto" where there is nothing to limit."""
+    library = _load(_FOLDER / file_name())
+    return "auto" if library is None else LEVELS[_limit_of(library).value]
+
+
+def _limit_of(library: "ctypes.CDLL") -> ctypes.c_int64:
+    """The number that the C code looks at, so that both sides have one."""
+    return ctypes.c_int64.in_dll(library, "penstock_limit")
 
 
 @functools.cache

@@ -35,8 +35,6 @@ static inline float exp_negative(float x) {
     return p * power.f;
 }
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-
 /* Largest product of every group with 16 heads, AT_ONCE groups from `first` on.
  * queries: [quads][LANES][4] (4 bits: twice that, the low nibbles' components first). */
 VNNI static void products(const block_t *block, int64_t first, const int8_t *queries,
@@ -196,12 +194,3 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
 }
 
 #endif
-
-/* Whether this machine runs the kernel; plain C would be slower than torch's integer products. */
-PENSTOCK_EXPORT int64_t penstock_has_byte_products(void) {
-#ifdef PENSTOCK_X86
-    return penstock_has_vnni();
-#else
-    return 0;
-#endif
-}

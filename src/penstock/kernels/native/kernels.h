@@ -17,13 +17,6 @@
 #include <omp.h>
 #endif
 
-/* A plain loop compiled once more for AVX-512, where the system chooses by itself. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define PENSTOCK_VECTORISED __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
-#else
-#define PENSTOCK_VECTORISED
-#endif
-
 /* Threads to use: torch's own, because it sets how many the process's OpenMP has. */
 static inline int64_t penstock_num_threads(int64_t most) {
 #ifdef _OPENMP
@@ -38,13 +31,33 @@ static inline int64_t penstock_num_threads(int64_t most) {
 #if defined(__x86_64__) && defined(__GNUC__)
 #define PENSTOCK_X86 1
 #include <immintrin.h>
-static inline int penstock_has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-static inline int penstock_has_vnni(void) {
-    return penstock_has_avx512() && __builtin_cpu_supports("avx512vnni");
-}
+#define AVX2 __attribute__((target("avx2")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#endif
+
+/* The names and numbers of LEVELS in compiled.py. */
+enum { LEVEL_OFF, LEVEL_PLAIN, LEVEL_AVX512, LEVEL_VNNI };
+
+/* What may be used: no more than the machine has, and no more than the process is limited to. */
+PENSTOCK_EXPORT int64_t penstock_level(void);
+
+#define PLAIN static inline __attribute__((always_inline))
+
+/* A plain loop, NAME_any, compiled once more for wider vectors, of which NAME takes the widest. */
+#ifdef PENSTOCK_X86
+#define WIDENED(RESULT, NAME, PARAMETERS, ARGUMENTS)                                               \
+    AVX512 static RESULT NAME##_avx512 PARAMETERS { return NAME##_any ARGUMENTS; }                \
+    AVX2 static RESULT NAME##_avx2 PARAMETERS { return NAME##_any ARGUMENTS; }                    \
+    static RESULT NAME##_default PARAMETERS { return NAME##_any ARGUMENTS; }                      \
+    static RESULT NAME PARAMETERS {                                                               \
+        if (penstock_level() >= LEVEL_AVX512) return NAME##_avx512 ARGUMENTS;                     \
+        if (__builtin_cpu_supports("avx2")) return NAME##_avx2 ARGUMENTS;                         \
+        return NAME##_default ARGUMENTS;                                                          \
+    }
+#else
+#define WIDENED(RESULT, NAME, PARAMETERS, ARGUMENTS)                                               \
+    static RESULT NAME PARAMETERS { return NAME##_any ARGUMENTS; }
 #endif
 
 #endif

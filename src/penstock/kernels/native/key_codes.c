@@ -70,7 +70,7 @@ PLAIN uint32_t group_codes(const float *key, int64_t count, uint8_t *codes) {
 }
 
 /* One unit's codes; 1 if a key is not finite, else 0. */
-WIDENED static int64_t put_unit(const struct layout *k, int64_t unit, const char *raw) {
+PLAIN int64_t put_unit_any(const struct layout *k, int64_t unit, const char *raw) {
     const int64_t dim = k->head_dim, bytes = k->kind == OF_FLOAT32 ? 4 : 2;
     float key[dim];
     uint8_t halves[CHUNK];
@@ -96,6 +96,8 @@ WIDENED static int64_t put_unit(const struct layout *k, int64_t unit, const char
     }
     return bad;
 }
+
+WIDENED(int64_t, put_unit, (const struct layout *k, int64_t unit, const char *raw), (k, unit, raw))
 
 /* Make the codes of distinct units.
  *

@@ -53,9 +53,8 @@ PLAIN void unpack(const uint8_t *codes, int64_t dim, int64_t bits, int16_t *to) 
 }
 
 /* Scores of up to 16 units in plain loops, for compilers to turn into vector code. */
-WIDENED static void score_tile_plainly(const struct layout *k, const struct asked *q,
-                                                   const int64_t *units, int64_t count,
-                                                   const struct answer *to) {
+PLAIN void score_plainly_any(const struct layout *k, const struct asked *q, const int64_t *units,
+                             int64_t count, const struct answer *to) {
     const int64_t chunks = (k->head_dim + CHUNK - 1) / CHUNK, per_unit = k->kv_heads * k->groups;
     const int64_t halves = k->bits == 8 ? 1 : 2, half = CHUNK / halves;
     int16_t codes[chunks * CHUNK];
@@ -100,9 +99,12 @@ WIDENED static void score_tile_plainly(const struct layout *k, const struct aske
     if (to->logits == NULL) memcpy(to->scores, total, count * sizeof(float));
 }
 
-#ifdef PENSTOCK_X86
+WIDENED(void, score_plainly,
+        (const struct layout *k, const struct asked *q, const int64_t *units, int64_t count,
+         const struct answer *to),
+        (k, q, units, count, to))
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#ifdef PENSTOCK_X86
 
 /* 16 registers to two: lane t is the sum of the lower, or of the upper, half of sum[t]. */
 VNNI INLINE void fold_halves(__m512i *sum, __m512i *lower, __m512i *upper) {
@@ -222,16 +224,16 @@ SCORE_TILE(score_4_wide, (k->head_dim + CHUNK - 1) / CHUNK, 4)
 typedef void (*tile_t)(const struct layout *, const struct asked *, const int64_t *, int64_t,
                        const struct answer *);
 
-static tile_t tile_of(const struct layout *k, int64_t vectors) {
+static tile_t tile_of(const struct layout *k) {
 #ifdef PENSTOCK_X86
     const int64_t chunks = (k->head_dim + CHUNK - 1) / CHUNK;
-    if (!vectors || !penstock_has_vnni()) return score_tile_plainly;
+    if (penstock_level() < LEVEL_VNNI) return score_plainly;
     if (chunks == 1) return k->bits == 8 ? score_8_narrow : score_4_narrow;
     if (chunks == 2) return k->bits == 8 ? score_8_usual : score_4_usual;
     return k->bits == 8 ? score_8_wide : score_4_wide;
 #else
-    (void)k, (void)vectors;
-    return score_tile_plainly;
+    (void)k;
+    return score_plainly;
 #endif
 }
 
@@ -258,10 +260,10 @@ PLAIN void expect(const struct layout *k, const int64_t *units, int64_t count) {
 }
 
 static void score_all(const struct layout *k, const struct asked *q, const int64_t *units,
-                      int64_t count, const struct answer *to, int64_t threads, int64_t vectors) {
+                      int64_t count, const struct answer *to, int64_t threads) {
     const int64_t bytes = k->kv_heads * k->head_bytes, ahead = READ_AHEAD / bytes / TILE * TILE;
     const int64_t stretch = ahead > TILE ? ahead : TILE, parts = parts_of(count, threads);
-    const tile_t tile = tile_of(k, vectors);
+    const tile_t tile = tile_of(k);
     (void)parts;
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
     for (int64_t begin = 0; begin < count; begin += stretch) {
@@ -280,30 +282,27 @@ static void score_all(const struct layout *k, const struct asked *q, const int64
 
 /* Scores of units.
  *
- * units: int64 [count], in any order; scores: float [count]
- * vectors: whether to use AVX-512 VNNI where there is it */
+ * units: int64 [count], in any order; scores: float [count] */
 PENSTOCK_EXPORT void penstock_score_key_codes(const struct layout *k, const struct asked *q,
                                               const int64_t *units, int64_t count, float *scores,
-                                              int64_t threads, int64_t vectors) {
+                                              int64_t threads) {
     const struct answer to = {scores, NULL, 0};
-    score_all(k, q, units, count, &to, threads, vectors);
+    score_all(k, q, units, count, &to, threads);
 }
 
-WIDENED static float log_sum_of(const float *logits, int64_t count) {
-    return log_sum(logits, count);
-}
+WIDENED(float, log_sum, (const float *logits, int64_t count), (logits, count))
 
 /* Every head's logits of units, and the log of their summed exponentials.
  *
  * logits: float [kv_heads][queries][count]; log_sums: float [kv_heads][queries] */
 PENSTOCK_EXPORT void penstock_key_logits(const struct layout *k, const struct asked *q,
                                          const int64_t *units, int64_t count, float *logits,
-                                         float *log_sums, int64_t threads, int64_t vectors) {
+                                         float *log_sums, int64_t threads) {
     const struct answer to = {NULL, logits, count};
     const int64_t heads = k->kv_heads * q->queries, parts = parts_of(count, threads);
     (void)parts;
-    score_all(k, q, units, count, &to, threads, vectors);
+    score_all(k, q, units, count, &to, threads);
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
     for (int64_t head = 0; head < heads; head++)
-        log_sums[head] = log_sum_of(logits + head * count, count);
+        log_sums[head] = log_sum(logits + head * count, count);
 }

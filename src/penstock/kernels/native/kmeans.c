@@ -8,7 +8,6 @@
 
 #ifdef PENSTOCK_X86
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define POINTS 4 /* looked at together, with */
 #define BLOCKS 2 /* so many blocks of 16 centroids */
 #define TILE (16 * BLOCKS)
@@ -234,6 +233,7 @@ PENSTOCK_EXPORT void penstock_nearest_points(const void *points, int64_t kind, i
     };
     copy_all(&s, origin, ranges, clusters);
     const int64_t parts = penstock_num_threads(threads);
+    (void)parts;
     for (int64_t start = 0; start < count; start += CHUNK) {
         const int64_t end = start + CHUNK < count ? start + CHUNK : count;
         int64_t *found = ids ? ids + start : chunk_ids;

@@ -7,7 +7,6 @@
 
 #define LARGEST_EXPONENT 80.0f
 #define LANES 16
-#define PLAIN static inline __attribute__((always_inline))
 
 PLAIN float as_float(uint32_t bits) {
     float value;
@@ -20,13 +19,6 @@ PLAIN uint32_t as_bits(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
-
-/* A plain loop compiled once more for wider vectors, by what the machine has, whoever made it. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define WIDENED __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define WIDENED
-#endif
 
 /* A float's bits as an integer that orders like the float, and back. Bounds are taken of these:
  * compilers do not turn comparisons of floats, which may trap, into vector code. */
@@ -61,7 +53,7 @@ PLAIN float exp_clamped(float x) {
 
 /* Log of the summed exponentials; minus infinity for nothing but minus infinities. Always summed
  * in the same order. */
-PLAIN float log_sum(const float *logits, int64_t count) {
+PLAIN float log_sum_any(const float *logits, int64_t count) {
     int32_t most_key = ordered(as_bits(-INFINITY));
     float sum[LANES] = {0.0f};
     for (int64_t i = 0; i < count; i++) {

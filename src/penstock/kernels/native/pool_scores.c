@@ -106,9 +106,7 @@ TASK_LOGITS(logits_float16, FLOAT16)
 
 #endif
 
-WIDENED static float log_sum_of(const float *logits, int64_t count) {
-    return log_sum(logits, count);
-}
+WIDENED(float, log_sum, (const float *logits, int64_t count), (logits, count))
 
 /* Logits of one query per row, and the log of their summed exponentials.
  *
@@ -140,7 +138,7 @@ PENSTOCK_EXPORT void penstock_pool_logits(const float *query, const char *tokens
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows * heads; i++)
-            log_sums[i] = log_sum_of(logits + i * places, places);
+            log_sums[i] = log_sum(logits + i * places, places);
     }
 #else
     (void)query, (void)tokens, (void)mask, (void)rows, (void)places, (void)kv_heads;
@@ -149,9 +147,8 @@ PENSTOCK_EXPORT void penstock_pool_logits(const float *query, const char *tokens
 #endif
 }
 
-WIDENED static void add_heads(const float *restrict logits, int64_t heads,
-                                          int64_t places, int64_t count,
-                                          const float *restrict normalisers, float *restrict out) {
+PLAIN void add_heads_any(const float *restrict logits, int64_t heads, int64_t places, int64_t count,
+                         const float *restrict normalisers, float *restrict out) {
     for (int64_t i = 0; i < count; i++) out[i] = 0.0f;
     for (int64_t head = 0; head < heads; head++) {
         const float *row = logits + head * places;
@@ -165,6 +162,11 @@ WIDENED static void add_heads(const float *restrict logits, int64_t heads,
         out[i] = as_float((as_bits(out[i]) & ~hidden) | (as_bits(-INFINITY) & hidden));
     }
 }
+
+WIDENED(void, add_heads,
+        (const float *logits, int64_t heads, int64_t places, int64_t count,
+         const float *normalisers, float *out),
+        (logits, heads, places, count, normalisers, out))
 
 /* Sums over the heads of exp(logit - normaliser), or of the logits themselves; minus infinity
  * where the first head's logit is.

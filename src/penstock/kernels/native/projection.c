@@ -142,12 +142,3 @@ PENSTOCK_EXPORT void penstock_store_codes(const float *components, int64_t token
         }
     }
 }
-
-/* Whether this machine runs these kernels and decode_attention. */
-PENSTOCK_EXPORT int64_t penstock_has_vectors(void) {
-#ifdef PENSTOCK_X86
-    return penstock_has_avx512();
-#else
-    return 0;
-#endif
-}

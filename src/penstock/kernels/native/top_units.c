@@ -12,14 +12,17 @@ static inline int32_t key_of(float score) {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-PENSTOCK_VECTORISED static int64_t count_above(const int32_t *keys, int64_t count, int32_t limit) {
+PLAIN int64_t count_above_any(const int32_t *keys, int64_t count, int32_t limit) {
     int32_t above = 0;
     for (int64_t i = 0; i < count; i++) above += keys[i] > limit;
     return above;
 }
 
-PENSTOCK_VECTORISED static void make_keys(const float *scores, int64_t count, int32_t *keys,
-                                          int32_t *least, int32_t *most) {
+WIDENED(int64_t, count_above, (const int32_t *keys, int64_t count, int32_t limit),
+        (keys, count, limit))
+
+PLAIN void make_keys_any(const float *scores, int64_t count, int32_t *keys, int32_t *least,
+                         int32_t *most) {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < count; i++) {
         const int32_t key = key_of(scores[i]);
@@ -30,6 +33,10 @@ PENSTOCK_VECTORISED static void make_keys(const float *scores, int64_t count, in
     *least = low;
     *most = high;
 }
+
+WIDENED(void, make_keys,
+        (const float *scores, int64_t count, int32_t *keys, int32_t *least, int32_t *most),
+        (scores, count, keys, least, most))
 
 /* scores: float [num_units]; units before `first` are not chosen
  * wanted: 1 .. num_units - first
