@@ -18,7 +18,7 @@ from training.asked import recall_asker
 from training.data import GENERATORS
 
 if TYPE_CHECKING:  # torch is not for the processes that make samples, which import this file again
-    from penstock.bench.result import Result
+    from penstock.bench.result import Result, result_file
 
 KIND = "training-evaluation"
 LONG_ANSWER = 100
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, help="stop when this much time has passed")
     add("--seed", type=int, default=0, help="the samples of `penstock bench accuracy --seed`")
     add("--workers", type=int, default=default_workers(), help="processes that make samples")
-    add("--out", help="file for the result (JSON), saved as it grows")
+    add("--out", type=result_file, help="file for the result (JSON), saved as it grows")
 
 
 def evaluate(args: argparse.Namespace, result: "Result") -> None:

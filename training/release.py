@@ -7,16 +7,22 @@ of liblzma that packs it. Prints its entry for `src/penstock/models/released.tom
 import argparse
 import hashlib
 import io
+import json
 import lzma
 import os
 import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from penstock.bench.progress import Progress
 from penstock.core.errors import ConfigError, PenstockError, StorageError
+from penstock.core.whole_file import FileKind, require_own
+from penstock.models.released import Released
 
 _SAY_S = 2.0
 
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     print(f"{path}\n")
-    print(entry(name, path.name, path.stat().st_size, digest, args.url, train))
+    print(entry(_released(name, path, digest, folder, args.url, train)))
     return 0
 
 
@@ -58,33 +64,49 @@ def pack(folder: Path, path: Path, name: str) -> None:
         ConfigError: the folder holds no model, or something that is no plain file.
         StorageError: the archive cannot be written.
     """
+    require_own(path, FileKind(f"archive of {name}", partial(_holds, name)), "--out")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no model: it has no config.json")
     files = sorted(folder.iterdir(), key=lambda file: file.name)
     for file in files:
         if file.is_symlink() or not file.is_file():
             raise ConfigError(f"{file} is no plain file; a model's folder holds nothing else")
-    partial = path.with_name(f"{path.name}.partial")
+    beside = path.with_name(f"{path.name}.partial")
     progress = _Spoken(sum(file.stat().st_size for file in files))
     try:
         with (
-            lzma.open(partial, "wb", preset=6) as packed,
+            lzma.open(beside, "wb", preset=6) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive,
         ):
             for file in files:
                 content = _Told(file.read_bytes(), f"packing {file.name}", progress)
                 archive.addfile(_member(f"{name}/{file.name}", content.size), content)
-        os.replace(partial, path)
+        os.replace(beside, path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def entry(name: str, file: str, size: int, sha256: str, url: str, train: str) -> str:
+def _released(
+    name: str, path: Path, sha256: str, folder: Path, url: str, train: str
+) -> Released:  # fmt: skip
+    sizes = [file.stat().st_size for file in folder.iterdir()]
+    return Released(
+        name=name, file=path.name, bytes=path.stat().st_size, sha256=sha256, files=len(sizes),
+        unpacked_bytes=sum(sizes), url=url, train=train,
+    )  # fmt: skip
+
+
+def entry(released: Released) -> str:
     """The lines of the table of released models."""
-    return (
-        f'["{name}"]\nfile = "{file}"\nbytes = {size}\nsha256 = "{sha256}"\nurl = "{url}"\n'
-        f'train = "{train}"'
-    )
+    values = {key: value for key, value in asdict(released).items() if key != "name"}
+    lines = (f"{key} = {json.dumps(value)}" for key, value in values.items())
+    return "\n".join([f'["{released.name}"]', *lines])
+
+
+def _holds(name: str, file: BinaryIO) -> bool:
+    with tarfile.open(fileobj=file, mode="r:xz") as archive:
+        first = archive.next()
+        return first is not None and first.name.startswith(f"{name}/")
 
 
 class _Spoken(Progress):

@@ -11,7 +11,7 @@ from penstock.core.trace import Tracer
 def written(tracer: Tracer, path: Path) -> list[dict[str, Any]]:
     tracer.write(path / "trace.json")
     document = json.loads((path / "trace.json").read_text())
-    assert set(document) == {"traceEvents", "displayTimeUnit"}
+    assert set(document) == {"format", "traceEvents", "displayTimeUnit"}
     events: list[dict[str, Any]] = document["traceEvents"]
     return events
 

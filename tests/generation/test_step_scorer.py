@@ -175,7 +175,7 @@ def test_scorers_by_name(module: str) -> None:
     [
         (
             "no_such",
-            "there is no scorer 'no_such'; write logprob, module:function, FILE.py:function or reward:",
+            "there is no scorer 'no_such'; write logprob, module:function, FILE.py:",
         ),
         ("my_scorers:", "there is no scorer 'my_scorers:'"),
         ("no_such:rate", "module no_such was not found"),

@@ -108,12 +108,14 @@ def archive(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(archive: Path, site: Site) -> Released:
+def model(archive: Path, original: Path, site: Site) -> Released:
     """Released at the site."""
     site.content = archive.read_bytes()
+    sizes = [path.stat().st_size for path in original.iterdir()]
     return Released(
         name="prose-9", file=archive.name, bytes=len(site.content),
         sha256=hashlib.sha256(site.content).hexdigest(),
+        files=len(sizes), unpacked_bytes=sum(sizes),
         url=f"http://127.0.0.1:{site.server_port}/{archive.name}", train=TRAIN,
     )  # fmt: skip
 
@@ -122,8 +124,7 @@ def model(archive: Path, site: Site) -> Released:
 def home(tmp_path: Path, model: Released, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's home, and a table that has the model."""
     path = tmp_path / "released.toml"
-    path.write_text(release.entry(model.name, model.file, model.bytes, model.sha256, model.url,
-                                  model.train))  # fmt: skip
+    path.write_text(release.entry(model))
     monkeypatch.setattr(table, "_TABLE", path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -145,7 +146,8 @@ def test_the_package_s_own_table_is_sound() -> None:
         assert one.name == name
         assert one.file == f"{name}.tar.xz"
         assert len(bytes.fromhex(one.sha256)) == 32
-        assert one.bytes > 1_000_000
+        assert one.unpacked_bytes > one.bytes > 1_000_000
+        assert one.files > 3
         starts = ("train training/configs/", "retrain training/recipes/")
         assert one.train.startswith(tuple(f"python -m training.{start}" for start in starts))
 
@@ -223,7 +225,9 @@ def test_a_folder_that_may_not_be_looked_at_is_none(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="too long"):
         refused.stat()
     monkeypatch.setattr(table, "models_folder", lambda: refused)
-    released = Released(name="r", file="r", bytes=1, sha256="", url="", train=TRAIN)
+    released = Released(
+        name="r", file="r", bytes=1, sha256="", files=1, unpacked_bytes=1, url="", train=TRAIN
+    )
     assert not released.is_fetched
     assert find_adapter("no model", refused) is None
 
@@ -381,7 +385,8 @@ def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 os.rename = die
 name, file, size, digest, source, target = sys.argv[1:]
-one = Released(name=name, file=file, bytes=int(size), sha256=digest, url="", train="t")
+one = Released(name=name, file=file, bytes=int(size), sha256=digest, files=9,
+               unpacked_bytes=1 << 30, url="", train="t")
 fetch.fetch(one, Path(target), source=source)
 """
 

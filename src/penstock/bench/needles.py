@@ -19,7 +19,7 @@ from penstock.bench.needle_cells import (
 )
 from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same, digest_of
 from penstock.bench.sitting import Sitting, closed
 from penstock.bench.tasks import GeneratedTasks, Sample, even_depths, grid, judge
@@ -70,7 +70,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--store", default="auto", help="directory of the caches, or memory")
     add("--minutes", type=float, help="stop cleanly when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result (benchmarks/results/NAME.json), saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
+    )
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

@@ -12,6 +12,7 @@ from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.answers import Question, SharedPrefill, ask
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
+from penstock.bench.result import recording_file
 from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError
 from penstock.models.cache_adapter import TieredCache
@@ -43,7 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--store", default="auto", help="directory of the cache, or memory")
     add("--seed", type=int, default=0)
-    add("--out", required=True, metavar="FILE", help="the recording (.npz)")
+    add("--out", type=recording_file, required=True, metavar="FILE", help="the recording (.npz)")
     add("--json", action="store_true", help="print what was recorded as the last line")
     args = parser.parse_args(arguments)
     if args.steps < 2 or min(args.tokens, args.chunk) < 1 or args.sample < 0:

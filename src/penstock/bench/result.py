@@ -1,5 +1,6 @@
 """Result: one measurement as one JSON document that says how it was made."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,9 +15,12 @@ from penstock.bench.machine import (
     describe_machine,
 )
 from penstock.core.errors import ConfigError, StorageError
-from penstock.core.whole_file import write_whole
+from penstock.core.regular_file import read_regular_text
+from penstock.core.whole_file import FileKind, json_kind, require_own, write_whole
+from penstock.workloads.recorded_stream import RECORDING
 
 FORMAT = "penstock-result-1"
+RESULT = json_kind("result of penstock.bench", "penstock-result-")
 _PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup", "--haystack", "--data")
 
 
@@ -67,9 +71,11 @@ class Result:
         """Write the document, making its folder if need be; one that is there is replaced whole.
 
         Raises:
+            ConfigError: the file that is there is no such document.
             StorageError: it cannot be written.
         """
         target = Path(path)
+        require_own(target, RESULT, "--out")
         text = json.dumps(self.as_dict(), indent=1) + "\n"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,15 +91,39 @@ class Result:
             ConfigError: the file is not one of ours.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+            content = json.loads(read_regular_text(path))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"cannot read {path}: it is no JSON") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ConfigError(f"{path} is not a result of penstock.bench")
         try:
             return cls(**content)
         except TypeError as error:
             raise ConfigError(f"{path} is not a whole result: {error}") from error
+
+
+def result_file(path: str) -> str:
+    """The type of `--out` for argparse: a file that a result may be written to.
+
+    Raises:
+        ArgumentTypeError: it is a file of something else.
+    """
+    return _own_file(path, RESULT)
+
+
+def recording_file(path: str) -> str:
+    """As `result_file`, for recorded selections."""
+    return _own_file(path, RECORDING)
+
+
+def _own_file(path: str, kind: FileKind) -> str:
+    try:
+        require_own(Path(path), kind, "the file")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
 
 
 def public_arguments(arguments: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 
 Row = dict[str, Any]
 Key = tuple[Any, ...]
@@ -55,7 +56,7 @@ def digest_of(paths: Iterable[str | Path]) -> str | None:
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     for file in files:
         try:
-            total.update(hashlib.sha256(file.read_bytes()).digest())
+            total.update(hashlib.sha256(read_regular(file, TEXT_BYTES_MAX)).digest())
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     return total.hexdigest()[:16] if files else None

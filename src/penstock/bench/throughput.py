@@ -23,7 +23,7 @@ from penstock.bench.prefill_run import (
     run_prefill,
 )
 from penstock.bench.process_memory import HOW
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.sessions import Room, pack
 from penstock.bench.targets import Target, judge
 from penstock.bench.throughput_rows import REAL, all_rows, chosen_rows
@@ -98,7 +98,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--disk-file-mib", type=int, default=256, help="file for measuring the disk itself")
     add("--on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result (benchmarks/results/NAME.json)")
+    add("--out", type=result_file, help="file for the result (benchmarks/results/NAME.json)")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if args.memory_cgroup is not None and args.config not in ARCHITECTURES:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.output_file import ForceOption, check_writable, written
 
 if TYPE_CHECKING:
     from penstock.indexes.adapter import LowRankAdapter
@@ -37,6 +38,7 @@ def calibrate_command(
     ] = 8192,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Fit KVSwap's low-rank index to a model.
 
@@ -45,8 +47,9 @@ def calibrate_command(
     import torch
 
     from penstock.cli.screen import TokenProgress
-    from penstock.core.errors import ConfigError, PromptError, StorageError
+    from penstock.core.errors import ConfigError, PromptError
     from penstock.generation.prompts import encode, read_text_file
+    from penstock.indexes.adapter import ADAPTER
     from penstock.models.calibrate import calibrate
     from penstock.models.loader import load
     from penstock.models.model_shape import inspect_model
@@ -54,7 +57,7 @@ def calibrate_command(
     console = Console(stderr=True, highlight=False, markup=False)
     if window < 2:
         raise ConfigError(f"--window {window} must be at least 2 tokens")
-    check_writable(output, "--output")
+    check_writable(output, "--output", ADAPTER, force=force)
     contents = [read_text_file(path, "text file") for path in text]
     loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     texts = [torch.tensor(encode(loaded, content)) for content in contents]
@@ -71,10 +74,7 @@ def calibrate_command(
         adapter = calibrate(
             loaded.model, texts, rank=rank, window_tokens=window, progress=progress.update
         )
-    try:
-        adapter.save(output)
-    except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+    written(adapter.save, output, "the adapter")
     told = _told_ranks(adapter)
     console.print(
         f"adapter of rank {adapter.rank} for {model}, from {adapter.tokens:,} tokens: {output}"

@@ -1,17 +1,17 @@
 """`penstock generate`: answer a prompt from a file or the command line."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from penstock.core.errors import ConfigError, PromptError, StorageError
+from penstock.cli.output_file import ForceOption, check_writable, written
+from penstock.core.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from penstock.core.stats import PhaseStats
@@ -96,13 +96,14 @@ def generate_command(
         bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
     ] = False,
     trace: TraceOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Answer a prompt.
 
     The answer goes to stdout, progress and the end table to stderr.
     """
     from penstock.cli.screen import AnswerScreen, loading, show_report
-    from penstock.core.trace import Tracer
+    from penstock.core.trace import TRACE, Tracer
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
 
@@ -113,7 +114,7 @@ def generate_command(
     text = read_prompt(prompt, prompt_file)
     tracer = None if trace is None else Tracer()
     if trace is not None:
-        check_writable(trace, "--trace")
+        check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model):
         llm = LLM(
             model,
@@ -138,7 +139,7 @@ def generate_command(
     else:
         show_report(console, output.run)
     if tracer is not None and trace is not None:
-        write_trace(tracer, trace)
+        written(tracer.write, trace, "the trace")
 
 
 def in_home(path: Path, option: str) -> Path:
@@ -151,42 +152,6 @@ def in_home(path: Path, option: str) -> Path:
         return path.expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{option} {path}: there is no such home folder") from error
-
-
-def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written later: it is opened, or made and removed again.
-
-    Raises:
-        ConfigError: it cannot be, its folder is not there, or `path` is a folder.
-    """
-    target = path.absolute()
-    try:
-        if target.is_dir():
-            raise ConfigError(f"{option} {path} is a folder; give a file")
-        if not target.parent.is_dir():
-            raise ConfigError(f"{option} {path}: the folder {target.parent} does not exist")
-        target = Path(os.path.realpath(target))
-        if target.is_file():
-            target.open("ab").close()
-        elif not target.exists():
-            target.open("xb").close()
-            target.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {path} cannot be written: {error.strerror or error}; give another file"
-        ) from error
-
-
-def write_trace(tracer: Any, path: Path) -> None:
-    """Write a tracer's spans.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    try:
-        tracer.write(path)
-    except OSError as error:
-        raise StorageError(f"cannot write the trace to {path}: {error.strerror}") from error
 
 
 def as_document(model: str, output: "RequestOutput") -> dict[str, object]:

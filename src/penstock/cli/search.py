@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.output_file import ForceOption, check_writable
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def search_command(
     no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
     no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
     device: DeviceOption = "cpu", dtype: DtypeOption = None, tree: _Tree = None,
-    as_json: _Json = False,
+    as_json: _Json = False, force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Answer a prompt by searching: sample continuations, rate them, go on with the best.
 
@@ -139,7 +140,7 @@ def search_command(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_end=ignore_end,
     )  # fmt: skip
     if tree is not None:
-        _check_tree(tree)
+        _check_tree(tree, force=force)
     rates = _scorer(scorer, length_penalty, device)
     text = read_prompt(prompt, prompt_file)
     with loading(console, model):
@@ -203,18 +204,19 @@ def _scorer(name: str, length_penalty: float, device: str) -> "StepScorer":
     return load_scorer(name, length_penalty=length_penalty, device=device)
 
 
-def _check_tree(path: Path) -> None:
+def _check_tree(path: Path, *, force: bool) -> None:
     """Refuse a picture that could not be drawn later.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be one.
     """
-    check_writable(path, "--tree")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--tree needs matplotlib: pip install 'penstock[bench]'")
     from penstock.bench.figures.search_tree import check_kind
+    from penstock.bench.figures.style import PICTURE
 
     check_kind(path)
+    check_writable(path, "--tree", PICTURE, force=force)
 
 
 def _unescaped(text: str) -> str:

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument, check_writable
+from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.output_file import ForceOption, check_writable
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.policies.tuned_config import Solution
     from penstock.tuner.tune import Tuned
 
+DEFAULT_NAME = "penstock-tuned.json"
+"""No model folder has a file of that name, as it has a config.json."""
 _STEPS_IN_A_PIPE = 20
 _MOST_ROWS = 12
 
@@ -78,7 +81,7 @@ def tune_command(
     model: ModelArgument,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The config, as JSON.")
-    ],
+    ] = Path(DEFAULT_NAME),
     max_context: Annotated[
         int | None,
         typer.Option(
@@ -112,24 +115,31 @@ def tune_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the config itself instead of a table.")
     ] = False,
+    force: ForceOption = False,
 ) -> None:
     """Find the best settings for a model, a disk and a budget.
 
     The config that comes out is for `penstock generate --config`. Measurements are kept beside it
     until it is done: the same command goes on where an interrupted one was.
     """
+    from penstock.indexes.adapter import ADAPTER
     from penstock.models.loader import load
     from penstock.policies import POLICIES
+    from penstock.policies.config_file import CONFIG
     from penstock.tuner.fidelity import KL_FLOOR
-    from penstock.tuner.tune import tune
+    from penstock.tuner.journal import JOURNAL
+    from penstock.tuner.lookup_tables import TABLES
+    from penstock.tuner.tune import adapter_beside, tune
 
     console = Console(stderr=True, highlight=False, markup=False)
-    check_writable(output, "--output")
+    journal = output.with_name(output.name + ".partial")
+    check_writable(output, "--output", CONFIG, force=force)
+    check_writable(adapter_beside(output), "--output", ADAPTER, force=force)
+    check_writable(journal, "--output", JOURNAL)
     if save_tables is not None:
-        check_writable(save_tables, "--save-tables")
+        check_writable(save_tables, "--save-tables", TABLES, force=force)
     names = list(POLICIES) if policies == "all" else _names(policies)
     loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
-    journal = output.with_name(output.name + ".partial")
     with TuneProgress(console) as progress, _kept(console, journal):
         tuned = tune(
             loaded, max_context=max_context, max_batch=max_batch, memory=memory, disk=disk,

@@ -5,6 +5,11 @@ import os
 import threading
 from pathlib import Path
 
+from penstock.core.whole_file import json_kind, write_whole
+
+FORMAT = "penstock-trace-1"
+TRACE = json_kind("trace of penstock", "penstock-trace-")
+
 
 class Tracer:
     """Collects spans in memory and writes them out at the end; thread-safe.
@@ -42,4 +47,5 @@ class Tracer:
             }
             for name, track, start, end, args in spans
         ]  # fmt: skip
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        made = {"format": FORMAT, "displayTimeUnit": "ms", "traceEvents": events}
+        write_whole(json.dumps(made), Path(path))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import PromptError
+from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 
@@ -40,7 +41,7 @@ def read_text_file(path: str | Path, what: str = "prompt file") -> str:
         PromptError: it is missing, cannot be read, or is not text.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_regular(path, TEXT_BYTES_MAX)
     except OSError as error:
         raise PromptError(f"cannot read {what} {path}: {error.strerror or error}") from error
     return decode_text(content, f"{what} {path}")

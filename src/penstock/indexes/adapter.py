@@ -1,9 +1,10 @@
 """LowRankAdapter: per-layer bases for low-rank keys, fitted by SVD, kept as safetensors."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -12,9 +13,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from penstock.core.errors import AdapterError, ConfigError
+from penstock.core.regular_file import open_regular
+from penstock.core.whole_file import FileKind, write_whole
 from penstock.indexes.rank_shares import UNIT, shared_ranks
 
 FORMAT = "penstock-adapter-1"
+_HEADER_BYTES_MAX = 100 << 20
+"""Of a safetensors file, as its own readers have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class LowRankAdapter:
             "layers": str(len(self.layers)),
         }  # fmt: skip
         # save_file would make a file that only its owner can read.
-        Path(path).write_bytes(save(tensors, metadata=metadata))
+        write_whole(save(tensors, metadata=metadata), Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "LowRankAdapter":
@@ -127,6 +132,7 @@ class LowRankAdapter:
             AdapterError: the file is missing, unreadable, or not an adapter.
         """
         try:
+            open_regular(path).close()  # the library would wait for who writes into a pipe
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
@@ -186,3 +192,12 @@ def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """A matrix of an open file, row by row; nothing where there is none."""
     names = set(file.keys())
     return tuple(map(tuple, file.get_tensor(name).tolist())) if name in names else ()
+
+
+def _is_adapter(file: BinaryIO) -> bool:
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(min(size, _HEADER_BYTES_MAX)))
+    return bool(header["__metadata__"]["format"] == FORMAT)
+
+
+ADAPTER = FileKind("adapter of penstock", _is_adapter)

@@ -7,20 +7,19 @@ import contextlib
 import hashlib
 import http.client
 import importlib
-import lzma
 import os
 import shutil
-import tarfile
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError, ModelLoadError, StorageError
+from penstock.core.regular_file import open_regular
 from penstock.models.released import Released
+from penstock.models.unpack import ArchiveError, unpack
 
 fcntl: Any
 try:
@@ -66,13 +65,10 @@ def fetch(
             if _is_address(source):
                 archive = target.parent / f"{released.file}.partial"
                 _download(released, _address(source, released), archive, on_bytes)
-                _check(released, archive, archive.name, on_bytes, remove=True)
-                _unpack(released, archive, target)
+                _install(released, archive, target, on_bytes, remove=True)
                 archive.unlink()
             else:
-                archive = _local(source, released)
-                _check(released, archive, str(archive), on_bytes, remove=False)
-                _unpack(released, archive, target)
+                _install(released, _local(source, released), target, on_bytes, remove=False)
     except (ConfigError, ModelLoadError):
         raise
     except OSError as error:
@@ -115,7 +111,7 @@ def _local(source: str, released: Released) -> Path:
     path = Path(os.path.expanduser(source.removeprefix("file://")))
     if os.path.isdir(path):
         path = path / released.file
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ModelLoadError(f"there is no {path}; {_instead(released)}")
     return path
 
@@ -180,72 +176,53 @@ def _copy(
         on_bytes(f"downloading {released.file}", min(have, released.bytes), released.bytes)
 
 
-def _check(
-    released: Released, archive: Path, name: str, on_bytes: OnBytes, *, remove: bool
-) -> None:
+def _install(
+    released: Released, archive: Path, target: Path, on_bytes: OnBytes, *, remove: bool
+) -> None:  # fmt: skip
+    """Check an archive and unpack it, both from one open file, whatever its name leads to later.
+
+    Args:
+        remove: the archive, where it is not what it should be.
+    """
+    try:
+        with open_regular(archive) as file:
+            name = archive.name if remove else str(archive)
+            _require(
+                released, name, os.fstat(file.fileno()).st_size, _sum(released, file, on_bytes)
+            )
+            file.seek(0)
+            unpack(released, file, target, name)
+    except ArchiveError as error:
+        if remove:
+            archive.unlink(missing_ok=True)
+        raise ModelLoadError(str(error)) from error
+    except OSError as error:
+        if error.filename in (archive, str(archive)):
+            raise ModelLoadError(f"{archive} cannot be read: {error.strerror}") from error
+        raise
+
+
+def _sum(released: Released, file: IO[bytes], on_bytes: OnBytes) -> str:
+    """The sum of a file that has the right size; of another one it makes no difference."""
+    digest, done, size = hashlib.sha256(), 0, os.fstat(file.fileno()).st_size
+    while size == released.bytes and (piece := file.read(_PIECE)):
+        digest.update(piece)
+        done += len(piece)
+        on_bytes(f"checking {released.file}", done, size)
+    return digest.hexdigest()
+
+
+def _require(released: Released, name: str, size: int, digest: str) -> None:
     """Refuse an archive that is not the released one."""
-    size, digest, done = archive.stat().st_size, hashlib.sha256(), 0
-    with archive.open("rb") as file:
-        while size == released.bytes and (piece := file.read(_PIECE)):
-            digest.update(piece)
-            done += len(piece)
-            on_bytes(f"checking {released.file}", done, size)
-    if size == released.bytes and digest.hexdigest() == released.sha256:
+    if size == released.bytes and digest == released.sha256:
         return
-    if remove:
-        archive.unlink()
-    told = f"its SHA-256 is {digest.hexdigest()}, not {released.sha256}"
+    told = f"its SHA-256 is {digest}, not {released.sha256}"
     if size != released.bytes:
         told = f"it has {size:,} bytes, not {released.bytes:,}"
-    raise ModelLoadError(
+    raise ArchiveError(
         f"{name} is damaged or another file: {told}; fetch it again, or train the model: "
         f"{released.train}"
     )
-
-
-def _unpack(released: Released, archive: Path, target: Path) -> None:
-    """Unpack beside the target and rename: nothing half done is ever in its place."""
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.unpacking-"))
-    try:
-        with tarfile.open(archive, "r:xz") as members:
-            for member in members:
-                name = _plain_name(released, member)
-                content = members.extractfile(member)
-                assert content is not None
-                with content, (beside / name).open("wb") as file:
-                    shutil.copyfileobj(content, file, _PIECE)
-                    file.flush()
-                    os.fsync(file.fileno())
-        if not (beside / "config.json").is_file():
-            raise ModelLoadError(f"{archive} holds no model: it has no config.json")
-        beside.chmod(0o755)
-        os.rename(beside, target)
-        _sync_folder(target.parent)
-    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        raise ModelLoadError(f"{archive} is no archive of a model: {error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _plain_name(released: Released, member: tarfile.TarInfo) -> str:
-    """The name of a file of the model; the archive holds such files alone, in one folder."""
-    parts = PurePosixPath(member.name).parts
-    if not member.isreg() or len(parts) != 2 or parts[0] != released.name or parts[1] == "..":
-        raise ModelLoadError(
-            f"{released.file} holds {member.name!r}, which is no file of a model; nothing of it "
-            "was kept"
-        )
-    return parts[1]
-
-
-def _sync_folder(folder: Path) -> None:
-    if fcntl is None:
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _instead(released: Released) -> str:

@@ -62,15 +62,14 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
 
 
 def _read_shape(folder: Path) -> KVShape:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from penstock.models.load_errors import said_of
+    from penstock.models.model_config import read_config
     from penstock.models.model_shape import drop_idle_window, inspect_model
 
+    config = read_config(folder, folder)
     try:
-        config: Any = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
         drop_idle_window(config)
         with torch.device("meta"):  # no weights: only what the classes say
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

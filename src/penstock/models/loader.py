@@ -5,11 +5,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -27,6 +26,7 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.load_errors import said_of
+from penstock.models.model_config import read_config
 from penstock.models.model_shape import drop_idle_window, inspect_model
 from penstock.models.released import BUNDLED_NAME, released_models
 
@@ -88,7 +88,7 @@ def load(
     wanted = _dtype(dtype)
     name = str(name_or_path)
     folder = _find_folder(name)
-    config = _load_config(name, folder)
+    config = read_config(folder, name)
     _require_causal(name, config)
     drop_idle_window(config)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
@@ -230,18 +230,6 @@ def _find_folder(name: str) -> Path:
             f"Face cache; give a folder with config.json, or {BUNDLED!r} for the bundled model"
         )
     return Path(cached).parent
-
-
-def _load_config(name: str, folder: Path) -> PretrainedConfig:
-    try:
-        config: Any = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ModelLoadError(f"{name}: {said_of(error)}") from error
-    if not isinstance(config, PretrainedConfig):
-        raise ModelLoadError(f"{name}: config.json describes no model")
-    return config
 
 
 def _require_causal(name: str, config: PretrainedConfig) -> None:

@@ -25,6 +25,10 @@ class Released:
     """Its size."""
     sha256: str
     """Its sum, in hexadecimal digits."""
+    files: int
+    """How many files it holds, at most."""
+    unpacked_bytes: int
+    """And their bytes."""
     url: str
     """Where it is; empty if it has no address of its own."""
     train: str

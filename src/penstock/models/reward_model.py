@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from penstock.core.errors import ConfigError, ModelLoadError, VerifierError
 from penstock.models.load_errors import said_of
 from penstock.models.loader import find_device
+from penstock.models.model_config import read_config
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -116,9 +117,9 @@ def _load(folder: Path, name: str) -> tuple[Any, Any]:
         raise ModelLoadError(
             f"{name}: there is no config.json in {folder}; give the folder of a reward model"
         )
+    config = read_config(folder, name)
     had_bars = hf_logging.is_progress_bar_enabled()
     try:
-        config: Any = AutoConfig.from_pretrained(folder, **_LOCAL)
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **_LOCAL)
         hf_logging.disable_progress_bar()
         model, info = AutoModelForSequenceClassification.from_pretrained(

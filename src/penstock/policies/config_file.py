@@ -8,10 +8,12 @@ from typing import Any, get_type_hints
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.plain_data import fits
-from penstock.core.whole_file import write_whole
+from penstock.core.regular_file import read_regular_text
+from penstock.core.whole_file import json_kind, write_whole
 
 FORMAT = "penstock-config-1"
 _FAMILY = "penstock-config-"
+CONFIG = json_kind("config of penstock tune", _FAMILY)
 
 
 def write_config(text: str, path: Path) -> None:
@@ -37,7 +39,7 @@ def read_document(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the file that penstock tune wrote")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular_text(path))
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no config {path}; run penstock tune MODEL -o {path}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.processor import processor_name
+from penstock.core.regular_file import JSON_BYTES_MAX, read_regular
 from penstock.kernels.native.compiled import kernel
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
@@ -78,7 +79,7 @@ def _digest_of(given: LookupTables | str | Path | None) -> str | None:
     if isinstance(given, LookupTables):
         return _digest(repr(given).encode())
     try:
-        return None if given is None else _digest(Path(given).read_bytes())
+        return None if given is None else _digest(read_regular(given, JSON_BYTES_MAX))
     except OSError:
         return "unreadable"  # which is said where it is loaded
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import StorageError
+from penstock.core.regular_file import read_regular
+from penstock.core.whole_file import json_kind, require_own
 
 FORMAT = "penstock-tuning-1"
+JOURNAL = json_kind("journal of penstock", "penstock-tuning-")
+_BYTES_MAX = 1 << 30
 
 
 class Journal:
@@ -25,6 +29,7 @@ class Journal:
             about: what must be the same for measurements to hold: model, machine, versions.
 
         Raises:
+            ConfigError: the file is there, and is something else.
             StorageError: the file cannot be written.
         """
         self._path = path
@@ -37,10 +42,12 @@ class Journal:
             return
         head = json.dumps({"format": FORMAT, **about}, sort_keys=True)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            require_own(path, JOURNAL, "the measurements' file")
+            content = read_regular(path, _BYTES_MAX) if path.exists() else b""
+            lines = content.decode("utf-8").splitlines()
             if lines and lines[0] == head:
                 self._known = dict(_entries(lines[1:]))
-                if not path.read_bytes().endswith(b"\n"):  # a crash cut the last line off
+                if not content.endswith(b"\n"):  # a crash cut the last line off
                     with path.open("a", encoding="utf-8") as file:
                         file.write("\n")
             else:

@@ -18,9 +18,12 @@ import numpy as np
 import penstock.models
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.plain_data import fits
+from penstock.core.regular_file import read_regular_text
+from penstock.core.whole_file import json_kind, write_whole
 from penstock.models.loader import BUNDLED
 
 FORMAT = "penstock-tables-1"
+TABLES = json_kind("tables of penstock tune", "penstock-tables-")
 CAPACITIES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Tokens that the slots of a layer hold, as multiples of a selection."""
 _SHIPPED = Path(penstock.models.__file__).parent / BUNDLED / "tuning_tables.json"
@@ -123,7 +126,7 @@ class LookupTables:
         lines = ",\n".join("  " + json.dumps(asdict(entry)) for entry in self.entries)
         head = json.dumps({"format": FORMAT, **about}, indent=1).removesuffix("\n}")
         try:
-            Path(path).write_text(f'{head},\n "entries": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+            write_whole(f'{head},\n "entries": [\n{lines}\n ]\n}}\n', Path(path))
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -135,9 +138,12 @@ class LookupTables:
             ConfigError: the file is missing, or not whole tables of this format.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the lookup tables {path}: {error}") from error
+            content = json.loads(read_regular_text(path))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cannot read the lookup tables {path}: {reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"cannot read the lookup tables {path}: they are no JSON") from error
         found = content.pop("format", None) if isinstance(content, dict) else None
         if found != FORMAT:
             raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.regular_file import read_regular_text
 from penstock.core.shape import KVShape
 
 _TABLE = Path(__file__).parent / "model_sizes.toml"
@@ -106,13 +107,14 @@ def model_sizes(name_or_folder: str) -> ModelSizes:
 
 def _from_config(path: Path) -> ModelSizes:
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(read_regular_text(path))
         entry = {name: int(config[key]) for name, key in _FIELDS.items()}
         heads = entry["query_heads"]
         entry["kv_heads"] = int(config.get("num_key_value_heads") or heads)
         entry["head_dim"] = int(config.get("head_dim") or entry["hidden"] // max(1, heads))
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
     except KeyError as error:
         raise ConfigError(f"{path} has no {error}: not a decoder that can be predicted") from error
     if any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")):

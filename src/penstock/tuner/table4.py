@@ -19,7 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.core.errors import BudgetError
+from penstock.core.errors import BudgetError, ConfigError
+from penstock.core.whole_file import json_kind, require_own, write_whole
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.policies import POLICIES
@@ -251,6 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m penstock.tuner.table4", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parsed = parser.parse_args(arguments)
+    if parsed.out is not None:
+        try:
+            require_own(parsed.out, json_kind("result of penstock", "penstock-result-"), "--out")
+        except ConfigError as error:
+            parser.error(str(error))
     disks: dict[str, Mapping[str, DeviceProfile]] = {
         "presets alone": PRESETS, "requests as Table 5 has them": disks_of_table5(),
     }  # fmt: skip
@@ -258,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = predict_table(devices)
         sys.stdout.write(f"{title}\n{text_table(cells)}\n{text_summary(summary(cells))}\n\n")
     if parsed.out is not None:
-        parsed.out.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
+        write_whole(json.dumps(document(), indent=1) + "\n", parsed.out)
 
 
 if __name__ == "__main__":

@@ -81,11 +81,15 @@ class Tuned:
         """
         config, target = self.config, Path(path)
         if self.adapter is not None:
-            name = f"{target.stem}.adapter.safetensors"
-            self.adapter.save(target.with_name(name))
-            config = replace(config, adapter=name)
+            self.adapter.save(adapter_beside(target))
+            config = replace(config, adapter=adapter_beside(target).name)
         config.save(target)
         self.kept.remove()
+
+
+def adapter_beside(config: Path) -> Path:
+    """The file of a config's own adapter."""
+    return config.with_name(f"{config.stem}.adapter.safetensors")
 
 
 def tune(

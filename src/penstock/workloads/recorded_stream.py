@@ -3,19 +3,22 @@
 Source: none; how a recording is scaled is said in `RecordedStream`.
 """
 
+import io
 import json
 import zipfile
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, StorageError
+from penstock.core.regular_file import open_regular
 from penstock.core.selection import Selection
+from penstock.core.whole_file import FileKind, write_whole
 from penstock.policies.base import IndexRequest, ceil_div
 from penstock.workloads.selection_streams import (
     NOTHING,
@@ -87,8 +90,9 @@ class Recording:
         }  # fmt: skip
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with Path(path).open("wb") as file:
-                np.savez_compressed(file, shares=self.shares, about=np.array(json.dumps(about)))
+            packed = io.BytesIO()
+            np.savez_compressed(packed, shares=self.shares, about=np.array(json.dumps(about)))
+            write_whole(packed.getvalue(), Path(path))
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -100,7 +104,7 @@ class Recording:
             ConfigError: the file is missing or not one of ours.
         """
         try:
-            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as content:
+            with open_regular(path) as file, np.load(file, allow_pickle=False) as content:
                 about = json.loads(str(content["about"]))
                 shares = content["shares"].astype(np.float32)
             found = None
@@ -111,15 +115,24 @@ class Recording:
                 )  # fmt: skip
         except (
             OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError,
-            OverflowError, zipfile.BadZipFile, zlib.error, TokenError,
+            OverflowError, MemoryError, RecursionError, zipfile.BadZipFile, zlib.error, TokenError,
         ) as error:  # fmt: skip
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot read the recorded selections {path}: {error}; make them with penstock "
+                f"cannot read the recorded selections {path}: {reason}; make them with penstock "
                 "bench record"
             ) from error
         if found is None or min(found.context, found.group_tokens) < 1:
             raise ConfigError(f"{path} holds no recorded selections of penstock bench record")
         return found
+
+
+def _is_recording(file: BinaryIO) -> bool:
+    with np.load(file, allow_pickle=False) as content:
+        return bool(json.loads(str(content["about"]))["format"] == FORMAT)
+
+
+RECORDING = FileKind("recording of penstock bench record", _is_recording)
 
 
 # Recording --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from penstock.bench.audit.reference import Reference, end_token_ids, make_refere
 from penstock.bench.audit.run import Fidelity, follow
 from penstock.bench.audit.table import audit_table, layer_table
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.statistics.capture import full_attention_steps
 from penstock.bench.statistics.premises import premises
 from penstock.bench.statistics.run import Statistics, measure
@@ -72,7 +72,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dtype", help="of weights and cache (default: as stored)")
     add("--chunk", type=int, default=1024, help="prompt tokens per forward pass")
     add("--store", default="auto", metavar="memory|DIR", help="where the caches lie")
-    add("--out", metavar="FILE", help="JSON file for the result, saved after each policy")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved after each policy",
+    )
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if min(args.new_tokens, args.top, args.chunk) < 1:

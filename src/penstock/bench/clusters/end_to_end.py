@@ -42,7 +42,7 @@ from penstock.bench.clusters.texts import RING_WALK, answer_of, digest_of_text, 
 from penstock.bench.entry import run_program
 from penstock.bench.number_lists import real_numbers, whole_numbers
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result, without_path
+from penstock.bench.result import Result, result_file, without_path
 from penstock.bench.resuming import GroupedRows, check_same, grow
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
@@ -87,7 +87,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
     add("--minutes", type=float, help="begin no group of rows when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved as it grows",
+    )
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--merge", nargs="+", metavar="FILE", default=[],
         help="measure nothing: put these results into the one in --out")  # fmt: skip

@@ -13,7 +13,7 @@ from penstock.bench.clusters.replay import Settings
 from penstock.bench.clusters.run import PARTS, Counter, Run
 from penstock.bench.clusters.table import clusters_table
 from penstock.bench.clusters.texts import RING_WALK, answer_of, generated, read_on
-from penstock.bench.result import Result, without_path
+from penstock.bench.result import Result, result_file, without_path
 from penstock.core.errors import ConfigError
 from penstock.models.loader import load
 
@@ -43,7 +43,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layout-layers", type=int, default=2, help="layers that are laid out in files")
     add("--chunk", type=int, default=512, help="tokens per forward pass")
     add("--seed", type=int, default=0)
-    add("--out", metavar="FILE", help="JSON file for the result, saved after each part")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved after each part",
+    )
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     least = min(args.prompt, args.output, args.cluster_tokens, args.buffer_layers,

@@ -28,7 +28,7 @@ from penstock.bench.clusters.texts import RING_WALK, answer_of, read_on
 from penstock.bench.clusters.traces import DocumentTokens, Found, Trace, TraceFolder
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.models.cache_adapter import TieredCache
@@ -71,7 +71,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="keep what each method says of a document here, and do not ask again")  # fmt: skip
     add("--kept", action="store_true",
         help="ask nobody: documents of which --traces has all methods")  # fmt: skip
-    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved as it grows",
+    )
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output <= PARTS:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.bench.accuracy_settings import Setting
 from penstock.bench.machine import describe_machine
 from penstock.core.errors import ConfigError
+from penstock.core.regular_file import open_regular
 
 _MEANING = "decoded tokens of the output"
 """Of what a file holds; part of its name, since earlier files began before the output."""
@@ -86,7 +87,7 @@ class TraceFolder:
         if path is None or not path.exists():
             return None
         try:
-            with np.load(path) as kept:
+            with open_regular(path) as file, np.load(file) as kept:
                 trace = Trace(kept["likeliest"], kept["nats"])
                 return Found(trace, json.loads(str(kept["known"])))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:

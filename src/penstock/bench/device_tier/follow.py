@@ -20,10 +20,11 @@ from penstock.bench.device_tier.methods import Method, Pattern, method_texts, pa
 from penstock.bench.device_tier.row_counts import count
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.sitting import closed
 from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError
+from penstock.generation.prompts import read_text_file
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
@@ -47,7 +48,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=248, help="tokens that are decoded and counted")
     add("--methods", default=METHODS, help="POLICY[:options], full-dynamic")
     add("--dtype", help="of weights and cache (default: as stored)")
-    add("--out", help="file for the result, saved as it grows")
+    add("--out", type=result_file, help="file for the result, saved as it grows")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if min(args.prompt, args.steps) < 1:
@@ -65,10 +66,7 @@ class Followed:
             ConfigError: it cannot be read, or is too short.
         """
         assert loaded.tokenizer is not None
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        text = read_text_file(path, "text")
         needed = prompt + _WARM_UP + steps + 1
         ids = loaded.tokenizer(text[: 24 * needed], add_special_tokens=False).input_ids[:needed]
         if len(ids) < needed:

@@ -29,7 +29,7 @@ from penstock.bench.device_tier.plain_kernels import without_triton
 from penstock.bench.device_tier.unit_cases import boundary_cases, selection_cases, slot_cases
 from penstock.bench.entry import run_program
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError
 from penstock.models.plain_model import ARCHITECTURES
@@ -49,7 +49,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, help="begin no topic when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result, saved as it grows")
+    add("--out", type=result_file, help="file for the result, saved as it grows")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     for topic in args.topics.split(","):

@@ -27,7 +27,7 @@ from penstock.bench.device_tier.speed_table import speed_table
 from penstock.bench.entry import run_program
 from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
@@ -82,7 +82,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result, saved as it grows")
+    add("--out", type=result_file, help="file for the result, saved as it grows")
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

@@ -16,7 +16,7 @@ from penstock.bench.documents.rates import measure_encryption, measure_verify
 from penstock.bench.documents.reopen import Case, measure
 from penstock.bench.documents.table import documents_table
 from penstock.bench.number_lists import whole_numbers
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same, grow
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
@@ -47,7 +47,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--gigabytes", type=float, default=4.0, help="of the store that is checked")
     add("--store", default="auto", help="directory of the documents")
     add("--seed", type=int, default=0)
-    add("--out", help="the result, saved as it grows")
+    add("--out", type=result_file, help="the result, saved as it grows")
     add("--resume", action="store_true", help="keep the parts that --out has already")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

@@ -134,7 +134,7 @@ def _is_ablation(result: Result) -> bool:
     return len(set(kinds)) < len(kinds)
 
 
-def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
+def draw_all(paths: Sequence[Path], folder: Path, *, force: bool = False) -> list[str]:
     """Draw what the files have, named after them; returns the figures' names.
 
     Raises:
@@ -147,7 +147,7 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
             result = Result.load(path)
             figures = figures_of(result, path.stem)
             for name, draw in figures.items():
-                save(draw(result), name, folder)
+                save(draw(result), name, folder, force=force)
                 names.append(name)
             if draw_tasks in figures.values():
                 model = str(result.settings.get("model", BUNDLED))
@@ -156,7 +156,7 @@ def draw_all(paths: Sequence[Path], folder: Path) -> list[str]:
         for model, results in over_budget.items():
             if results:
                 name = "accuracy-by-budget" + ("" if model == BUNDLED else f"-{model}")
-                save(draw_accuracy(results), name, folder)
+                save(draw_accuracy(results), name, folder, force=force)
                 names.append(name)
     return names
 
@@ -166,6 +166,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="penstock bench report", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help=f"default: {RESULTS}/*.json")
     parser.add_argument("--folder", type=Path, default=FIGURES)
+    parser.add_argument(
+        "--force", action="store_true", help="replace pictures that do not say Penstock drew them"
+    )
     return parser.parse_args(arguments)
 
 
@@ -179,7 +182,7 @@ def run(arguments: Sequence[str]) -> list[str]:
     paths = args.files or sorted(RESULTS.glob("*.json"))
     if not paths:
         raise ConfigError(f"there is no result in {RESULTS}; run a benchmark with --out first")
-    names = draw_all(paths, args.folder)
+    names = draw_all(paths, args.folder, force=args.force)
     for name in names:
         print(f"{args.folder / name}.svg and .png")
     if not names:

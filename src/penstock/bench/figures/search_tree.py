@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Curve
 
-from penstock.bench.figures.style import FAINT, INK, STYLE
+from penstock.bench.figures.style import FAINT, INK, STYLE, write_picture
 from penstock.core.errors import ConfigError, StorageError
 from penstock.generation.search_tree import SearchNode, SearchOutput
 
@@ -40,7 +40,7 @@ def write_search_tree(output: SearchOutput, path: Path, *, model: str) -> None:
     with matplotlib.rc_context(STYLE):
         figure = draw_search_tree(output, model=model)
         try:
-            figure.savefig(path)
+            write_picture(figure, path)
         except OSError as error:
             raise StorageError(f"cannot write the tree to {path}: {error.strerror}") from error
 

@@ -1,11 +1,15 @@
 """How every figure looks, and writing it as SVG and PNG."""
 
+import io
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from matplotlib.figure import Figure
 
 from penstock.bench.result import Result
+from penstock.core.errors import StorageError
+from penstock.core.whole_file import FileKind, require_own, write_whole
 
 STYLE: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -13,6 +17,13 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "penstock", "axes.axisbelow": True,
 }  # fmt: skip
 """Settings of matplotlib, for `matplotlib.rc_context`."""
+_MAKER = "Penstock"
+_METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": _MAKER}, "svg": {"Creator": _MAKER, "Date": None},
+    "pdf": {"Creator": _MAKER, "CreationDate": None},
+}  # fmt: skip
+_MAGIC = (b"\x89PNG\r\n", b"<?xml", b"%PDF-")
+_END_BYTES = 1 << 16
 INK, GRID, FAINT = "#30343b", "#e4e6ea", "#8a8f98"
 SERIES = ("#0b6e99", "#c96a2b", "#4b8b3b", "#7a4fa3")
 """Colours of what is compared, our own first."""
@@ -29,11 +40,47 @@ def model_of(result: Result) -> str:
     return f" on {name}" if isinstance(name, str) else ""
 
 
-def save(figure: Figure, name: str, folder: Path) -> None:
-    """Write a figure as SVG and PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-        figure.savefig(folder / f"{name}.{kind}", metadata=metadata)
+def save(figure: Figure, name: str, folder: Path, *, force: bool = False) -> None:
+    """Write a figure as SVG and PNG.
+
+    Args:
+        force: replace files that are no pictures of ours.
+
+    Raises:
+        ConfigError: a file of that name is no picture of ours.
+        StorageError: it cannot be written.
+    """
+    for kind in ("svg", "png"):
+        path = folder / f"{name}.{kind}"
+        if not force:
+            require_own(path, PICTURE, "the figure", advice=", or --force to replace it")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_picture(figure, path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, SVG or PDF by its ending.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, metadata=_METADATA[kind])
+    write_whole(drawn.getvalue(), path)
+
+
+def _is_picture(file: BinaryIO) -> bool:
+    """Whether a picture says that we drew it: at its beginning, or where a PDF does, at its end."""
+    head = file.read(_END_BYTES)
+    file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
+    return head.startswith(_MAGIC) and _MAKER.encode() in head + file.read()
+
+
+PICTURE = FileKind("picture of penstock", _is_picture)
 
 
 def short_tokens(tokens: int) -> str:

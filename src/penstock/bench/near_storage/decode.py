@@ -40,7 +40,7 @@ from penstock.bench.near_storage.decode_cases import (
 from penstock.bench.near_storage.decode_run import run_near_group
 from penstock.bench.near_storage.decode_table import decode_table, summary
 from penstock.bench.number_lists import real_numbers, whole_numbers
-from penstock.bench.result import Result, without_path
+from penstock.bench.result import Result, result_file, without_path
 from penstock.bench.resuming import GroupedRows, check_same, grow
 from penstock.bench.sitting import Sitting, closed
 from penstock.core.errors import ConfigError
@@ -95,7 +95,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
     add("--minutes", type=float, help="begin no group of rows when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved as it grows",
+    )
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ from penstock.bench.near_storage.placement import (
 from penstock.bench.near_storage.premises import measure_premises
 from penstock.bench.near_storage.table import agreement_table, placement_table
 from penstock.bench.number_lists import real_numbers, whole_numbers
-from penstock.bench.result import Result, without_path
+from penstock.bench.result import Result, result_file, without_path
 from penstock.core.errors import ConfigError
 from penstock.models.loader import LoadedModel, load
 
@@ -55,7 +55,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " half as many of output (the paper's: 128)")  # fmt: skip
     add("--chunk", type=int, default=512, help="tokens per forward pass")
     add("--seed", type=int, default=0)
-    add("--out", metavar="FILE", help="JSON file for the result, saved after each part")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved after each part",
+    )
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     if min(args.prompt, args.output, args.chunk) < 1 or args.prompt < 16 or args.output < 2:

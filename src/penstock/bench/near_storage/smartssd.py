@@ -30,7 +30,7 @@ from penstock.bench.near_storage.smartssd_sweep import (
     splits,
 )
 from penstock.bench.near_storage.smartssd_table import smartssd_table
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.core.errors import ConfigError
 
 KIND = "near_storage.smartssd"
@@ -52,7 +52,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " is shown, the others for speed-ups beside it; default: assumed")  # fmt: skip
     add("--variant", default=VARIANTS[1].name, choices=[one.name for one in VARIANTS],
         help="whose sensitivity is shown")  # fmt: skip
-    add("--out", metavar="FILE", help="JSON file for the result")
+    add("--out", type=result_file, metavar="FILE", help="JSON file for the result")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.bench.entry import run_program
 from penstock.bench.number_lists import whole_numbers
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.sitting import closed
 from penstock.bench.text_table import format_table
 from penstock.core.byte_size import parse_bytes
@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128)
     add("--tokens", type=int, default=1920)
     add("--memory", default="7GiB")
-    add("--out", help="file for the result")
+    add("--out", type=result_file, help="file for the result")
     add("--json", action="store_true", help="print the result as the last line")
     return parser.parse_args(arguments)
 

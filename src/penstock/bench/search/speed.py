@@ -22,7 +22,7 @@ from penstock.bench.device_tier.decode_bench import is_lost
 from penstock.bench.entry import run_program
 from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same
 from penstock.bench.search.search_row import SearchBench, measure_row
 from penstock.bench.search.speed_table import speed_table
@@ -85,7 +85,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model on the CPU, in seconds")
     add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result, saved as it grows")
+    add("--out", type=result_file, help="file for the result, saved as it grows")
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     if "--quick" in arguments:

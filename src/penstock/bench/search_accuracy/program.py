@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.bench.clusters.program import model_name
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same
 from penstock.bench.search_accuracy.searches import (
     Plan,
@@ -61,7 +61,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--store", default="auto", help="slow tier of the small memory: a folder, or memory")
     add("--minutes", type=float, help="stop cleanly when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", metavar="FILE", help="JSON file for the result, saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved as it grows",
+    )
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

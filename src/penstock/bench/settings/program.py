@@ -18,7 +18,7 @@ import torch
 from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.number_lists import whole_numbers
 from penstock.bench.progress import Progress
-from penstock.bench.result import Result
+from penstock.bench.result import Result, result_file
 from penstock.bench.resuming import check_same
 from penstock.bench.settings.cases import Floor, Measurement, measure_case
 from penstock.bench.settings.methods import (
@@ -68,7 +68,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--on", default="cpu", choices=["cpu", "cuda"])
     add("--minutes", type=float, help="stop cleanly when this much time has passed")
     add("--seed", type=int, default=0)
-    add("--out", help="file for the result (benchmarks/results/NAME.json), saved as it grows")
+    add(
+        "--out",
+        type=result_file,
+        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
+    )
     add("--resume", action="store_true", help="go on with the result in --out")
     add("--json", action="store_true", help="print the result as the last line")
     args = parser.parse_args(arguments)

@@ -20,6 +20,7 @@ from penstock.bench.tasks.english.prompt_fit import Prompter, TextTokenizer, fit
 from penstock.bench.tasks.metrics import metric_called
 from penstock.bench.tasks.sample import Sample
 from penstock.core.errors import ConfigError
+from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TEMPLATE_WITHOUT_QUESTION = "{context}\n\nAnswer:"
@@ -140,7 +141,7 @@ def _without_middle(text: str, characters: int) -> str:
 
 def _read_file(file: Path, metric: str | None) -> list[Record]:
     try:
-        content = file.read_bytes()
+        content = read_regular(file, TEXT_BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     records = []

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.bench.result import result_file
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.models.loader import BUNDLED
@@ -34,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--floor", type=float, default=KL_FLOOR, help="most KL from full attention, in nats")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a tiny model and few settings, in seconds")
-    add("--out", metavar="FILE", help="JSON file for the result; beside it a journal for each "
+    add("--out", type=result_file, metavar="FILE", help="JSON file; beside it a journal for each "
         "device, with which an interrupted run goes on")  # fmt: skip
     add("--json", action="store_true", help="print the result as the last line")
 
