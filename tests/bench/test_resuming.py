@@ -113,15 +113,15 @@ def test_a_result_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     begun().save(out)
     before = out.read_text()
 
-    def full(self: Path, text: str, **how: Any) -> int:
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
     later = begun()
     later.figures = {"rows": [1]}
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "write_bytes", full)
         with pytest.raises(StorageError, match="No space left"):
             later.save(out)
     assert out.read_text() == before

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.errors import StorageError
+from penstock.core.errors import ConfigError, StorageError
 from penstock.tuner.journal import Journal
 
 ABOUT = {"model": "m", "versions": {"torch": "2", "penstock": "1"}}
@@ -138,13 +138,19 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_something_else_is_left_alone_or_begun_anew(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00 not text")
+def test_a_file_of_something_else_is_left_alone(path: Path) -> None:
+    for content in (b"\xff\xfe\x00 not text", json.dumps({"format": "other"}).encode()):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="is there already and is no journal"):
+            Journal(path, ABOUT)
+        assert path.read_bytes() == content
+
+
+def test_a_journal_that_is_no_text_is_left_alone(path: Path) -> None:
+    path.write_bytes(b'{"format": "penstock-tuning-1"}\n\xff\n')
     with pytest.raises(StorageError, match="cannot write"):
         Journal(path, ABOUT)
-    assert path.read_bytes().startswith(b"\xff\xfe")
-    path.write_text(json.dumps({"format": "other"}) + "\n", encoding="utf-8")
-    assert not Journal(path, ABOUT).knows({})
+    assert path.read_bytes().endswith(b"\xff\n")
 
 
 def test_unplugged(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import typer
 
 from penstock.bench.audit import program
+from penstock.cli.console import plain_output
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def audit_command(context: typer.Context) -> None:
     """How close policies stay to full attention on a text (--help lists the options)."""
-    program.run(context.args)
+    with plain_output():
+        program.run(context.args)

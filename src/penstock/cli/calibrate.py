@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable, written
 
@@ -54,7 +54,7 @@ def calibrate_command(
     from penstock.models.loader import load
     from penstock.models.model_shape import inspect_model
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = PlainConsole(stderr=True)
     if window < 2:
         raise ConfigError(f"--window {window} must be at least 2 tokens")
     check_writable(output, "--output", ADAPTER, force=force)

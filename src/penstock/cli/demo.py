@@ -5,9 +5,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.generate import DeviceOption, DiskOption, MemoryOption, PolicyOption
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def demo_command(
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
 
-    console = Console(highlight=False)
+    console = PlainConsole()
     with loading(console, "recall"):
         llm = LLM("recall", policy=policy, memory=memory, store=disk, device=device)
     assert llm.tokenizer is not None

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
@@ -28,7 +29,7 @@ class LateBar:
     """A progress bar on stderr that appears when the work turns out to be long."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = PlainConsole(stderr=True)
         self._began = time.perf_counter()
         self._bar: Progress | None = None
 
@@ -80,7 +81,7 @@ def devices_command(
     if as_json:
         print(json.dumps(_as_dict(measured, fitted, file_bytes), indent=2))
         return
-    console = Console()
+    console = PlainConsole()
     _show_measured(console, measured, fitted, file_bytes)
     console.print()
     print_table(console, _preset_table())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.doc_options import (
     KeyOption,
     LibraryOption,
@@ -95,7 +96,7 @@ def add_command(
     from penstock.cli.screen import loading
     from penstock.models.loader import load
 
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
     shelf.require_free(name)
     limits = _limits_of(max_disk, max_writes)
@@ -166,7 +167,7 @@ def ask_command(
     from penstock.cli.screen import show_report
     from penstock.generation.sampling import SamplingParams
 
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)

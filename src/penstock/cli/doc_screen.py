@@ -6,6 +6,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from penstock.cli.console import for_reader
 from penstock.cli.screen import LateProgress, TokenProgress
 
 
@@ -39,7 +40,7 @@ class AnswersScreen:
         """For `Document.ask(on_text=...)`."""
         if self._out is not None:
             self._begin(number)
-            self._out.write(piece)
+            self._out.write(for_reader(piece, self._out))
             self._out.flush()
 
     def _begin(self, number: int) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole, say
 from penstock.cli.doc_options import (
     KeyOption,
     LibraryOption,
@@ -55,7 +55,7 @@ def list_command(
             })
         )  # fmt: skip
         return
-    console = Console(highlight=False)
+    console = PlainConsole()
     if not entries:
         console.print(
             f"no documents in {found.root}; penstock doc add MODEL FILE --name NAME stores one",
@@ -86,7 +86,7 @@ def _table(entries: "list[Entry]") -> Table:
             marks.append(entry.state.partition(":")[0])
         table.add_row(
             entry.name, "" if entry.tokens is None else f"{entry.tokens:,}",
-            format_bytes(entry.size_bytes), Text(entry.model or ""), str(entry.asks),
+            format_bytes(entry.size_bytes), entry.model or "", str(entry.asks),
             _when(entry.last_asked), Text(", ".join(marks), style="dim"),
         )  # fmt: skip
     return table
@@ -149,8 +149,8 @@ def show_command(
     table.add_column(overflow="fold")
     for what, figure in rows.items():
         if figure:
-            table.add_row(what, Text(str(figure)))
-    print_table(Console(highlight=False), table)
+            table.add_row(what, str(figure))
+    print_table(PlainConsole(), table)
 
 
 def _times(count: int) -> str:
@@ -199,23 +199,23 @@ def remove_command(
         found.find(name)
     for name in names:
         found.remove(name)
-        typer.echo(f"removed {name}")
+        say(f"removed {name}")
 
 
 def gc_command(library: LibraryOption = None) -> None:
     """Remove what interrupted commands left; documents stay."""
     done = open_library(library).collect_garbage()
     for name in done.removed:
-        typer.echo(f"removed {name}, which was never finished")
+        say(f"removed {name}, which was never finished")
     for name in done.stray_files:
-        typer.echo(f"removed {name}")
+        say(f"removed {name}")
     for name in done.busy:
-        typer.echo(f"left {name}: somebody is writing it")
+        say(f"left {name}: somebody is writing it")
     for line in done.failed:
-        typer.echo(f"could not remove {line}", err=True)
+        say(f"could not remove {line}", err=True)
     for name in done.left_alone:
-        typer.echo(f"left {name}: not a document")
-    typer.echo(f"{format_bytes(done.freed_bytes)} freed")
+        say(f"left {name}: not a document")
+    say(f"{format_bytes(done.freed_bytes)} freed")
     if done.failed:
         raise typer.Exit(1)
 
@@ -227,4 +227,4 @@ def key_command(
     from penstock.storage.documents.key_sources import make_key_file
 
     make_key_file(file)
-    typer.echo(f"a new key is in {file}; keep a copy of it. Use it with --key file:{file}")
+    say(f"a new key is in {file}; keep a copy of it. Use it with --key file:{file}")

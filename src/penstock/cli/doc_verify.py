@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.doc_options import load_model_of
 from penstock.cli.doc_screen import RepairProgress
 from penstock.core.byte_size import format_bytes
@@ -29,7 +30,7 @@ class ByteProgress:
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn(what), BarColumn(bar_width=32),
+                TextColumn(what, markup=False), BarColumn(bar_width=32),
                 TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
                 console=console, transient=True,
             )  # fmt: skip
@@ -72,7 +73,7 @@ def verify(
     from penstock.generation.documents.contents import needed, read_groups
     from penstock.storage.documents import StoredDocument
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = PlainConsole(stderr=True)
     folder = shelf.documents.find(name)
     try:
         stored = StoredDocument.open(folder, key=shelf.settings.key)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.console import say
+
 _SAY_S = 1.0
 
 
@@ -34,11 +36,11 @@ def fetch_command(
     released = released_model(name)
     target = released.folder if to is None else in_home(to, "--to")
     if to is None and released.is_fetched:
-        typer.echo(f"{name} is there already: {target}")
+        say(f"{name} is there already: {target}")
         return
     fetch(released, target, source=source, on_bytes=_Said())
     known = name if to is None else str(target)
-    typer.echo(f"{name}: {target}\ntry it: penstock generate {known} --prompt-file FILE")
+    say(f"{name}: {target}\ntry it: penstock generate {known} --prompt-file FILE")
 
 
 class _Said:
@@ -52,6 +54,4 @@ class _Said:
         if now_s - self._said_s < _SAY_S:
             return
         self._said_s = now_s
-        typer.echo(
-            f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%})", err=True
-        )
+        say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%})", err=True)

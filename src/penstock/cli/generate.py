@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.output_file import ForceOption, check_writable, written
 from penstock.core.errors import ConfigError, PromptError
 
@@ -107,7 +107,7 @@ def generate_command(
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
 
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)

@@ -7,7 +7,6 @@ import warnings
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -15,6 +14,7 @@ from penstock import __version__
 from penstock.cli.audit import PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
+from penstock.cli.console import PlainConsole, say
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
 from penstock.cli.doc import doc_app
@@ -80,7 +80,7 @@ app.add_typer(bench_app)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"penstock {__version__}")
+        say(f"penstock {__version__}")
         raise typer.Exit
 
 
@@ -126,4 +126,4 @@ def _say_error(message: str) -> None:
 
 
 def _say(line: Text) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+    PlainConsole(stderr=True, soft_wrap=True).print(line)

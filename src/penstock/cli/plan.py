@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
@@ -68,7 +68,7 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_dict(load, made, refused, sentences), indent=2))
         return
-    console = Console()
+    console = PlainConsole()
     console.print(Text(_headline(load)))
     print_table(console, _table(made))
     for name, error in refused.items():

@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import for_reader, plain
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.stats import PhaseStats
@@ -29,7 +29,7 @@ def loading(console: Console, model: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(f"loading {escape(model)}"):
+    with console.status(plain(f"loading {model}")):
         yield
 
 
@@ -140,7 +140,7 @@ class LateProgress:
 
 def _bar(console: Console, what: str) -> Progress:
     columns = (
-        TextColumn(what), BarColumn(bar_width=32),
+        TextColumn(what, markup=False), BarColumn(bar_width=32),
         TextColumn("{task.percentage:>3.0f} %  {task.fields[figures]}"),
     )  # fmt: skip
     return Progress(*columns, console=console, transient=True)
@@ -203,7 +203,7 @@ class AnswerScreen:
             self._stop()
             self._out.write(self._lead)
             self._answered = True
-        self._out.write(piece)
+        self._out.write(for_reader(piece, self._out))
         self._out.flush()
 
 
@@ -265,5 +265,5 @@ def show_report(console: Console, report: RunReport) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, figure in report_rows(report):
-        table.add_row(what, Text(figure))
+        table.add_row(what, figure)
     print_table(console, table)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from penstock.cli.console import PlainConsole, for_reader
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable
 from penstock.core.errors import ConfigError
@@ -132,7 +133,7 @@ def search_command(
     from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
     from penstock.generation.search_params import SearchParams
 
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     params = SearchParams(
         beams=beams, width=width, step_tokens=step,
         delimiter=None if delimiter is None else _unescaped(delimiter),
@@ -189,7 +190,7 @@ def _tell(output: "SearchOutput", model: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"model": model, **output.as_dict()}))
     else:
-        typer.echo(output.best.text if output.best is not None else "")
+        typer.echo(for_reader("" if output.best is None else output.best.text, sys.stdout))
 
 
 def _scorer(name: str, length_penalty: float, device: str) -> "StepScorer":

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole
 from penstock.cli.devices import LateBar
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
@@ -103,7 +103,7 @@ def search_plan_command(
         head = {"model": model, "seed": seed, "bandwidth_bytes_per_s": bandwidth * 1e9 or None}
         print(json.dumps(head | _as_dict(shape, requests, chosen, rows, bandwidth), indent=2))
         return
-    console = Console(highlight=False)
+    console = PlainConsole()
     console.print(Text(_headline(model, shape, requests[0]), style="bold"))
     print_table(console, _table(rows, bandwidth))
     for note in _notes(requests, chosen, seed):

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import plain
 from penstock.cli.screen import TokenProgress
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
@@ -178,7 +179,7 @@ def beam_table(beams: Sequence[tuple[SearchNode, str]], width: int) -> Table:
         figures = [f"{node.score:.4g}", f"{node.num_tokens:,}"]
         if any_finished:
             figures.append("finished" if node.fate == "finished" else "")
-        table.add_row(*figures, Text(tail(text, width - 32 - 11 * any_finished)))
+        table.add_row(*figures, plain(tail(text, width - 32 - 11 * any_finished)))
     return table
 
 
@@ -242,5 +243,5 @@ def show_search(console: Console, output: SearchOutput) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, figure in search_rows(output):
-        table.add_row(what, Text(figure))
+        table.add_row(what, figure)
     print_table(console, table)

@@ -4,6 +4,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from penstock.cli.console import PlainConsole
+
 _FOLDED_WIDTH = 12
 """A column that folds keeps so many characters."""
 
@@ -21,7 +23,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def _least_width(table: Table) -> int:
     """What a table needs so that nothing in it is cut, in characters."""
-    endless = Console(width=100_000)
+    endless = PlainConsole(width=100_000)
     least = Measurement.get(endless, endless.options, table).maximum
     for column in table.columns:
         if not column.no_wrap:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import PlainConsole, plain
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable
 from penstock.cli.tables import print_table
@@ -122,22 +123,13 @@ def tune_command(
     The config that comes out is for `penstock generate --config`. Measurements are kept beside it
     until it is done: the same command goes on where an interrupted one was.
     """
-    from penstock.indexes.adapter import ADAPTER
     from penstock.models.loader import load
     from penstock.policies import POLICIES
-    from penstock.policies.config_file import CONFIG
     from penstock.tuner.fidelity import KL_FLOOR
-    from penstock.tuner.journal import JOURNAL
-    from penstock.tuner.lookup_tables import TABLES
-    from penstock.tuner.tune import adapter_beside, tune
+    from penstock.tuner.tune import tune
 
-    console = Console(stderr=True, highlight=False, markup=False)
-    journal = output.with_name(output.name + ".partial")
-    check_writable(output, "--output", CONFIG, force=force)
-    check_writable(adapter_beside(output), "--output", ADAPTER, force=force)
-    check_writable(journal, "--output", JOURNAL)
-    if save_tables is not None:
-        check_writable(save_tables, "--save-tables", TABLES, force=force)
+    console = PlainConsole(stderr=True)
+    journal = _check_outputs(output, save_tables, force=force)
     names = list(POLICIES) if policies == "all" else _names(policies)
     loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
     with TuneProgress(console) as progress, _kept(console, journal):
@@ -154,6 +146,27 @@ def tune_command(
         typer.echo(output.read_text(encoding="utf-8").rstrip())
     else:
         _show(console, tuned, output)
+
+
+def _check_outputs(output: Path, save_tables: Path | None, *, force: bool) -> Path:
+    """Refuse files that cannot be written or are somebody else's; returns the journal's.
+
+    Raises:
+        ConfigError: see `check_writable`.
+    """
+    from penstock.indexes.adapter import ADAPTER
+    from penstock.policies.config_file import CONFIG
+    from penstock.tuner.journal import JOURNAL
+    from penstock.tuner.lookup_tables import TABLES
+    from penstock.tuner.tune import adapter_beside
+
+    journal = output.with_name(output.name + ".partial")
+    check_writable(output, "--output", CONFIG, force=force)
+    check_writable(adapter_beside(output), "--output", ADAPTER, force=force)
+    check_writable(journal, "--output", JOURNAL)
+    if save_tables is not None:
+        check_writable(save_tables, "--save-tables", TABLES, force=force)
+    return journal
 
 
 @contextlib.contextmanager
@@ -244,7 +257,7 @@ def _policies(tuned: "Tuned") -> Table:
             "the pick" if each.is_pick else "",
         )  # fmt: skip
     for name, why in tuned.refused.items():
-        table.add_row(name, "", "", "", "", Text(why, style="dim"), style="dim")
+        table.add_row(name, "", "", "", "", plain(why, "dim"), style="dim")
     return table
 
 

@@ -80,8 +80,7 @@ def write_whole(content: str | bytes, path: Path) -> None:
     # Not made of its name, which may be as long as names can be.
     partial = target.with_name(f".penstock-{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(data)
+        partial.write_bytes(data)
         if target.exists():
             shutil.copymode(target, partial)
         os.replace(partial, target)
