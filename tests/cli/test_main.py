@@ -157,7 +157,7 @@ def test_zero_tokens(prompt: str) -> None:
 
 def test_prompt_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, said in (("none", "No such file"), ("", "directory"), ("binary", "UTF-8")):
+    for name, said in (("none", "No such file"), ("", "a folder"), ("binary", "UTF-8")):
         assert said in error_line(run("generate", "recall", "--prompt-file", tmp_path / name))
 
 
