@@ -67,8 +67,9 @@ def test_projections_are_the_true_query(family: str, monkeypatch: pytest.MonkeyP
         for hidden, kwargs, true in zip(spy.hidden, spy.kwargs, spy.queries, strict=True):
             # Masks of an earlier step do not fit the cache of a later one; a query needs none.
             query = projection.project(1, hidden, {**kwargs, "attention_mask": None})
+            assert query is not None
             torch.testing.assert_close(query.reshape(true.shape), true, rtol=1e-5, atol=1e-6)
-        assert projection._direct[1] == DIRECT[family]
+        assert (projection._ways[1] == "direct") == DIRECT[family]
     spy.handle.remove()
 
 

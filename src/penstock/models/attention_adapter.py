@@ -84,6 +84,19 @@ def mark_probe(keys: Tensor) -> None:
     setattr(keys, _PROBE, True)
 
 
+def attention_dtype(keys: Tensor) -> torch.dtype:
+    """In which attention takes keys: their own dtype, or autocast's where it is on."""
+    kind = keys.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else keys.dtype
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off, where it is on: what the tiers compute has the dtypes that they chose."""
+    if not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
+
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -129,9 +142,10 @@ def penstock_attention(
     visible = None
     if attention_mask is not None and not getattr(key, _UNMASKED):
         visible = attention_mask.padding
-    with without_gradients(), on_device(query.device):
+    with without_gradients(), on_device(query.device), without_autocast(query.device):
+        query = query.to(key.dtype)
         call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
-        return attend(call), None
+        return attend(call).contiguous(), None
 
 
 def _plain_attention(

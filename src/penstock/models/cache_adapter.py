@@ -17,7 +17,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LowRankAdapter
-from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.attention_adapter import Attachment, attention_dtype, mark_keys
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_options import (
     find_basis,
@@ -27,6 +27,7 @@ from penstock.models.cache_options import (
     serves_device_tier,
     true_query_layers,
 )
+from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
@@ -53,6 +54,29 @@ class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     @property
+    def keys(self) -> None:
+        """Never there as one tensor.
+
+        Raises:
+            UnsupportedModelError: a model that reads its cache by itself.
+        """
+        raise UnsupportedModelError(
+            "this model reads keys or values out of its cache by itself; they are in tiers, so use "
+            "it without Penstock"
+        )
+
+    @keys.setter
+    def keys(self, _: None) -> None:
+        """The base class begins with none."""
+
+    values = keys
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCacheLayer":
+        raise UnsupportedModelError(
+            "this model copies layers of its cache; use it without Penstock"
+        )
+
+    @property
     def _owner(self) -> "TieredCache":
         cache = self._cache()
         assert cache is not None
@@ -67,10 +91,10 @@ class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Mark the new keys, so that the attention function finds the tiers; nothing is stored yet.
 
         Returns:
-            The new keys and values alone, [batch, kv_heads, new_tokens, head_dim].
+            The new keys and values alone, in the cache's dtype. [batch, kv_heads, new_tokens,
+            head_dim]
         """
-        self._owner._expect(self._tier, key_states, value_states)
-        return key_states, value_states
+        return self._owner._expect(self._tier, key_states, value_states)
 
     def get_seq_length(self, *_: Any) -> int:
         """Tokens held, padding included."""
@@ -171,19 +195,20 @@ class TieredCache(Cache):  # type: ignore[misc]
         if self.max_tokens < 1 or batch_size < 1:
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
         check_rope(model, self.max_tokens)
-        chosen, device = named_policy(policy), model.get_input_embeddings().weight.device
-        given, full = (model, shape, chosen, adapter, self.notices), shape.kv.full_cache_bytes
+        chosen = named_policy(policy)
+        kv, device = first_look(model, shape)
+        given, full = (model, shape, chosen, adapter, self.notices), kv.full_cache_bytes
         basis = find_basis(*given, exact=exact)
         late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
         self._config = RuntimeConfig(
-            shape=shape.kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
+            shape=kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
             past=past, must_tier=must_tier, sealed=sealed, device=device, progress=progress,
             prompt_tokens=prompt_tokens, index_progress=index_progress,
-            scaling=attention_scaling(model, shape.kv.head_dim),
+            scaling=attention_scaling(model, kv.head_dim),
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         super().__init__(layers=self._make_layers(shape))
@@ -223,8 +248,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     # The seam ---------------------------------------------------------------------------------
 
-    def _expect(self, tier: int, keys: Tensor, values: Tensor) -> None:
-        """A layer has new keys: make sure that its attention will come to us."""
+    def _expect(self, tier: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer has new keys: make sure that its attention will come to us; as it takes them."""
         if self._decoder_config._attn_implementation != "penstock":
             raise CacheStateError(
                 "the model's attention implementation was changed while this cache was open, or "
@@ -242,13 +267,26 @@ class TieredCache(Cache):  # type: ignore[misc]
                 f"keys {list(keys.shape)} and values {list(values.shape)} do not have the "
                 f"{expected[0]} heads of width {expected[1]} that the configuration promises"
             )
+        dtype = attention_dtype(keys)
+        if dtype != shape.dtype:
+            raise CacheStateError(
+                f"attention is in {dtype} now, and this cache was made for {shape.dtype}; make the "
+                "cache under the autocast under which the model runs"
+            )
+        keys, values = keys.to(dtype), values.to(dtype)
         self._awaited = tier
 
         def attend(call: AttentionCall) -> Tensor:
+            if self._awaited != tier or call.values is not values:
+                raise UnsupportedModelError(
+                    "this model attends twice to the keys that the cache handed out, or transforms "
+                    "their values in between"
+                )
             self._awaited = None
             return self._runtime.attend(tier, call)
 
         mark_keys(keys, attend)
+        return keys, values
 
     def forget_awaited(self) -> None:
         """A forward pass was given up between a layer's keys and its attention."""

@@ -4,9 +4,11 @@ import hashlib
 import json
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.models.model_shape import decoder_config
+from penstock.models.weight_access import plain_parts, readable_weight
 
 _SAMPLED_VALUES = 512
 _FIELDS = (
@@ -19,16 +21,26 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Digest of the configuration and of values sampled from every weight matrix.
 
     The dtype does not count: weights are compared as bfloat16, so that an adapter fitted in float32
-    serves the same model in bfloat16.
+    serves the same model in bfloat16. Offloaded weights are read from where they are, and so are
+    matrices that a quantiser keeps as buffers.
+
+    Raises:
+        UnsupportedModelError: a weight's values cannot be read; names it.
     """
     config = decoder_config(model)
     fields = {name: getattr(config, name, None) for name in _FIELDS}
     digest = hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        if weight.ndim < 2 or weight.device.type == "meta":
+    kept = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if tensor.ndim < 2:
             continue
-        flat = weight.detach().flatten()
-        step = max(1, flat.numel() // _SAMPLED_VALUES)
-        sample = flat[::step].to("cpu", torch.bfloat16).view(torch.int16).numpy()
-        digest.update(name.encode() + sample.tobytes())
+        for part, weight in plain_parts(name, readable_weight(model, name, tensor)):
+            digest.update(part.encode() + _sample(weight))
     return digest.hexdigest()[:32]
+
+
+def _sample(weight: Tensor) -> bytes:
+    flat = weight.detach().flatten()
+    step = max(1, flat.numel() // _SAMPLED_VALUES)
+    return flat[::step].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from penstock.core.errors import DocumentMismatchError
 from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.model_shape import decoder_config, inspect_model
+from penstock.models.weight_access import readable_weights
 
 FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "adapter")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct")
@@ -41,7 +42,11 @@ class ModelIdentity:
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ) -> "ModelIdentity":
-        """Read the model."""
+        """Read the model.
+
+        Raises:
+            UnsupportedModelError: a weight's values cannot be read.
+        """
         config = decoder_config(model).to_dict()
         config |= _as_loaded(model, [name for name in _RUN if name in config])
         rope = {name: config.pop(name, None) for name in _ROPE}
@@ -114,10 +119,9 @@ def _as_loaded(model: PreTrainedModel, names: Sequence[str]) -> dict[str, object
 
 def _weights(model: PreTrainedModel) -> str:
     digest = xxhash.xxh3_128()
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in readable_weights(model):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        if weight.device.type != "meta":
-            _update(digest, weight)
+        _update(digest, weight)
     return digest.hexdigest()
 
 

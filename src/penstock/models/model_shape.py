@@ -47,6 +47,11 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         raise UnsupportedModelError(
             f"{name} uses multi-head latent attention (MLA): its cache is not keys and values"
         )
+    if getattr(config, "cross_attention_layers", None):
+        raise UnsupportedModelError(
+            f"{name} keeps an image's keys and values in layers of cross-attention, which have no "
+            "tiers"
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} does not use the attention interface of transformers, so that its attention "
@@ -71,10 +76,15 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         raise UnsupportedModelError(
             f"{name} has no attention heads: nothing in it goes through the attention interface"
         )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False):
+        kv_heads = 1
+    if not isinstance(kv_heads, int):
+        raise UnsupportedModelError(f"layers of {name} have different numbers of KV heads")
     shape = KVShape(
         num_layers=len(tiered),
         num_query_heads=heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        num_kv_heads=kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         dtype=model.dtype,
     )

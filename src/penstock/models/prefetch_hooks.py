@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from penstock.models.attention_adapter import without_gradients
+from penstock.core.errors import UnsupportedModelError
+from penstock.models.attention_adapter import without_autocast, without_gradients
 from penstock.models.cache_argument import cache_name_in
 from penstock.models.model_shape import ModelShape
 from penstock.models.query_projection import (
@@ -41,12 +42,22 @@ def predictor_bytes(
     """
     if not policy.predicts:
         return 0
-    layers = decoder_layers(model)
+    layers = _known_layers(model)
+    if layers is None:
+        return 0
     predicted = [
         layers[layer] for tier, layer in enumerate(shape.tiered_layers)
         if tier >= policy.whole_layers and tier not in but and can_predict(shape, layer)
     ]  # fmt: skip
     return copied_bytes(predicted)
+
+
+def _known_layers(model: PreTrainedModel) -> list[nn.Module] | None:
+    """The decoder layers; None where they cannot be told, so that nothing is predicted."""
+    try:
+        return decoder_layers(model)
+    except UnsupportedModelError:
+        return None
 
 
 class PrefetchHooks:
@@ -72,7 +83,9 @@ class PrefetchHooks:
             return
         self._cache = cache
         self._runtime = weakref.ref(runtime)
-        layers = decoder_layers(model)
+        layers = _known_layers(model)
+        if layers is None:
+            return
         self._projection = QueryProjection(layers)
         for tier, layer in enumerate(shape.tiered_layers):
             if can_predict(shape, layer) and tier not in runtime.config.true_query_layers:
@@ -113,7 +126,8 @@ class PrefetchHooks:
             else:
                 query = self._projection.project(layer, hidden, kwargs)
             if query is not None:
-                runtime.begin_fetch(tier, query)
+                with without_autocast(query.device):
+                    runtime.begin_fetch(tier, query.to(runtime.config.shape.dtype))
 
     def remove(self) -> None:
         """Take every hook off the model."""

@@ -1,7 +1,7 @@
 """QueryProjection: the query that a layer would make of some hidden state."""
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,12 @@ from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 from penstock.models.cache_argument import cache_name_in
+from penstock.models.weight_access import is_plain
+
+_MISFITS = (
+    TypeError, AttributeError, ValueError, LookupError, RuntimeError, AssertionError,
+)  # fmt: skip
+"""What is raised where a layer is not built as it looked, or needs more than it was given."""
 
 
 class _ProbeCache:
@@ -35,14 +41,17 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         UnsupportedModelError: they cannot be told.
     """
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    lists = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and "vis" not in name
-    ]
-    if not lists:
-        raise UnsupportedModelError(f"found no list of {count} layers in {type(model).__name__}")
-    return list(lists[0])
+    for name, module in model.named_modules():
+        alike = isinstance(module, nn.ModuleList) and len(module) == count and "vis" not in name
+        if alike and all(_may_be_layer(each, place) for place, each in enumerate(module)):
+            return list(module)
+    raise UnsupportedModelError(f"found no list of {count} layers in {type(model).__name__}")
+
+
+def _may_be_layer(module: nn.Module, place: int) -> bool:
+    """Whether those of a module's parts that say which layer they belong to say this one."""
+    said = {getattr(part, "layer_idx", place) for part in module.modules()}
+    return said <= {place, None}
 
 
 class QueryProjection:
@@ -57,18 +66,20 @@ class QueryProjection:
       a layer only after it has reproduced the probe's query on that layer's first call, to the
       rounding of the model's dtype.
 
+    A layer whose forward cannot be run ahead of its turn has no prediction: its true query chooses.
+
     Where the budget allows it, the direct way reads its own copy of q_proj in 8 bits: a prediction
     is no better for being made with 16, and reading the weights is most of what it costs.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
-        self._direct: dict[int, bool] = {}
+        self._ways: dict[int, Literal["direct", "probe", "none"]] = {}
         self._copies: dict[int, PredictedQuery | None] = {}
         self.may_copy = False
         """Whether the budget has room for the copies, see `copied_bytes`."""
 
-    def project(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def project(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The query of `layer` for `hidden`.
 
         Args:
@@ -76,29 +87,44 @@ class QueryProjection:
             kwargs: what the decoder layer was called with.
 
         Returns:
-            [batch, num_heads, head_dim]
+            [batch, num_heads, head_dim]; None where only the layer's turn can tell.
         """
-        module = self._layers[layer]
-        if layer not in self._direct:
-            probed = self.probe(layer, hidden, kwargs)[:, :, -1]
-            direct = _project_directly(module, hidden, kwargs)
-            self._direct[layer] = direct is not None and _agree(direct, probed)
-            return probed
-        if self._direct[layer]:
+        if layer not in self._ways:
+            return self._try_ways(layer, hidden, kwargs)
+        if self._ways[layer] == "direct":
             predicted = self._predicted_query(layer)
             if predicted is not None:
                 return predicted(hidden, *kwargs["position_embeddings"])
-            query = _project_directly(module, hidden, kwargs)
-            assert query is not None
-            return query
+            return _project_directly(self._layers[layer], hidden, kwargs)
+        if self._ways[layer] == "none":
+            return None
         return self.probe(layer, hidden, kwargs)[:, :, -1]
 
     def project_exactly(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """As `project`, with the layer's own weights; None where only the probe could tell."""
-        module = self._layers[layer]
-        if layer not in self._direct:
-            return self.project(layer, hidden, kwargs)
-        return _project_directly(module, hidden, kwargs) if self._direct[layer] else None
+        if layer not in self._ways:
+            return self._try_ways(layer, hidden, kwargs)
+        direct = self._ways[layer] == "direct"
+        return _project_directly(self._layers[layer], hidden, kwargs) if direct else None
+
+    def _try_ways(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The query by the probe, if it can be run; the direct way must say the same."""
+        try:
+            probed = self.probe(layer, hidden, kwargs)[:, :, -1]
+        except _MISFITS as misfit:
+            if isinstance(misfit, torch.OutOfMemoryError):
+                raise
+            self._ways[layer] = "none"
+            return None
+        try:
+            direct = _project_directly(self._layers[layer], hidden, kwargs)
+        except _MISFITS as misfit:  # a part that merely has Llama's name, of another width
+            if isinstance(misfit, torch.OutOfMemoryError):
+                raise
+            direct = None
+        fits = direct is not None and _agree(direct, probed)
+        self._ways[layer] = "direct" if fits else "probe"
+        return probed
 
     def _predicted_query(self, layer: int) -> PredictedQuery | None:
         """The layer's copy, made when it is first used; copies go when their room goes."""
@@ -134,9 +160,11 @@ def _copied(layer: nn.Module) -> nn.Linear | None:
         return None
     linear = getattr(attention, "q_proj", None)
     # A subclass may do more than its weights say.
-    if type(linear) is not nn.Linear or not Int8Linear.is_fast(linear.weight):
+    if type(linear) is not nn.Linear or not is_plain(linear, "weight", "bias"):
         return None
-    if any(norm is not None and not hasattr(norm, "variance_epsilon") for norm in norms):
+    if not Int8Linear.is_fast(linear.weight):
+        return None
+    if any(norm is not None and not _is_rms_norm(norm) for norm in norms):
         return None
     return linear
 
@@ -161,7 +189,9 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
     attention: Any = getattr(module, "self_attn", None)
     norm: Any = getattr(module, "input_layernorm", None)
     rotary = kwargs.get("position_embeddings")
-    if attention is None or norm is None or rotary is None or not hasattr(attention, "q_proj"):
+    if attention is None or norm is None or not hasattr(attention, "q_proj"):
+        return None
+    if not isinstance(rotary, tuple) or rotary[0].shape[-1] != getattr(attention, "head_dim", 0):
         return None
     if not hasattr(sys.modules[type(attention).__module__], "rotate_half"):
         return None
@@ -171,7 +201,7 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
     weight, epsilon = None, 0.0
     if hasattr(attention, "q_norm"):
         q_norm = attention.q_norm
-        if not hasattr(q_norm, "variance_epsilon"):
+        if not _is_rms_norm(q_norm):
             query = q_norm(query)
         else:
             weight, epsilon = q_norm.weight, q_norm.variance_epsilon
@@ -180,13 +210,20 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
 
 def _normalised(norm: Any, hidden: Tensor) -> Tensor:
     """`norm(hidden)`; in one call where the module is an RMSNorm as Llama has it."""
-    if not hasattr(norm, "variance_epsilon"):
+    if not _is_rms_norm(norm):
         out: Tensor = norm(hidden)
         return out
     return rms_norm(hidden, norm.weight, norm.variance_epsilon)
 
 
+def _is_rms_norm(norm: nn.Module) -> bool:
+    """Whether a norm has Llama's parts, and they may be read instead of calling it."""
+    return hasattr(norm, "variance_epsilon") and is_plain(norm)
+
+
 def _agree(direct: Tensor, probed: Tensor) -> bool:
     """Whether two ways to a query differ by rounding only."""
+    if direct.shape != probed.shape or direct.dtype != probed.dtype:
+        return False
     step = 4 * torch.finfo(probed.dtype).eps
     return torch.allclose(direct, probed, rtol=step, atol=step * float(probed.abs().max()))

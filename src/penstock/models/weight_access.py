@@ -1,0 +1,131 @@
+"""Where a model's weights are: plain tensors in memory, packed by a quantiser, or offloaded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.core.errors import UnsupportedModelError
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_plain(module: nn.Module, *names: str) -> bool:
+    """Whether a module's weights may be read instead of calling it.
+
+    Not where accelerate brings them when the module is called, where hooks or another `forward`
+    do more than the class says, or where a tensor is of a kind of its own (torchao).
+    """
+    if hasattr(module, "_hf_hook") or "forward" in vars(module):
+        return False
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weights = [getattr(module, name, None) for name in names or ("weight",)]
+    return all(
+        weight is None or (type(weight) in _PLAIN and weight.device.type != "meta")
+        for weight in weights
+    )
+
+
+def model_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: the device of its embeddings, also while they are offloaded.
+
+    Raises:
+        UnsupportedModelError: the embeddings have no memory and nothing brings them.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    for hook in _hooks(embeddings):
+        place = getattr(hook, "execution_device", None)
+        if place is not None:
+            return torch.device(f"cuda:{place}" if isinstance(place, int) else place)
+    raise UnsupportedModelError(
+        f"the embeddings of {type(model).__name__} are on the meta device, without values; load "
+        "its weights first"
+    )
+
+
+def readable_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every entry of a model's state by name, in order of name, one at a time.
+
+    What accelerate has offloaded is read from where it is; what a quantiser packed comes as the
+    plain tensors that it is made of, their names behind its own.
+
+    Raises:
+        UnsupportedModelError: an entry cannot be read; names it.
+    """
+    offloaded: dict[str, tuple[Any, str]] | None = None
+    for name, weight in sorted(model.state_dict().items()):
+        if not isinstance(weight, Tensor):
+            raise UnsupportedModelError(
+                f"{name} of {type(model).__name__} is no tensor ({type(weight).__name__}), so that "
+                "two models cannot be told apart by it; use a model without it"
+            )
+        if weight.device.type == "meta":
+            offloaded = _offloaded(model) if offloaded is None else offloaded
+            weight = _fetched(model, name, offloaded)
+        yield from plain_parts(name, weight)
+
+
+def readable_weight(model: PreTrainedModel, name: str, weight: Tensor) -> Tensor:
+    """A parameter or buffer with its values, wherever they are.
+
+    Raises:
+        UnsupportedModelError: it cannot be read; names it.
+    """
+    return _fetched(model, name, _offloaded(model)) if weight.device.type == "meta" else weight
+
+
+def plain_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A weight as plain tensors: itself, or those that a quantiser's class is made of."""
+    if type(weight) in _PLAIN or not hasattr(weight, "__tensor_flatten__"):
+        yield name, weight
+        return
+    inner, _ = weight.__tensor_flatten__()
+    for each in inner:
+        yield from plain_parts(f"{name}.{each}", getattr(weight, each))
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return []
+    return list(getattr(hook, "hooks", None) or [hook])
+
+
+def _offloaded(model: PreTrainedModel) -> dict[str, tuple[Any, str]]:
+    """By name of a weight: accelerate's map, and the weight's name in it."""
+    found: dict[str, tuple[Any, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for hook in _hooks(module):
+            weights = getattr(hook, "weights_map", None)
+            if weights is None:
+                continue
+            below = bool(getattr(hook, "place_submodules", False))
+            for name in [*_names(module, below=below)]:
+                found[f"{prefix}.{name}" if prefix else name] = (weights, name)
+    return found
+
+
+def _names(module: nn.Module, *, below: bool) -> Iterator[str]:
+    for name, _ in module.named_parameters(recurse=below, remove_duplicate=False):
+        yield name
+    for name, _ in module.named_buffers(recurse=below, remove_duplicate=False):
+        yield name
+
+
+def _fetched(model: PreTrainedModel, name: str, offloaded: dict[str, tuple[Any, str]]) -> Tensor:
+    weights, key = offloaded.get(name, ({}, name))
+    try:
+        weight: Tensor = weights[key]
+    except KeyError:
+        raise UnsupportedModelError(
+            f"the values of {name} of {type(model).__name__} are nowhere to be read (it is on the "
+            "meta device), so that two models cannot be told apart by it; load it first"
+        ) from None
+    return weight
