@@ -20,6 +20,9 @@ from penstock.indexes.rank_shares import UNIT, shared_ranks
 FORMAT = "penstock-adapter-1"
 _HEADER_BYTES_MAX = 100 << 20
 """Of a safetensors file, as its own readers have it."""
+_AGAIN = "make it again with `penstock calibrate`"
+_LONGEST = 1.001
+"""Of a component of a column of length 1, rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,8 @@ class LowRankAdapter:
         """Read an adapter.
 
         Raises:
-            AdapterError: the file is missing, unreadable, or not an adapter.
+            AdapterError: the file is missing, unreadable, or not an adapter; what it holds does not
+                belong together, or is not finite.
         """
         try:
             open_regular(path).close()  # the library would wait for who writes into a pipe
@@ -142,11 +146,12 @@ class LowRankAdapter:
                     LayerAdapter(*(file.get_tensor(f"layers.{i}.{part}") for part in parts))
                     for i in range(int(metadata["layers"]))
                 ]
-                cosine = tuple(file.get_tensor("prediction_cosine").tolist())
+                _require_layers(layers, path)
+                cosine = _row(file, "prediction_cosine", len(layers), path)
                 error = _rows(file, "selection_cost")
                 _require_measured(error, layers, path)
             return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine, error)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise AdapterError(f"cannot read the adapter {path}: {error}") from error
@@ -155,13 +160,18 @@ class LowRankAdapter:
         """Refuse an adapter of another model.
 
         Raises:
-            AdapterError: it was fitted to a model with other weights or shapes.
+            AdapterError: it was fitted to a model with other weights or shapes, or a layer's basis
+                and peak do not belong together.
         """
         if self.fingerprint != fingerprint:
             raise AdapterError(
                 f"the adapter was made for another model (fingerprint {self.fingerprint[:12]}, "
                 f"this model has {fingerprint[:12]}); make one with `penstock calibrate`"
             )
+        for i, layer in enumerate(self.layers):
+            fault = basis_fault(layer.basis, layer.peak)
+            if fault:
+                raise AdapterError(f"layer {i} of the adapter: {fault}; {_AGAIN}")
         shapes = {layer.basis.shape[0] for layer in self.layers}
         if len(self.layers) != num_layers or shapes != {joint_dim}:
             raise AdapterError(
@@ -170,9 +180,47 @@ class LowRankAdapter:
             )
 
 
+def basis_fault(basis: Tensor, scale: Tensor) -> str | None:
+    """What is wrong with a basis and a number for each of its components, in words.
+
+    Kernels read both by the basis's shape, so that nobody may hand them on before this.
+
+    Args:
+        basis: orthonormal columns, float32. [joint_dim, rank]
+        scale: the components' range, or a step of it; float32. [rank]
+
+    Returns:
+        None where nothing is wrong.
+    """
+    if basis.ndim != 2 or not 0 < basis.shape[1] <= basis.shape[0]:
+        return f"a basis cannot have the shape {list(basis.shape)}"
+    if scale.shape != basis.shape[1:]:
+        return f"{list(scale.shape)} numbers do not belong to a basis {list(basis.shape)}"
+    if not basis.dtype == scale.dtype == torch.float32:
+        return f"a basis in {basis.dtype} with {scale.dtype} is not float32"
+    # A column of length 1 has no component above 1, nor one that is not a number.
+    if not bool((basis.abs() <= _LONGEST).all()):
+        return "the columns of the basis are not of length 1"
+    if not bool(((scale >= 0) & scale.square().isfinite()).all()):
+        return "a component's range is negative, not finite, or too large"
+    return None
+
+
 def widest_ranks(layers: Sequence[LayerAdapter]) -> tuple[int, ...]:
     """The largest share of a layer for every mean rank; empty where all layers have the same."""
     return tuple(map(max, zip(*(layer.ranks for layer in layers), strict=True)))
+
+
+def _require_layers(layers: Sequence[LayerAdapter], path: str | Path) -> None:
+    """Refuse layers that no kernel may see, or that are not of one model."""
+    if not layers:
+        raise AdapterError(f"{path} has no layers; {_AGAIN}")
+    for i, layer in enumerate(layers):
+        fault = basis_fault(layer.basis, layer.peak)
+        if fault:
+            raise AdapterError(f"{path}, layer {i}: {fault}; {_AGAIN}")
+    if len({layer.basis.shape[0] for layer in layers}) > 1:
+        raise AdapterError(f"{path} has layers of several key widths; {_AGAIN}")
 
 
 def _require_measured(
@@ -183,15 +231,28 @@ def _require_measured(
     rows = [len(row) for row in error]
     if error and (rows != [units] * len(layers) or not np.isfinite(error).all()):
         raise AdapterError(
-            f"{path} should have the error of {len(layers)} layers at {units} ranks; make it again "
-            "with `penstock calibrate`"
+            f"{path} should have the error of {len(layers)} layers at {units} ranks; {_AGAIN}"
         )
+
+
+def _row(file: Any, name: str, count: int, path: str | Path) -> tuple[float, ...]:
+    """One number a layer of an open file; none where nothing was measured."""
+    found = file.get_tensor(name)
+    if found.shape not in {(count,), (0,)} or not bool(found.isfinite().all()):
+        raise AdapterError(
+            f"{path}: {name} should have a number for each of {count} layers; {_AGAIN}"
+        )
+    return tuple(found.tolist())
 
 
 def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """A matrix of an open file, row by row; nothing where there is none."""
-    names = set(file.keys())
-    return tuple(map(tuple, file.get_tensor(name).tolist())) if name in names else ()
+    if name not in set(file.keys()):
+        return ()
+    found = file.get_tensor(name)
+    if found.ndim != 2 or found.dtype != torch.float32:
+        raise ValueError(f"{name} is no matrix of float32")
+    return tuple(map(tuple, found.tolist()))
 
 
 def _is_adapter(file: BinaryIO) -> bool:

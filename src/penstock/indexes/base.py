@@ -163,11 +163,16 @@ class KeyIndex(ABC):
         """
         return None
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
         """Become, in every row, what `state` was taken from; `ready` from then on.
 
+        Args:
+            state: may come from a file; nothing of it is believed.
+            num_units: that it must have.
+
         Raises:
-            ConfigError: the state is another index's (other settings).
+            ConfigError: the state is another index's (other settings), is of fewer units, or holds
+                what no index writes. Nothing is changed then.
         """
         raise AssertionError(f"{type(self).__name__} keeps no state")
 

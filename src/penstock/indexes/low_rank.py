@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.indexes.adapter import LayerAdapter, fit_layer
+from penstock.indexes.adapter import LayerAdapter, basis_fault, fit_layer
 from penstock.indexes.base import KeyIndex
 from penstock.kernels.device.group_shares import group_shares
 from penstock.kernels.group_products import group_products
@@ -191,16 +191,28 @@ class LowRankIndex(KeyIndex):
         codes = self._codes[0, :blocks].contiguous()
         return {"codes": codes, "basis": self._basis, "step": self._step} if self._ready else None
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
         """See `KeyIndex.load_state`."""
-        codes, basis = state["codes"], state["basis"]
-        size = (self._shape.joint_dim, self._rank)
+        if state.keys() != {"codes", "basis", "step"}:
+            raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
+        codes, basis, step = state["codes"], state["basis"], state["step"]
+        blocks, size = -(-num_units // BLOCK_GROUPS), (self._shape.joint_dim, self._rank)
         if codes.dtype != self._codes.dtype or codes.shape[1:] != self._codes.shape[2:]:
             raise ConfigError(f"codes {list(codes.shape)} are not this index's: other rank or bits")
-        if tuple(basis.shape) != size or len(codes) > self._codes.shape[1]:
-            raise ConfigError(f"a basis {list(basis.shape)} for {list(codes.shape)} is not {size}")
+        if tuple(basis.shape) != size or not blocks <= len(codes) <= self._codes.shape[1]:
+            raise ConfigError(
+                f"a stored index has codes {list(codes.shape)} and a basis {list(basis.shape)}, "
+                f"but {num_units} units want {blocks} blocks and a basis {list(size)}"
+            )
+        if not basis.is_floating_point():
+            raise ConfigError(f"a stored index cannot have a basis in {basis.dtype}")
+        fault = basis_fault(basis.float(), step) or _codes_fault(codes)
+        if fault is None and not bool(step.reciprocal().isfinite().all()):
+            fault = "a step is too small"
+        if fault:
+            raise ConfigError(f"a stored index cannot be used: {fault}")
         self._codes[:, : len(codes)] = codes.to(self._device)
-        self._take_basis(basis, state["step"])
+        self._take_basis(basis, step)
 
     # Keys -------------------------------------------------------------------------------------
 
@@ -336,3 +348,10 @@ class LowRankIndex(KeyIndex):
             part = group_products(self._codes[:, start:end], low_rank, self._bits)
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
         return logits
+
+
+def _codes_fault(codes: Tensor) -> str | None:
+    """What is wrong with stored codes; integers mean something whatever they are."""
+    if codes.is_floating_point() and not bool(codes.isfinite().all()):
+        return "its components are not finite"
+    return None

@@ -322,7 +322,7 @@ class RetrievalLayer(LayerCache):
         first = self.length // self.setup.plan.group_tokens
         super().restore(length)
         if state is not None:
-            self.index.load_state(state)
+            self.index.load_state(state, length // self.setup.plan.group_tokens)
         elif self.index.ready:
             self._index_groups(first, length // self.setup.plan.group_tokens)
 
