@@ -11,7 +11,7 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix check format bench clean
+.PHONY: help install demo test test-matrix check format bench soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -38,11 +38,11 @@ $(INTERPRETER): $(INSTALLED)
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
 	@$(VENV)/bin/penstock demo
 
-# Two processes with a thread each; files stay whole, so that a module's fixtures are made once. Bytecode is kept, whatever
-# the shell says: tests start many processes, and each would compile the package anew.
+# Two processes with a thread each (files stay whole, so that a module's fixtures are made once); then the kernels, with all threads.
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile --ignore=tests/kernels
+	$(PY) -m pytest -q tests/kernels
 
 # MATRIX='--only plain,both-avx2' chooses lines; lines passed at this commit are not run again.
 test-matrix: $(INSTALLED) ## Run the tests as other machines do; the table is docs/test-matrix.md.
@@ -59,6 +59,10 @@ format: $(INSTALLED) ## Format and fix what ruff can.
 
 bench: $(INSTALLED) ## A quick throughput table on this machine.
 	$(PY) -m penstock.bench.throughput --quick
+
+MINUTES ?= 120
+soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.
+	$(PY) -m tests.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,10 +11,25 @@ EXIT_INTERRUPTED = 130
 _SAID = "interrupted; nothing is left of what was not finished"
 
 
+_DEFAULTS = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    # torch and oneDNN each keep the last 1,024 bf16 products by shape, a quarter of a MiB each,
+    # outside any budget. A decode step has about ten shapes.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+
+
+def set_defaults() -> None:
+    """Set what libraries read from the environment, where the user has not."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
 def main() -> None:
     """Run the command line of this process."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_defaults()
     # `python -m penstock` puts the current folder first, and so does a Python that we start.
     sys.path[:] = import_path()
     os.environ.setdefault("PYTHONSAFEPATH", "1")

@@ -1,0 +1,51 @@
+"""The process's entry point bounds what libraries keep beside the cache."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli.entry import set_defaults
+
+MANY_SHAPES = """
+import ctypes, os
+from penstock.cli.entry import set_defaults
+set_defaults()
+import torch
+from tests.soak import Malloc
+torch.set_num_threads(1)
+info = ctypes.CDLL(None).mallinfo2
+info.restype = Malloc
+def in_use():
+    held = info()
+    return (held.uordblks + held.hblkhd) / 2**20
+weight = torch.randn(64, 64, dtype=torch.bfloat16)
+for tokens in range(64, 514):
+    if tokens == 214:
+        before = in_use()
+    torch.nn.functional.linear(torch.ones(1, tokens, 64, dtype=torch.bfloat16), weight)
+print(in_use() - before)
+"""
+
+
+def test_products_of_many_shapes_keep_no_memory() -> None:
+    """300 shapes more than the first 150 kept 160 MiB where they are kept."""
+    if sys.platform != "linux":
+        pytest.skip("asks glibc what is in use")
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=False
+    )
+    if "mallinfo2" in done.stderr:
+        pytest.skip("no glibc of 2.33 or newer")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 16
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults replace nothing."""
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    set_defaults()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
