@@ -109,7 +109,7 @@ def test_reading_a_file(tmp_path: Path) -> None:
         read_text_file(tmp_path / "latin")
     with pytest.raises(PromptError, match=r"cannot read letter .*none: No such file"):
         read_text_file(tmp_path / "none", "letter")
-    with pytest.raises(PromptError, match="Is a directory"):
+    with pytest.raises(PromptError, match="it is a folder, not a file"):
         read_text_file(tmp_path)
 
 

@@ -49,6 +49,7 @@ def round_trip(store: KVStore, layer: int) -> bool:
 
 @pytest.mark.parametrize("location", ["auto", "memory", "nvme", "ufs", "emmc", "PATH", "emmc:PATH"])
 def test_locations(location: str, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "down").mkdir(parents=True)
     place = location.replace("PATH", str(tmp_path / "deep" / "down"))
     with KVStore.create(place, num_layers=2, unit_bytes=5000) as store:
         assert store.row_bytes >= 5000
@@ -87,8 +88,17 @@ def test_impossible_settings(tmp_path: Path) -> None:
 def test_directory_that_takes_no_files() -> None:
     with pytest.raises(StorageError, match="/proc"):
         KVStore.create("/proc/self/task", num_layers=1, unit_bytes=1)
-    with pytest.raises(StorageError):
-        KVStore.create("/proc/nowhere/deep", num_layers=1, unit_bytes=1)
+
+
+@pytest.mark.parametrize("location", ["nvem", "nvem/deep", "ufs:nvem", "./nvme", "loop"])
+def test_a_mistyped_directory_is_not_made(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"there is no directory .*; make it first"):
+        KVStore.create(location, num_layers=1, unit_bytes=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
 def test_files_are_private_and_nameless(tmp_path: Path) -> None:

@@ -92,9 +92,10 @@ def test_the_folder_that_a_disk_leads_to_counts(
     recall: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for place in (tmp_path, tmp_path / "other"):
+        (place / "kv").mkdir(parents=True)
     here, whole = about(recall, disk="kv"), about(recall, disk=str(tmp_path / "kv"))
     assert here["folder"] == whole["folder"]
-    (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert about(recall, disk="kv") != here
     for simulated in ("nvme", "memory"):

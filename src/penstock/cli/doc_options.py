@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.generate import in_home
-from penstock.core.errors import ModelLoadError
+from penstock.core.errors import ModelLoadError, StorageError
 
 if TYPE_CHECKING:
     from penstock.generation.documents.shelf import Shelf
@@ -33,10 +33,19 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A stored docu
 
 
 def library_folder(given: Path | None) -> Path:
-    """Where the documents are."""
+    """Where the documents are; the user's own folder is made where it is missing.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     if given is not None:
         return in_home(given, "--library")
-    return Path.home() / ".local" / "share" / "penstock" / "documents"
+    data = Path.home() / ".local" / "share" / "penstock"
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the folder {data}: {error.strerror}") from error
+    return data / "documents"
 
 
 def open_library(given: Path | None) -> "Library":

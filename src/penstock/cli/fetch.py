@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import say
+from penstock.core.errors import ConfigError
 
 _SAY_S = 1.0
 
@@ -38,6 +39,10 @@ def fetch_command(
     if to is None and released.is_fetched:
         say(f"{name} is there already: {target}")
         return
+    if to is not None and not target.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--to {to}: there is no folder {target.parent}; make it first (mkdir -p)"
+        )
     fetch(released, target, source=source, on_bytes=_Said())
     known = name if to is None else str(target)
     say(f"{name}: {target}\ntry it: penstock generate {known} --prompt-file FILE")

@@ -55,18 +55,18 @@ def open_files(place: str, count: int) -> FileSet:
     is on a disk is preferred.
 
     Raises:
-        ConfigError: the path is a file.
-        StorageError: the directory cannot be made or written to.
+        ConfigError: the path is a file, or there is nothing.
+        StorageError: the directory cannot be written to.
     """
     return wrap_descriptors(open_descriptors(place, count))
 
 
 def find_directory(place: str) -> str:
-    """Where files of a place lie: a directory, made if missing, or what "auto" leads to.
+    """Where files of a place lie: a directory, or what "auto" leads to.
 
     Raises:
-        ConfigError: the path is a file.
-        StorageError: the directory cannot be made.
+        ConfigError: the path is a file, or there is nothing of that name: a mistyped disk must not
+            become a folder on another one.
     """
     if place != "auto":
         return _directory(place)
@@ -80,12 +80,11 @@ def _directory(place: str) -> str:
     path = Path(place).expanduser()
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; the KV cache needs a directory")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except NotADirectoryError as error:
-        raise ConfigError(f"{path} leads through a file; the KV cache needs a directory") from error
-    except OSError as error:
-        raise StorageError(f"cannot make the directory {path}: {error.strerror}") from error
+    if not path.is_dir():
+        raise ConfigError(
+            f"there is no directory {path} for the KV cache; make it first (mkdir -p), or give "
+            "another"
+        )
     return str(path)
 
 
@@ -116,8 +115,8 @@ def open_descriptors(place: str, count: int) -> Descriptors:
     """Open `count` nameless files as `open_files` does, for whoever wraps them.
 
     Raises:
-        ConfigError: the path is a file.
-        StorageError: the directory cannot be made or written to.
+        ConfigError: the path is a file, or there is nothing.
+        StorageError: the directory cannot be written to.
     """
     directory = find_directory(place)
     direct = _is_on_disk(directory)

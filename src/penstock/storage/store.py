@@ -54,7 +54,7 @@ class KVStore:
         """Open a store.
 
         Args:
-            location: a directory (made if missing); "auto", the system's directory for temporary
+            location: a directory that is there; "auto", the system's directory for temporary
                 files; "memory"; a simulated device in memory ("nvme", "ufs", "emmc") or on a
                 disk ("emmc:/path"). A directory of such a name is written "./nvme".
             unit_bytes: payload of one unit.

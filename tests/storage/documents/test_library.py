@@ -92,6 +92,10 @@ def names(library: Library) -> list[str]:
 
 
 def test_root(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*a for the library; make it"):
+        Library(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
     old = os.umask(0)
     try:
         library = Library(tmp_path / "a" / "b")

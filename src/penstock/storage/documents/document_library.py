@@ -109,12 +109,17 @@ class Library:
         """Open a library, or make an empty one that its owner alone may read.
 
         Raises:
-            ConfigError: there is something else than a folder.
+            ConfigError: there is something else than a folder, or no folder for it.
             StorageError: the folder cannot be made.
         """
         self.root, self.clock = root, clock
+        if not (os.path.exists(root) or os.path.exists(root.parent)):
+            raise ConfigError(
+                f"there is no folder {root.parent} for the library; make it first (mkdir -p), or "
+                "give another"
+            )
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"{root} is not a folder; give another for the library") from None
         except OSError as error:
