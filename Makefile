@@ -11,7 +11,7 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix check format bench soak clean
+.PHONY: help install demo test test-matrix sanitize check format bench soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -47,6 +47,9 @@ test: $(INTERPRETER) ## Lint, then run the tests.
 # MATRIX='--only plain,both-avx2' chooses lines; lines passed at this commit are not run again.
 test-matrix: $(INSTALLED) ## Run the tests as other machines do; the table is docs/test-matrix.md.
 	$(PY) tests/matrix.py $(MATRIX)
+
+sanitize: $(INSTALLED) ## Run what calls the compiled kernels under ASan and UBSan.
+	$(PY) tests/sanitize.py
 
 check: $(INSTALLED) ## Formatting, lint and types.
 	$(PY) -m ruff format --check .

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def compile_kernels(folder: Path = FOLDER) -> Path | None:
+def compile_kernels(folder: Path = FOLDER, more_flags: Sequence[str] = ()) -> Path | None:
     """Compile the library beside its sources; None, and a line on stderr, when that fails."""
     spec = importlib.util.spec_from_file_location("_compiled", folder / "compiled.py")
     assert spec is not None
@@ -50,7 +51,17 @@ def compile_kernels(folder: Path = FOLDER) -> Path | None:
     define = f'-DPENSTOCK_SOURCE_DIGEST="{module.source_digest(folder)}"'
     sources = [str(path) for path in sorted(folder.glob("*.c"))]
     for parallel in ([PARALLEL], []):
-        command = [*compiler, *FLAGS, *parallel, define, "-o", str(made), *sources, "-lm"]
+        command = [
+            *compiler,
+            *FLAGS,
+            *parallel,
+            *more_flags,
+            define,
+            "-o",
+            str(made),
+            *sources,
+            "-lm",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             break

@@ -19,9 +19,9 @@ typedef struct {
     int bits;
 } block_t;
 
-/* exp(x) for x <= 0, within 2 units in the last place; 0 below -87. */
+/* exp(x) for x <= 0, within 2 units in the last place; 0 below -87, NaN for NaN. */
 static inline float exp_negative(float x) {
-    if (x < -87.0f) return 0.0f;
+    if (!(x >= -87.0f)) return x != x ? x : 0.0f;
     const float n = rintf(x * 1.44269504f);
     const float r = x - n * 0.693145752f - n * 1.42860677e-6f;
     float p = 1.9875691e-4f;
@@ -114,8 +114,10 @@ static void pack_queries(const float *queries, int64_t lanes, int64_t rank, int6
         for (int64_t i = 0; i < rank; i++)
             if (fabsf(query[i]) > largest) largest = fabsf(query[i]);
         scale[lane] = largest / 127.0f;
-        for (int64_t i = 0; i < rank; i++) /* component i of 4 bits is in the low or the high half */
-            packed[(i / 4 * LANES + lane) * 4 + i % 4] = (int8_t)rintf(query[i] / scale[lane]);
+        for (int64_t i = 0; i < rank; i++) { /* of 4 bits it is in the low or the high half */
+            const float code = rintf(query[i] / scale[lane]); /* no number where a query is none */
+            packed[(i / 4 * LANES + lane) * 4 + i % 4] = fabsf(code) <= 127.0f ? (int8_t)code : 0;
+        }
     }
 }
 

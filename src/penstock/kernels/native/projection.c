@@ -128,7 +128,7 @@ PENSTOCK_EXPORT void penstock_store_codes(const float *components, int64_t token
         uint8_t *to = codes + (line + group % block_groups) * width;
         if (bits == 4) memset(to, 0x88, width); /* what a missing last component is padded with */
         for (int64_t i = 0; i < rank; i++) {
-            const float value = components[i];
+            const float value = components[i] == components[i] ? components[i] : 0.0f;
             if (bits == 8) {
                 const float code = rintf(value < -127.0f ? -127.0f : value > 127.0f ? 127.0f : value);
                 to[i] = (uint8_t)(int8_t)code;
