@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +16,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from penstock.core.errors import UnsupportedModelError
 from penstock.core.on_device import on_device
 from penstock.kernels.reference import add_attention_sink, attention_reference
+from penstock.models.shared_part import SharedPart, Undo
 from penstock.runtime.attention_call import AttentionCall
 
 IMPLEMENTATION = "penstock"
 """The name under which transformers knows our attention; additive, nothing is replaced."""
 
-_HANDLE = "_penstock_layer"
-_UNMASKED = "_penstock_unmasked"
+_MARK = "_penstock_mark"
 _PROBE = "_penstock_probe"
-_USERS = "_penstock_users"
+_WINDOW = "_penstock_window"
 
 
 class ProbeDone(Exception):
@@ -65,18 +68,79 @@ class LazyMask:
         mask: Tensor | None = sdpa_mask(**self._arguments)
         return mask
 
+    def _additive(self) -> Tensor:
+        """0 where a query sees a key, the dtype's least number elsewhere. [batch, 1, new, keys]"""
+        skips = {name: False for name in self._arguments if name.endswith("_skip")}
+        shown: Tensor = sdpa_mask(**{**self._arguments, **skips})
+        dtype = self._arguments.get("dtype", torch.float32)
+        mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device)
+        return mask.masked_fill_(~shown, torch.finfo(dtype).min)
+
+    # A forward pass without a cache of ours may begin under our name and go on under another: the
+    # last cache of its model closes in another thread. To those functions this is a tensor.
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the mask as a tensor. [batch, 1, new tokens, keys]"""
+        return self._additive().shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the mask as a tensor."""
+        return 4
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._additive()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take part in any function of torch, as an additive mask."""
+        args = [each._additive() if isinstance(each, cls) else each for each in args]
+        named = {
+            name: each._additive() if isinstance(each, cls) else each
+            for name, each in (kwargs or {}).items()
+        }
+        return func(*args, **named)
+
+
+def _nothing() -> None:
+    """What a mark does where nobody wants to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What the attention function finds on keys."""
+
+    attend: Callable[[AttentionCall], Tensor]
+    unmasked: bool
+    received: Callable[[], None]
+    failed: Callable[[], None]
+
 
 def mark_keys(
-    keys: Tensor, attend: Callable[[AttentionCall], Tensor], *, unmasked: bool = False
-) -> None:
+    keys: Tensor, attend: Callable[[AttentionCall], Tensor], *, unmasked: bool = False,
+    received: Callable[[], None] = _nothing, failed: Callable[[], None] = _nothing,
+) -> None:  # fmt: skip
     """Tell the attention function that gets these keys to call `attend`.
 
     Args:
         unmasked: whoever attends knows what each query sees (nothing is padded, and windows are
             its own business); the mask is not looked at.
+        received: called as soon as the attention function has the keys.
+        failed: called when it refused them, or `attend` raised.
     """
-    setattr(keys, _HANDLE, attend)
-    setattr(keys, _UNMASKED, unmasked)
+    setattr(keys, _MARK, _Mark(attend, unmasked, received, failed))
+
+
+def mark_window(keys: Tensor, failed: Callable[[], None]) -> None:
+    """Have `failed` called where the attention function cannot attend to a window's keys.
+
+    Args:
+        failed: a method; its object is not kept alive by the keys.
+    """
+    setattr(keys, _WINDOW, WeakMethod(failed))
 
 
 def mark_probe(keys: Tensor) -> None:
@@ -131,21 +195,40 @@ def penstock_attention(
         raise ProbeDone(query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    attend: Callable[[AttentionCall], Tensor] | None = getattr(key, _HANDLE, None)
-    if attend is None:
-        dense = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
-        return _plain_attention(module, query, key, value, dense, scaling, dropout, kwargs)
-    if isinstance(attention_mask, Tensor):
+    mark: _Mark | None = getattr(key, _MARK, None)
+    if mark is None:
+        window: Callable[[], Callable[[], None] | None] | None = getattr(key, _WINDOW, None)
+        try:
+            if window is not None:
+                _refuse_dense(attention_mask)
+            return _plain_attention(
+                module, query, key, value, attention_mask, scaling, dropout, kwargs
+            )
+        except BaseException:
+            failed = None if window is None else window()
+            if failed is not None:
+                failed()
+            raise
+    mark.received()
+    try:
+        _refuse_dense(attention_mask)
+        visible = None
+        if isinstance(attention_mask, LazyMask) and not mark.unmasked:
+            visible = attention_mask.padding
+        with without_gradients(), on_device(query.device), without_autocast(query.device):
+            query = query.to(key.dtype)
+            call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
+            return mark.attend(call).contiguous(), None
+    except BaseException:
+        mark.failed()
+        raise
+
+
+def _refuse_dense(mask: LazyMask | Tensor | None) -> None:
+    if isinstance(mask, Tensor):
         raise UnsupportedModelError(
             "a 4D attention mask was given; Penstock takes the 2D padding mask of generate()"
         )
-    visible = None
-    if attention_mask is not None and not getattr(key, _UNMASKED):
-        visible = attention_mask.padding
-    with without_gradients(), on_device(query.device), without_autocast(query.device):
-        query = query.to(key.dtype)
-        call = AttentionCall(query, key, value, scaling, softcap, sinks, visible)
-        return attend(call).contiguous(), None
 
 
 def _plain_attention(
@@ -153,12 +236,14 @@ def _plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: LazyMask | Tensor | None,
     scaling: float,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Layers that keep their own cache (sliding windows), and calls without one of ours."""
+    if isinstance(mask, LazyMask):
+        mask = mask.dense()
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sinks is None:
         out, _ = sdpa_attention_forward(
@@ -181,7 +266,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, LazyMask)
 class Attachment:
     """One model's use of our attention function; `detach` puts the former one back.
 
-    Several caches may share a model: the last one to leave restores it.
+    Several caches may share a model, in several threads: the last one to leave restores it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -190,14 +275,8 @@ class Attachment:
         Raises:
             UnsupportedModelError: the model did not take our attention function.
         """
-        self._model: PreTrainedModel | None = model
-        users: list[Any] = model.__dict__.setdefault(_USERS, [])
-        if not users:
-            users.append(model.config._attn_implementation)
-            model.set_attn_implementation(IMPLEMENTATION)
-        users.append(self)
-        config = model.config.get_text_config(decoder=True)
-        if config._attn_implementation != IMPLEMENTATION:
+        self._part = SharedPart(model, "attention", partial(_switch, model))
+        if model.config.get_text_config(decoder=True)._attn_implementation != IMPLEMENTATION:
             self.detach()
             raise UnsupportedModelError(
                 f"{type(model).__name__} refused the {IMPLEMENTATION!r} attention function"
@@ -205,11 +284,30 @@ class Attachment:
 
     def detach(self) -> None:
         """Leave the model as it was; a second call does nothing."""
-        model, self._model = self._model, None
-        if model is None:
-            return
-        users: list[Any] = model.__dict__[_USERS]
-        users.remove(self)
-        if len(users) == 1:
-            del model.__dict__[_USERS]
-            model.set_attn_implementation(users[0])
+        self._part.leave()
+
+
+def _switch(model: PreTrainedModel) -> Undo:
+    former = [(config, config._attn_implementation) for config in _configs(model)]
+
+    def undo() -> None:
+        model.set_attn_implementation(former[0][1])
+        for config, name in former:
+            if config._attn_implementation != name:  # sets those within it too, which follow
+                config._attn_implementation = name
+
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """A model's configuration and those within it, outer ones first."""
+    found = [model.config]
+    for config in found:
+        parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+        found += [each for each in parts if each is not None and all(each is not x for x in found)]
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import CacheStateError, ConfigError, UnsupportedModelError
@@ -17,8 +17,14 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LowRankAdapter
-from penstock.models.attention_adapter import Attachment, attention_dtype, mark_keys
+from penstock.models.attention_adapter import (
+    Attachment,
+    attention_dtype,
+    mark_keys,
+    mark_window,
+)
 from penstock.models.attention_scaling import attention_scaling
+from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
 from penstock.models.cache_options import (
     find_basis,
     limit_bytes,
@@ -39,91 +45,6 @@ from penstock.runtime.stored_past import StoredPast
 from penstock.runtime.tiered_runtime import TieredRuntime
 
 
-class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One full-attention layer: hands new keys and values on, answers for what the tiers hold."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: "TieredCache", tier: int) -> None:
-        super().__init__()
-        self._cache = weakref.ref(cache)
-        self._tier = tier
-        self.is_initialized = True
-
-    @property
-    def keys(self) -> None:
-        """Never there as one tensor.
-
-        Raises:
-            UnsupportedModelError: a model that reads its cache by itself.
-        """
-        raise UnsupportedModelError(
-            "this model reads keys or values out of its cache by itself; they are in tiers, so use "
-            "it without Penstock"
-        )
-
-    @keys.setter
-    def keys(self, _: None) -> None:
-        """The base class begins with none."""
-
-    values = keys
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCacheLayer":
-        raise UnsupportedModelError(
-            "this model copies layers of its cache; use it without Penstock"
-        )
-
-    @property
-    def _owner(self) -> "TieredCache":
-        cache = self._cache()
-        assert cache is not None
-        return cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the runtime allocates when the first layer attends."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Mark the new keys, so that the attention function finds the tiers; nothing is stored yet.
-
-        Returns:
-            The new keys and values alone, in the cache's dtype. [batch, kv_heads, new_tokens,
-            head_dim]
-        """
-        return self._owner._expect(self._tier, key_states, value_states)
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Tokens held, padding included."""
-        return self._owner._runtime.layer_length(self._tier)
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the keys that the new queries see."""
-        count = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + count, 0
-
-    def get_max_length(self) -> int:
-        """Most tokens that fit."""
-        return self._owner.max_tokens
-
-    get_max_cache_shape = get_max_length
-
-    def reset(self) -> None:
-        """Done for all layers together by the cache."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Done for all layers together by the cache."""
-
-    def offload(self) -> None:
-        """Nothing to do: that is what the tiers are for."""
-
-    def prefetch(self) -> None:
-        """Nothing to do: that is what the tiers are for."""
-
-
 class TieredCache(Cache):  # type: ignore[misc]
     """A KV cache in tiers, for `model.generate(**inputs, cache=cache)`.
 
@@ -140,6 +61,13 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     _open = False
     _awaited: int | None = None
+    """The tier whose keys are on their way to the attention function."""
+    _has_received = False
+    """Whether the attention function has ever got this cache's keys."""
+    _at = -1
+    """The layer whose keys came last; a step begins where the next one's is not behind it."""
+    _length = 0
+    """Tokens held before the step under way."""
     _attachment: Attachment | None = None
     _hooks: PrefetchHooks | None = None
     _decoder: GraphDecoder | None = None
@@ -212,6 +140,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         super().__init__(layers=self._make_layers(shape))
+        self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+        self._runtime.stand_beside(self._windows)
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         if past is not None:
             self._restore(past, batch_size, past_tokens)
@@ -221,7 +151,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._decoder_config = decoder_config(model)
         try:
             self._attachment = Attachment(model)
-            self._hooks = PrefetchHooks(model, shape, weakref.ref(self), self._runtime)
+            self._hooks = PrefetchHooks(model, shape, self._runtime)
             if record and self._config.device_tier:
                 self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
@@ -240,13 +170,54 @@ class TieredCache(Cache):  # type: ignore[misc]
     def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
         tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
         return [
-            TieredCacheLayer(self, tiers[i])
-            if i in tiers
-            else DynamicSlidingWindowLayer(shape.windows[i])
+            TieredCacheLayer(self, tiers[i]) if i in tiers else WindowLayer(shape.windows[i])
             for i in range(len(shape.layer_types))
         ]
 
     # The seam ---------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A layer has new keys and values; the first of a step is where a call is refused.
+
+        Returns:
+            Keys and values for the attention function: all of the window's, or marked new ones.
+
+        Raises:
+            CacheStateError: closed, another batch than before, beyond `max_tokens`, or an earlier
+                step failed halfway. The cache is as before.
+            UnsupportedModelError: the keys are not those that the configuration promises.
+        """
+        if layer_idx <= self._at or self._at < 0:
+            self._begin_step(key_states)
+        try:
+            layer = self.layers[layer_idx]
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
+            if isinstance(layer, WindowLayer):
+                mark_window(keys, self._take_back)
+        except BaseException:
+            self._take_back()
+            raise
+        self._at = layer_idx
+        return keys, values
+
+    def _begin_step(self, keys: Tensor) -> None:
+        """Refuse what cannot be taken in, before any layer has."""
+        if self._awaited is not None and self._has_received:
+            self._awaited = None  # of a step that was given up
+        self._runtime.check_step(keys.shape[0], keys.shape[2])
+        self._length = self._runtime.length
+
+    def _take_back(self) -> None:
+        """Of a step that was refused or failed before any tier took it in, nothing stays."""
+        if any(length != self._length for length in self._runtime.lengths):
+            return
+        ahead = [(each, each.get_seq_length() - self._length) for each in self._windows]
+        if all(count >= 0 and each.can_remove(count) for each, count in ahead):
+            for each, count in ahead:
+                if count:
+                    each.remove(count)
 
     def _expect(self, tier: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """A layer has new keys: make sure that its attention will come to us; as it takes them."""
@@ -285,8 +256,17 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._awaited = None
             return self._runtime.attend(tier, call)
 
-        mark_keys(keys, attend)
+        mark_keys(keys, attend, received=self._receive, failed=self._take_back)
         return keys, values
+
+    def _receive(self) -> None:
+        """The attention function has the keys that were handed out."""
+        self._has_received = True
+
+    def before_layer(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """A decoder layer begins; see `PrefetchHooks.before_layer`."""
+        if self._hooks is not None:
+            self._hooks.before_layer(layer, hidden, kwargs)
 
     def forget_awaited(self) -> None:
         """A forward pass was given up between a layer's keys and its attention."""
@@ -299,23 +279,24 @@ class TieredCache(Cache):  # type: ignore[misc]
 
         Args:
             tokens_to_remove: minus the number of tokens to remove; a positive number is the length
-                to keep (as older transformers have it).
-        """
-        length = self.get_seq_length(self._first_tiered)
-        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-        for layer in self.layers:
-            if isinstance(layer, TieredCacheLayer):
-                continue
-            removed = max(0, layer.get_seq_length() - keep)
-            # To older transformers 0 is the length to keep, and newer ones refuse full windows
-            # even then; those that record their past are cut to their size by it.
-            if removed or getattr(layer, "record_past", False):
-                layer.crop(-removed)
-        self._runtime.crop(min(max(0, keep), length))
+                to keep (as older transformers have it). Behind a step that failed, what is kept
+                is at most what was there before it.
 
-    @property
-    def _first_tiered(self) -> int:
-        return next(i for i, x in enumerate(self.layers) if isinstance(x, TieredCacheLayer))
+        Raises:
+            CacheStateError: a sliding window has moved too far on to go back; nothing is removed.
+        """
+        length = max(layer.get_seq_length() for layer in self.layers)
+        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        keep = max(0, min(keep, self._runtime.sound_length()))
+        for layer in self._windows:
+            if not layer.can_remove(layer.get_seq_length() - keep):
+                raise CacheStateError(
+                    f"a sliding window of {layer.sliding_window} tokens has moved too far on to go "
+                    f"back from {layer.get_seq_length()} tokens to {keep}; reset() the cache"
+                )
+        self._runtime.crop(keep)
+        for layer in self._windows:
+            layer.remove(layer.get_seq_length() - keep)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was (beam search)."""
@@ -343,19 +324,21 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._select_rows(indices, lambda layer: layer.batch_select_indices(indices))
 
     def _select_rows(self, rows: Tensor, other: Callable[[Any], None]) -> None:
-        for layer in self.layers:
-            if not isinstance(layer, TieredCacheLayer) and layer.get_seq_length() > 0:
-                other(layer)
-        self._runtime.select_rows(rows.to(self._config.device))
+        self._runtime.select_rows(rows.to(self._config.device))  # which may refuse them
+        try:
+            for layer in self._windows:
+                if layer.get_seq_length() > 0:
+                    other(layer)
+                    layer.forget_past()
+        except BaseException:
+            self._runtime.mixed_up()
+            raise
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._awaited = None
-        for layer in self.layers:
-            if not isinstance(layer, TieredCacheLayer):
-                # Older transformers fill what is there with zeros, and append to it.
-                layer.keys, layer.values, layer.is_initialized = None, None, False
-                layer.reset()
+        self._awaited, self._at = None, -1
+        for layer in self._windows:
+            layer.clear()
         self._runtime.reset()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -3,10 +3,9 @@
 import weakref
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
@@ -18,11 +17,9 @@ from penstock.models.query_projection import (
     copied_bytes,
     decoder_layers,
 )
+from penstock.models.shared_part import SharedPart, Undo
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.tiered_runtime import TieredRuntime
-
-if TYPE_CHECKING:
-    from penstock.models.cache_adapter import TieredCache
 
 
 def can_predict(shape: ModelShape, layer: int) -> bool:
@@ -61,7 +58,7 @@ def _known_layers(model: PreTrainedModel) -> list[nn.Module] | None:
 
 
 class PrefetchHooks:
-    """Forward pre-hooks on decoder layers: the only thing that is put on a model.
+    """Starts fetches before decoder layers: forward pre-hooks are all that is put on a layer.
 
     The hook of layer i-1 predicts layer i's query from layer i-1's input (KVSwap 3.3) and begins
     the fetch. A layer whose predecessor is of another kind (sliding window, with a rotary embedding
@@ -69,50 +66,53 @@ class PrefetchHooks:
     hook projects its true query a little ahead of the layer, so that its reads are on their way
     before those of the layer behind it are. On the device tier predictions alone are made, on a
     stream beside the step's.
+
+    A model has one hook a layer, for all of its caches: it asks the cache of the call.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        shape: ModelShape,
-        cache: "weakref.ref[TieredCache]",
-        runtime: TieredRuntime,
-    ) -> None:
-        self._handles: list[RemovableHandle] = []
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, runtime: TieredRuntime) -> None:
+        self._begun: dict[int, list[tuple[int, int, bool]]] = {}
+        """By layer, what its hook begins: the layer whose query it is, its tier, and whether it is
+        the hook's own."""
+        self._part: SharedPart | None = None
+        self._at, self._length, self._runtime = -1, -1, weakref.ref(runtime)
         if not runtime.policy.predicts or runtime.config.exact:
             return
-        self._cache = cache
-        self._runtime = weakref.ref(runtime)
         layers = _known_layers(model)
         if layers is None:
             return
         self._projection = QueryProjection(layers)
         for tier, layer in enumerate(shape.tiered_layers):
             if can_predict(shape, layer) and tier not in runtime.config.true_query_layers:
-                self._hook(layers[layer - 1], layer, tier, is_own=False)
+                self._begun.setdefault(layer - 1, []).append((layer, tier, False))
             elif can_predict(shape, layer + 1):
-                self._hook(layers[layer], layer, tier, is_own=True)
+                self._begun.setdefault(layer, []).append((layer, tier, True))
+        if self._begun:
+            self._part = SharedPart(model, "layers", partial(_put_hooks, layers))
 
-    def _hook(self, module: nn.Module, layer: int, tier: int, *, is_own: bool) -> None:
-        hook = partial(self._before_layer, layer, tier, is_own)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    def before_layer(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Begin what can begin before a decoder layer.
 
-    def _before_layer(
-        self,
-        layer: int,
-        tier: int,
-        is_own: bool,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+        Args:
+            hidden: the layer's input. [batch, 1, hidden_size]
+            kwargs: what it was called with.
+        """
         runtime = self._runtime()
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if runtime is None or hidden is None or hidden.shape[1] != 1:
+        if runtime is None or layer not in self._begun:
             return
-        cache = kwargs.get(cache_name_in(kwargs))
-        if cache is not self._cache() or not runtime.wants_query(tier):
-            return
+        if layer <= self._at:  # another step
+            if runtime.length == self._length:
+                runtime.drop_fetches()  # the former one was given up
+            self._length = runtime.length
+        self._at = layer
+        for query_layer, tier, is_own in self._begun[layer]:
+            if runtime.wants_query(tier):
+                self._begin(runtime, query_layer, tier, hidden, kwargs, is_own=is_own)
+
+    def _begin(
+        self, runtime: TieredRuntime, layer: int, tier: int, hidden: Tensor,
+        kwargs: dict[str, Any], *, is_own: bool,
+    ) -> None:  # fmt: skip
         steps = runtime.device_steps
         if steps is not None and is_own:
             return
@@ -130,7 +130,36 @@ class PrefetchHooks:
                     runtime.begin_fetch(tier, query.to(runtime.config.shape.dtype))
 
     def remove(self) -> None:
-        """Take every hook off the model."""
-        for handle in self._handles:
+        """Leave the model's layers to its other caches; the last one takes the hooks off."""
+        if self._part is not None:
+            self._part.leave()
+
+
+def _put_hooks(layers: list[nn.Module]) -> Undo:
+    handles = [
+        layer.register_forward_pre_hook(partial(_before_layer, number), with_kwargs=True)
+        for number, layer in enumerate(layers)
+    ]
+
+    def undo() -> None:
+        for handle in handles:
             handle.remove()
-        self._handles = []
+
+    return undo
+
+
+def _before_layer(
+    layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> None:
+    """Ask the cache that this call brings.
+
+    Args:
+        kwargs: None in a call that runs while the hook is put on or taken off in another thread,
+            and torch does not know that it wants them: that call is not one of ours.
+    """
+    if kwargs is None:
+        return
+    begin = getattr(kwargs.get(cache_name_in(kwargs)), "before_layer", None)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if begin is not None and hidden is not None and hidden.shape[1] == 1:
+        begin(layer, hidden, kwargs)

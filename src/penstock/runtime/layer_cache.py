@@ -69,6 +69,8 @@ class LayerCache:
         self.layer_idx = layer_idx
         self.setup = setup
         self.length = 0
+        self._touched = 0
+        """Tokens that the window last took places for: more than `length` where that failed."""
         self._reserved_units = 0
         self.pool = TokenPool(
             pool_memory.tensor, shape, batch=plan.batch, num_slots=plan.num_slots,
@@ -206,6 +208,7 @@ class LayerCache:
             return
         self._write_groups(keys, values)
         self._window_transfer.drain()
+        self._touched = start + count
         self.window.write_many(keys, values, start)
         self.length = start + count
         self.window.refresh(self.length, visible)
@@ -221,6 +224,7 @@ class LayerCache:
         if offset == 0:
             # The group that leaves the ring now must be on disk before it can be selected.
             self._window_transfer.drain()
+        self._touched = self.length + 1
         self.window.write_one(keys, values, self.length)
         self.length += 1
         if offset + 1 == self.setup.plan.group_tokens:
@@ -259,7 +263,7 @@ class LayerCache:
             source = slice(first * group_tokens + skip - start, last * group_tokens - start)
             target[:, skip:, 0] = keys[:, :, source].transpose(1, 2)
             target[:, skip:, 1] = values[:, :, source].transpose(1, 2)
-            units = self.setup.units.table[:, first:last].reshape(-1)
+            units = self.setup.units.table[:, first:last].flatten()  # the table may change
             self.transfer.write(units, self.pool_rows(np.arange(slot, slot + last - first)))
             self._count_write(plan.batch * (last - first))
             self.on_closed(target[:, :, 0], first)
@@ -304,7 +308,7 @@ class LayerCache:
             self.window.set_first_groups(
                 torch.zeros(rows, dtype=torch.int64, device=self.setup.device)
             )
-        self.length = length
+        self.length = self._touched = length
         started = -(-length // self.setup.plan.group_tokens)
         for group in range(self.window.first_ring_group(length), started):
             self._reload(group)
@@ -346,18 +350,21 @@ class LayerCache:
 
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`; the window is read back from the store."""
-        if length >= self.length:
+        touched = max(self._touched, self.length)
+        if length >= touched:
             return
         self.drain()
         group_tokens = self.setup.plan.group_tokens
-        held = self.window.first_ring_group(self.length)
-        self.length = length
+        held = self.window.first_ring_group(touched)
+        self.length = length = min(length, self.length)
+        self._touched = touched
         wanted = self.window.first_ring_group(length)
         started = -(-length // group_tokens)
         for group in range(wanted, min(held, started)):
             self._reload(group)
         self.forget_slots()
         self.window.refresh_cropped(length)
+        self._touched = length
 
     def _reload(self, group: int, slot: int | None = None) -> None:
         """Read a group into its place of the ring, or into another slot of the window."""
@@ -379,7 +386,7 @@ class LayerCache:
         The batch may differ; slots are then left empty.
         """
         other.drain()
-        self.length = other.length
+        self.length, self._touched = other.length, other._touched
         copy_rows(self.window.tokens, other.window.tokens, rows)
         copy_rows(self.window.mask, other.window.mask, rows)
         self.window.take_rows_from(other.window, rows)
@@ -388,7 +395,7 @@ class LayerCache:
         """Forget every token, and errors of writes that nobody will read."""
         with contextlib.suppress(StorageError):
             self.drain()
-        self.length = 0
+        self.length = self._touched = 0
         self.forget_slots()
         self.window.mask.fill_(NEGATIVE_INFINITY)
 

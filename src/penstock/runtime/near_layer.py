@@ -322,7 +322,7 @@ class NearLayer(RetrievalLayer):
 
     def crop(self, length: int) -> None:
         """See `LayerCache.crop`."""
-        shrinks = length < self.length
+        shrinks = length < max(self.length, self._touched)
         super().crop(length)
         if shrinks:
             self.near.forget_from(length)

@@ -1,5 +1,7 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from penstock.core.stats import PhaseStats, RunStats
 from penstock.near_storage.near_store import NearStore
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.cache_health import CacheHealth
+from penstock.runtime.cache_health import CacheHealth, OtherLayer
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.device_tier.device_steps import DeviceSteps, can_begin_fetch
 from penstock.runtime.head_rows import HeadRows
@@ -69,14 +71,20 @@ class TieredRuntime:
             config.shape.num_layers, config.prompt_tokens, config.index_progress
         )
 
-    def _plan(self, batch: int) -> tuple[SelectionPolicy, SlotPlan]:
-        """Divide the budget for `batch` rows; opens the store, or closes it if none is needed."""
+    def _plan(
+        self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None = None
+    ) -> tuple[SelectionPolicy, SlotPlan]:
+        """Divide the budget for `batch` rows; opens the store, or closes it if none is needed.
+
+        Args:
+            held: under which tokens are held that go on; None: there are none.
+        """
         config = self.config
         stays = config.device_tier or (config.policy.stays_resident and not config.exact)
         if self._store is None and not stays:
             self._store = open_store(config, self._rows.shape, self._unit_tokens, batch)
         policy, plan = plan_cache(
-            config, self._rows, batch, held=(self.policy, self.plan) if self.layers else None,
+            config, self._rows, batch, held=held,
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
         )  # fmt: skip
         if plan.is_resident and self._store is not None:
@@ -90,13 +98,40 @@ class TieredRuntime:
 
     # Allocation -------------------------------------------------------------------------------
 
-    def _allocate(self, batch: int) -> None:
-        """Take the plan's memory from the ledger and build the layers."""
+    def _make_room(self, batch: int) -> None:
+        """Have layers for `batch` rows; while no token is held, for others than before too."""
+        if self.layers and not self.length and batch * self._rows.per_sequence != self.plan.batch:
+            self._give_back()
+        if not self.layers:
+            self._allocate(batch)
+
+    def _allocate(self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None = None) -> None:
+        """Take the plan's memory from the ledger and build the layers; all of it or nothing."""
+        try:
+            self._build(batch, held)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _release_memory(self) -> None:
+        for reservation in self._reservations:
+            reservation.release()
+        self._reservations = []
+
+    def _give_back(self) -> None:
+        """Close the layers; the store stays for others."""
+        layers, self.layers = self.layers, []
+        self._setup, self.device_steps = None, None
+        close_all(*(layer.close for layer in layers), self._release_memory)
+
+    def _build(self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None) -> None:
         if batch * self._rows.per_sequence != self.plan.batch:
-            self.policy, self.plan = self._plan(batch)
+            self.policy, self.plan = self._plan(batch, held)
             self._ledger.limit_bytes = self._limit()
         config, plan = self.config, self.plan
-        self._reservations = [self._ledger.take(*item) for item in plan.items if item[1]]
+        for item in plan.items:
+            if item[1]:
+                self._reservations.append(self._ledger.take(*item))
         if plan.is_resident:
             self.layers = resident_layers(
                 config.shape.num_layers, self._rows.shape, plan, config.max_tokens, config.device
@@ -137,8 +172,34 @@ class TieredRuntime:
 
     @property
     def batch(self) -> int:
-        """Sequences of the cache; 0 before the first token."""
-        return self.plan.batch // self._rows.per_sequence if self.layers else 0
+        """Sequences of the cache; 0 while it holds no token."""
+        return self.plan.batch // self._rows.per_sequence if self.length else 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each layer holds; they differ within a step, and where one was given up."""
+        return [layer.length for layer in self.layers]
+
+    def check_step(self, batch: int, count: int) -> None:
+        """Refuse a step of `count` tokens for each of `batch` rows before anything of it happens.
+
+        Raises:
+            CacheStateError: as for `attend`; or layers that are not in tiers hold other tokens.
+        """
+        self._health.require_sound(self.lengths, self._health.others)
+        self._check_size(0, batch, count)
+
+    def stand_beside(self, others: Sequence[OtherLayer]) -> None:
+        """Learn of the model's layers that are not in tiers: a step has to pass them too."""
+        self._health.others = others
+
+    def mixed_up(self) -> None:
+        """Rows of the layers that are not in tiers are not those of the tiers any more."""
+        self._health.tear(0)
+
+    def sound_length(self) -> int:
+        """Tokens that every layer holds, others than the tiered ones too, and that are sound."""
+        return self._health.common_length(self.lengths)
 
     def attend(self, layer: int, call: AttentionCall) -> Tensor:
         """Attend in one layer and take its new tokens in.
@@ -154,12 +215,11 @@ class TieredRuntime:
         """
         batch, _, count, _ = call.keys.shape
         self._check(layer, batch, count)
-        if not self.layers:
-            self._allocate(batch)
+        self._make_room(batch)
         if layer == 0:
             self._begin_step(batch, count)
         is_last = layer + 1 == len(self.layers)
-        with self._health:
+        with self._health.keeping(self.layers[layer].length):
             out = self._rows.unfold(self.layers[layer].attend(self._rows.fold_call(call)))
             if is_last and self.device_steps is not None:
                 self.device_steps.end(self.length, step=count == 1 and self.length > 1)
@@ -169,7 +229,7 @@ class TieredRuntime:
             self._meter.leave(count)
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
-            with self._health:
+            with self._health.keeping(self.length):
                 self._indexing.after_step(self.layers)
         return out
 
@@ -184,9 +244,8 @@ class TieredRuntime:
         """
         batch, _, count, _ = keys.shape
         self._check(layer, batch, count)
-        if not self.layers:
-            self._allocate(batch)
-        with self._health:
+        self._make_room(batch)
+        with self._health.keeping(self.layers[layer].length):
             self.layers[layer].append(*self._rows.fold_tokens(keys, values, visible))
             if layer + 1 == len(self.layers) and self.device_steps is not None:
                 self.device_steps.end(self.length)
@@ -208,13 +267,13 @@ class TieredRuntime:
         assert past is not None
         end = past.length if length is None else length
         self._check(0, self.batch or batch, end - self.length)
-        if not self.layers:
-            self._allocate(batch)
-        with self._health:
+        self._make_room(batch)
+        with self._health.keeping(self.length):
             if self._setup is not None and self.config.shares_past:
                 share_past(past, self.layers, self._setup.units, end)
             else:
-                copy_past(past, self.layers, self._rows, self.batch, end, self.config.device)
+                rows = self.plan.batch // self._rows.per_sequence
+                copy_past(past, self.layers, self._rows, rows, end, self.config.device)
             if self.device_steps is not None:
                 self.device_steps.end(self.length)
 
@@ -235,14 +294,20 @@ class TieredRuntime:
         if isinstance(target, DeviceLayer) or self.policy.drops:
             where = "the device tier" if isinstance(target, DeviceLayer) else self.policy.name
             raise CacheStateError(f"keys and values of {where} cannot be read back; use a disk")
-        with self._health:
+        with self._health.keeping(self.length):
             return self._rows.unfold_tokens(target.read_tokens(start, end))
 
     def index_state(self, layer: int) -> dict[str, Tensor] | None:
         """What the index of a layer needs to go on elsewhere; None where it is made from keys."""
         target = self.layers[layer]
-        with self._health:
+        with self._health.keeping(self.length):
             return target.index_state() if isinstance(target, RetrievalLayer) else None
+
+    def drop_fetches(self) -> None:
+        """A step was given up before its tokens came: what was fetched for it is not used."""
+        for layer in self.layers:
+            if isinstance(layer, RetrievalLayer | DeviceLayer):
+                layer.drop_fetch()
 
     def _forget_slots(self) -> None:
         for layer in self.layers:
@@ -250,9 +315,11 @@ class TieredRuntime:
                 layer.forget_slots()
 
     def _check(self, layer: int, batch: int, count: int) -> None:
-        agrees = layer > 0 or self.length == self.layer_length(-1)
-        self._health.require_sound(agrees=agrees)
-        if self.layers and batch != self.batch:
+        self._health.require_sound(self.lengths if layer == 0 else ())
+        self._check_size(layer, batch, count)
+
+    def _check_size(self, layer: int, batch: int, count: int) -> None:
+        if self.batch not in (0, batch):
             raise CacheStateError(f"the cache holds {self.batch} rows, not {batch}")
         total = self.layer_length(layer) + count
         if total > self.config.max_tokens:
@@ -276,7 +343,7 @@ class TieredRuntime:
 
     def recording_failed(self) -> None:
         """A step could not be recorded in a CUDA graph: nothing of it has run."""
-        self._health.is_torn = False
+        self._health.heal()
         self._meter.take_back(self.batch)
 
     def replayed(self) -> None:
@@ -300,7 +367,7 @@ class TieredRuntime:
         assert isinstance(target, RetrievalLayer | DeviceLayer)
         if self._setup is not None:
             self._setup.phase = self.stats.decode
-        with self._health:
+        with self._health.keeping(target.length):
             if self.device_steps is not None:
                 self.device_steps.begin(target.length)
             target.begin(self._rows.fold(query))
@@ -308,8 +375,13 @@ class TieredRuntime:
     # Changes of shape -------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Forget the tokens at and after `length`."""
-        with self._health:
+        """Forget the tokens at and after `length`; so is a step that failed behind it."""
+        with self._health.keeping(length):
+            if self._health.is_torn or len(set(self.lengths)) > 1:
+                self._forget_slots()
+                for layer in self.layers:
+                    if isinstance(layer, LayerCache):
+                        layer.drain()  # writes of units that are forgotten below
             for layer in self.layers:
                 if length > 0:
                     layer.crop(length)
@@ -319,20 +391,23 @@ class TieredRuntime:
             self.device_steps.end(self.length)
         if self._setup is not None:
             self._setup.units.forget_from(length // self.plan.group_tokens)
-        if all(layer.length == length for layer in self.layers):
-            self._health.is_torn = False
+        if set(self.lengths) <= {length}:
+            self._health.cropped(length)
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; of two batches the ledger has the new one alone.
 
         Raises:
             BudgetError: the new batch does not fit the budget.
+            CacheStateError: there is no such row.
         """
-        if not self.layers:
+        if not self.length:
             return
+        if not bool(((rows >= 0) & (rows < self.batch)).all()):
+            raise CacheStateError(f"rows {rows.tolist()} of a cache that holds {self.batch}")
         if len(rows) != self.batch:
-            self._plan(len(rows))  # refuses before anything is given up
-        with self._health:
+            self._plan(len(rows), (self.policy, self.plan))  # refuses before anything is given up
+        with self._health.keeping(0):
             if len(rows) != self.batch:
                 self._change_batch(rows)
             elif not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
@@ -344,13 +419,19 @@ class TieredRuntime:
             if isinstance(layer, LayerCache):
                 layer.forget_slots()
                 layer.drain()
-        for reservation in self._reservations:
-            reservation.release()
-        self._allocate(len(rows))
-        if self._setup is not None and old_setup is not None:
-            self._setup.units = old_setup.units
-        self._take_rows_from(old, rows, old_steps)
-        close_all(*(layer.close for layer in old))
+        self._release_memory()
+        self.layers = []
+        try:
+            self._allocate(len(rows), held=(self.policy, self.plan))
+            if self._setup is not None and old_setup is not None:
+                self._setup.units = old_setup.units
+            self._take_rows_from(old, rows, old_steps)
+        except BaseException:
+            self._health.tear(0)  # of the batch that was nothing is left
+            self._give_back()
+            raise
+        finally:
+            close_all(*(layer.close for layer in old))
 
     def _take_rows_from(self, old: list[AnyLayer], rows: Tensor, steps: DeviceSteps | None) -> None:
         rows = self._rows.of(rows)
@@ -396,4 +477,4 @@ class TieredRuntime:
             parts = [*self.layers, self._writer, self._store]
             closers = [part.close for part in parts if part is not None]
             self.layers, self._setup = [], None
-            close_all(*closers, *(reservation.release for reservation in self._reservations))
+            close_all(*closers, self._release_memory)

@@ -64,7 +64,7 @@ class DeviceLayer:
         """
         plan, shape, device = setup.plan, setup.shape, setup.device
         self.layer_idx, self.setup, self.index = layer_idx, setup, index
-        self.length = 0
+        self.length = self._touched = 0
         self.host = HostMemory(plan, shape, device)
         rows = plan.batch * (plan.num_slots + plan.tail_slots)
         memory = torch.zeros(rows, plan.unit_bytes, dtype=torch.uint8, device=device)
@@ -207,6 +207,7 @@ class DeviceLayer:
     def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
         plan, clock = self.setup.plan, self.setup.clock
         query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
+        self._touched = self.length + 1
         if self._begun is None:
             self._fetch(index.select(query, clock))
         else:
@@ -281,6 +282,7 @@ class DeviceLayer:
             self.window.set_first_groups(first // group_tokens)
         store_tokens(keys, values, self.host.tokens, start)
         self._index_keys(keys)
+        self._touched = start + keys.shape[2]
         self.window.write_many(keys, values, start)
         self.length = start + keys.shape[2]
         self.window.refresh(self.length, visible)
@@ -338,12 +340,13 @@ class DeviceLayer:
 
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`; the window is read back from host memory."""
-        if length >= self.length:
+        if length >= max(self.length, self._touched):
             return
+        length = min(length, self.length)
         _wait(self.setup.device)
         self._empty_slots()
         group_tokens = self.setup.plan.group_tokens
-        self.length = length
+        self.length = self._touched = length
         first = self.window.first_ring_group(length) * group_tokens
         tokens = self.host.tokens[:, first:length].to(self.setup.device)
         places = self.window.ring_places(torch.arange(first, length, device=tokens.device))
@@ -371,7 +374,7 @@ class DeviceLayer:
 
     def reset(self) -> None:
         """Forget every token."""
-        self.length = 0
+        self.length = self._touched = 0
         self._empty_slots()
         self.window.mask.fill_(NEGATIVE_INFINITY)
         self.lists.traffic.zero_()
@@ -381,6 +384,10 @@ class DeviceLayer:
             self.index.crop(0)
             self.index.forget_fit()
         self._may_step = False
+
+    def drop_fetch(self) -> None:
+        """Give up a fetch that will not be attended to; what it brought is in its slots."""
+        self._join()
 
     def forget_slots(self) -> None:
         """Trust nothing that a failed step may have left in the slots."""
