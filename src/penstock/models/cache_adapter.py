@@ -140,14 +140,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         )  # fmt: skip
         self._runtime = TieredRuntime(self._config, batch_size)
         super().__init__(layers=self._make_layers(shape))
-        self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
-        self._runtime.stand_beside(self._windows)
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
         if past is not None:
             self._restore(past, batch_size, past_tokens)
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
+        self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+        self._runtime.stand_beside(self._windows)
         self._decoder_config = decoder_config(model)
         try:
             self._attachment = Attachment(model)
