@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.core.closing import HeldInterrupts, close_all
-from penstock.core.errors import CacheStateError, ConfigError, UnsupportedModelError
+from penstock.core.errors import BudgetError, CacheStateError, ConfigError, UnsupportedModelError
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
@@ -27,6 +28,7 @@ from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
 from penstock.models.cache_options import (
     find_basis,
+    is_auto,
     limit_bytes,
     measured_prediction,
     named_policy,
@@ -43,6 +45,9 @@ from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.stored_past import StoredPast
 from penstock.runtime.tiered_runtime import TieredRuntime
+
+LIMIT_TRIES = 8
+"""How often "auto" asks what would do; each answer is for what was wanted first."""
 
 
 class TieredCache(Cache):  # type: ignore[misc]
@@ -88,7 +93,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             model: any decoder of transformers that uses the attention interface.
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
-                cache at `max_tokens` and `batch_size` ("1/13"), "auto", or None for no limit.
+                cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too little), None for no limit.
             store: see `KVStore.create`; or "host", memory that a GPU reads and writes by itself
                 (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
@@ -123,8 +128,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         if self.max_tokens < 1 or batch_size < 1:
             raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
         check_rope(model, self.max_tokens)
-        chosen = named_policy(policy)
-        kv, device = first_look(model, shape)
+        chosen, (kv, device) = named_policy(policy), first_look(model, shape)
         given, full = (model, shape, chosen, adapter, self.notices), kv.full_cache_bytes
         basis = find_basis(*given, exact=exact)
         late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
@@ -138,11 +142,29 @@ class TieredCache(Cache):  # type: ignore[misc]
             prompt_tokens=prompt_tokens, index_progress=index_progress,
             scaling=attention_scaling(model, kv.head_dim),
         )  # fmt: skip
-        self._runtime = TieredRuntime(self._config, batch_size)
+        self._plan(batch_size, at_least=is_auto(memory))
         super().__init__(layers=self._make_layers(shape))
         self._attach(model, shape, record=cuda_graphs and device.type == "cuda")
-        if past is not None:
-            self._restore(past, batch_size, past_tokens)
+        self._restore(past, batch_size, past_tokens)
+
+    def _plan(self, batch: int, *, at_least: bool) -> None:
+        """Divide the budget.
+
+        Args:
+            at_least: take the smallest that would do where it is too small.
+        """
+        for _ in range(LIMIT_TRIES if at_least else 0):
+            try:
+                self._runtime = TieredRuntime(self._config, batch)
+                return
+            except BudgetError as error:
+                limit, needed = self._config.limit_bytes, error.needed_bytes
+                if limit is None or needed is None:
+                    raise
+                # What a part of the cache needs may be less than the limit of all of it.
+                more = needed if needed > limit else 2 * limit
+                self._config = replace(self._config, limit_bytes=more)
+        self._runtime = TieredRuntime(self._config, batch)
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
@@ -159,7 +181,9 @@ class TieredCache(Cache):  # type: ignore[misc]
             raise
         self._open = True
 
-    def _restore(self, past: StoredPast, batch: int, tokens: int | None) -> None:
+    def _restore(self, past: StoredPast | None, batch: int, tokens: int | None) -> None:
+        if past is None:
+            return
         try:
             past.require_shape(self._config.shape)
             self._runtime.restore(batch, tokens)

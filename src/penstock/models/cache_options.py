@@ -117,6 +117,11 @@ def measured_prediction(
     return found
 
 
+def is_auto(memory: int | float | str | None) -> bool:
+    """Whether a user leaves the budget to us."""
+    return isinstance(memory, str) and memory.strip().lower() == "auto"
+
+
 def limit_bytes(
     memory: int | float | str | None, full_bytes: int, device: torch.device
 ) -> int | None:

@@ -1,0 +1,38 @@
+""" "auto" is never below what a cache cannot do without, whatever the length and the policy."""
+
+import pytest
+import torch
+
+from penstock import TieredCache
+from penstock.core.errors import BudgetError
+from penstock.models.cache_argument import cache_argument
+from penstock.policies import POLICIES
+from penstock.testing.tiny_models import tiny_model
+
+LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200, 300]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("must_tier", [False, True])
+@pytest.mark.parametrize("store", ["memory", "host"])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_auto_refuses_nothing(name: str, store: str, must_tier: bool) -> None:
+    policy = POLICIES[name]()
+    if store == "host" and not (policy.device_tier or policy.stays_resident):
+        pytest.skip("not for the device tier")
+    model = tiny_model("llama")
+    for length in LENGTHS:
+        for batch in (1, 3):
+            with TieredCache(
+                model, policy, "auto", store, max_tokens=length, batch_size=batch,
+                must_tier=must_tier,
+            ) as cache:  # fmt: skip
+                if length in (1, 17, 64):
+                    ids = torch.arange(3, 3 + length)[None].repeat(batch, 1)
+                    found = model(ids, **cache_argument(model, cache)).logits
+                    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_budget_that_somebody_set_is_kept() -> None:
+    with pytest.raises(BudgetError, match="smallest budget"):
+        TieredCache(tiny_model("llama"), "kvswap", "5%", "memory", max_tokens=30)
