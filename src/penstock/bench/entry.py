@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.core.errors import PenstockError
+from penstock.core.printable import printable
 
 
 def run_program(run: Callable[[Sequence[str]], Any]) -> None:
@@ -15,6 +16,6 @@ def run_program(run: Callable[[Sequence[str]], Any]) -> None:
     try:
         run(sys.argv[1:])
     except PenstockError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(str(error))}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
