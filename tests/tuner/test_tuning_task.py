@@ -248,9 +248,11 @@ def test_a_folder_under_home_is_found(
     make_task: MakeTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "kv").mkdir()
     for store in ("~/kv", "nvme:~/kv"):
         assert make_task(store=store).most_open(1, 2048) >= 1
-    assert (tmp_path / "kv").is_dir()
+    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/none"):
+        make_task(store="~/none").most_open(1, 2048)
 
 
 def test_the_disk_that_auto_leads_to_is_asked_for_its_room(

@@ -345,7 +345,6 @@ def test_nothing_of_an_encrypted_document_lies_in_the_open(
 
     for module in (direct_file, threaded_file):
         monkeypatch.setattr(module, "write_all", spied)
-    (tmp_path / "caches").mkdir()
     settings = replace(KEYED, store=tmp_path / "caches")
     with create(
         model, tmp_path / "d", settings=settings, policy=policy, title="Merger"
