@@ -38,11 +38,11 @@ $(INTERPRETER): $(INSTALLED)
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
 	@$(VENV)/bin/penstock demo
 
-# Two processes with a thread each (files stay whole, so that a module's fixtures are made once); then the kernels, with all threads.
+# Two processes with a thread each; files stay whole, so that a module's fixtures are made once. Bytecode is kept, whatever
+# the shell says: tests start many processes, and each would compile the package anew.
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
-	OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile --ignore=tests/kernels
-	$(PY) -m pytest -q tests/kernels
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile
 
 # MATRIX='--only plain,both-avx2' chooses lines; lines passed at this commit are not run again.
 test-matrix: $(INSTALLED) ## Run the tests as other machines do; the table is docs/test-matrix.md.

@@ -18,7 +18,8 @@ from penstock.kernels.native import compiled
 # No example is refused for being slow: the machine may be at something else meanwhile. What the
 # default profile says otherwise stays (where CI is set: the same examples each time).
 settings.register_profile(
-    "penstock", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    "penstock",
+    settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]),
 )
 settings.load_profile("penstock")
 

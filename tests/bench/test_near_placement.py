@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.image import imread
 
 from penstock.bench.clusters.key_stream import KeyStream
 from penstock.bench.figures.near_counts import draw_near_counts
@@ -95,7 +96,7 @@ def test_naive_pools_hold_the_steps_best_tokens(hot_share: float) -> None:
         before = after
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(
     seed=st.integers(0, 10**6), rule=st.sampled_from(list(RULES)),
     sizes=st.sampled_from([(0.2, 0.2), (0.3, 0.1), (0.6, 0.2)]),
@@ -130,7 +131,7 @@ def test_pools_keep_their_size_and_count_what_they_move(
         before = after
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 10**6), sizes=st.sampled_from([(0.2, 0.2), (0.3, 0.1), (0.5, 0.2)]))
 def test_no_choice_of_victims_beats_the_future(seed: int, sizes: tuple[float, float]) -> None:
     hot_share, alpha = sizes
@@ -239,7 +240,9 @@ def test_a_run(result_file: Path, tmp_path: Path) -> None:
     assert found["short_premises"]["output_tokens"] == 32
     names = draw_all([result_file], tmp_path)
     assert names == ["near-placement-small", "near-placement-small-counts"]
-    assert (tmp_path / "near-placement-small-counts.png").stat().st_size > 20_000
+    assert imread(tmp_path / "near-placement-small-counts.png")[..., :3].std(axis=2).max() > 0.05, (
+        "axes alone have no colour"
+    )
 
 
 def test_tables_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,7 @@ def test_naive_placement_keeps_the_device_busy() -> None:
 # What must hold of any ----------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(["device_internal", "device_link", "device_write", "fpga_macs",
                           "device_memory_bytes", "device_memory_bandwidth", "host_scoring",

@@ -12,7 +12,7 @@ from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
 from penstock.models.loader import load
-from penstock.tuner import engine_run
+from penstock.tuner import engine_run, kvswap_search
 
 RUN = CliRunner()
 QUICK = ["tune", "recall", "--max-context", "1536", "--memory", "1/2", "--disk", "memory"]
@@ -21,6 +21,7 @@ QUICK = ["tune", "recall", "--max-context", "1536", "--memory", "1/2", "--disk",
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "STEPS", 2)
+    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 4)
 
 
 @pytest.fixture
@@ -41,7 +42,18 @@ def test_a_config_a_table_and_a_reason(
     out = tmp_path / "config.json"
     tables = tmp_path / "tables.json"
     done = RUN.invoke(
-        app, [*QUICK, "--text", str(text), "-o", str(out), "--save-tables", str(tables)]
+        app,
+        [
+            *QUICK,
+            "--policies",
+            "kvswap,streaming_llm",
+            "--text",
+            str(text),
+            "-o",
+            str(out),
+            "--save-tables",
+            str(tables),
+        ],
     )
     assert done.exit_code == 0, done.output
     assert "kvswap G=" in done.output

@@ -229,8 +229,8 @@ class PartitionMachine(RuleBasedStateMachine):
             self.life.check_statistics()
 
 
-def test_nothing_is_lost_in_ten_thousand_steps() -> None:
+def test_nothing_is_lost_in_thousands_of_steps() -> None:
     PartitionMachine.steps = 0
-    lengths = settings(max_examples=200, stateful_step_count=60, deadline=None)
+    lengths = settings(max_examples=60, stateful_step_count=60, deadline=None)
     run_state_machine_as_test(PartitionMachine, settings=lengths)
-    assert PartitionMachine.steps >= 10_000
+    assert PartitionMachine.steps >= 2_500

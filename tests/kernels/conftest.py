@@ -1,9 +1,19 @@
-"""What the tests of kernels in Triton share."""
+"""What the tests of kernels share."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _more_than_one_thread() -> Iterator[None]:
+    """Kernels divide their work, whatever number of threads the suite runs with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

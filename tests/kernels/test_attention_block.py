@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.kernels import attention
 from penstock.kernels.attention import attention_block
 from penstock.kernels.reference import attention_reference
+from penstock.testing.pairs import covering
 
 BATCH, HEAD_DIM = 3, 16
 SCALING = 0.3
@@ -48,17 +49,18 @@ def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], 
     assert actual[1].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("masking", ["none", "padded", "empty row"])
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("queries", [1, 7])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "masking", "strided", "queries", "shape", "softcap"),
+    covering(
+        list(TOLERANCE), ["none", "padded", "empty row"], [False, True], [1, 7],
+        [(4, 4), (4, 2), (6, 1)], [None, 2.0],
+    ),
+)  # fmt: skip
 def test_past_block(
-    heads: int, kv_heads: int, queries: int, strided: bool, masking: str, dtype: torch.dtype,
+    shape: tuple[int, int], queries: int, strided: bool, masking: str, dtype: torch.dtype,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    tokens = 23
+    (heads, kv_heads), tokens = shape, 23
     query, keys, values = block(heads, kv_heads, queries, tokens, dtype, strided)
     visible, mask = padding(tokens, dtype, masking == "empty row")
     options: dict[str, Any] = {"scaling": SCALING, "softcap": softcap}
@@ -73,14 +75,14 @@ def test_past_block(
         assert (slow[1][2] == -math.inf).all()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("masking", ["none", "padded", "empty row"])
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "masking", "tokens", "kv_heads", "softcap"),
+    covering(list(TOLERANCE), ["none", "padded", "empty row"], [1, 5, 40], [4, 2], [None, 2.0]),
+)
 def test_causal_block(
-    heads: int, kv_heads: int, tokens: int, masking: str, dtype: torch.dtype, softcap: float | None
+    kv_heads: int, tokens: int, masking: str, dtype: torch.dtype, softcap: float | None
 ) -> None:
+    heads = 4
     query, keys, values = block(heads, kv_heads, tokens, tokens, dtype, False)
     visible, mask = padding(tokens, dtype, masking == "empty row")
     options: dict[str, Any] = {"scaling": SCALING, "softcap": softcap, "causal": True}

@@ -64,7 +64,7 @@ class Case:
         return fetched, plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_as_step_by_step(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.group_products import group_products, group_products_reference
+from penstock.testing.pairs import covering
 
 BLOCKS, GROUP, GROUPS = 2, 4, 8
 
@@ -16,10 +17,9 @@ def random_codes(batch: int, rank: int, bits: int) -> Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("rank", [7, 8, 48])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "rank", "batch", "heads"), covering([8, 4], [7, 8, 48], [1, 2], [1, 3, 8])
+)
 def test_integers_equal_the_reference(bits: int, rank: int, batch: int, heads: int) -> None:
     torch.manual_seed(rank)
     codes, queries = random_codes(batch, rank, bits), torch.randn(batch, heads, rank)

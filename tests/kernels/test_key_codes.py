@@ -11,6 +11,7 @@ import pytest
 from penstock.kernels import key_codes, key_shares
 from penstock.kernels.key_codes import DTYPES, FloatArray, KeyCodes
 from penstock.kernels.native import compiled
+from penstock.testing.pairs import covering
 
 WAYS = ["vectors", "plain C", "numpy"]
 UNITS = 70
@@ -67,10 +68,9 @@ def coded(dtype: str, heads: int, dim: int, bits: int, units: int = UNITS) -> Ke
     return codes
 
 
-@each_way
-@bits_of
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [32, 64, 80, 128, 200])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "bits", "way"), covering([32, 64, 80, 128, 200], list(DTYPES), [8, 4], WAYS)
+)
 def test_codes_are_off_by_what_their_steps_say(dim: int, dtype: str, bits: int, way: str) -> None:
     keys, _ = keys_of(dtype, 3, dim)
     codes = coded(dtype, 3, dim, bits)
@@ -93,10 +93,9 @@ def test_codes_are_off_by_what_their_steps_say(dim: int, dtype: str, bits: int, 
             assert (off[..., part] <= bound[..., None]).all()
 
 
-@each_way
-@bits_of
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [32, 80, 128])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "bits", "way"), covering([32, 80, 128], list(DTYPES), [8, 4], WAYS)
+)
 def test_putting_means_the_same(dim: int, dtype: str, bits: int, way: str) -> None:
     codes = coded(dtype, 2, dim, bits)
     plain = KeyCodes(UNITS, 2, dim, dtype, bits)
@@ -111,11 +110,11 @@ def one_query(heads: int, dim: int) -> tuple[FloatArray, FloatArray, float]:
     return query, rng.normal(size=heads).astype(np.float32) * 3 + 12, dim**-0.5
 
 
-@each_way
-@bits_of
-@pytest.mark.parametrize("dim", [32, 64, 80, 128, 200])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_scores_mean_the_same(heads: int, kv_heads: int, dim: int, bits: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dim", "bits", "way"), covering(HEADS, [32, 64, 80, 128, 200], [8, 4], WAYS)
+)
+def test_scores_mean_the_same(shape: tuple[int, int], dim: int, bits: int, way: str) -> None:
+    heads, kv_heads = shape
     codes = coded("bfloat16", kv_heads, dim, bits)
     query, normalisers, scaling = one_query(heads, dim)
     rng = np.random.default_rng(1)
@@ -290,10 +289,10 @@ def test_what_does_not_fit_is_refused(bits: int, way: str) -> None:
         other.score_prepared(codes.prepare(query, None, scaling), np.array([0]), out)
 
 
-@each_way
-@bits_of
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("bad", "dtype", "bits", "way"),
+    covering([np.nan, np.inf, -np.inf], list(DTYPES), [8, 4], WAYS),
+)
 def test_keys_that_are_no_numbers_are_refused(bad: float, dtype: str, bits: int, way: str) -> None:
     raw = keys_of(dtype, 2, 64)[1][:3].copy()
     value = np.array([bad], dtype=np.float32)

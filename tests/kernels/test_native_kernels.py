@@ -21,6 +21,7 @@ from penstock.runtime import fetch_plan
 from penstock.storage import coalesce as coalescing
 from penstock.storage import native_aio
 from penstock.testing.integrity import check_slots
+from penstock.testing.pairs import covering
 from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import SlotTable
 
@@ -38,10 +39,12 @@ def random_codes(batch: int, blocks: int, group: int, groups: int, rank: int, bi
 
 
 @bytewise
-@pytest.mark.parametrize("num_groups", [1, 5, 63, 64, 3000])
-@pytest.mark.parametrize("heads", [1, 8, 16, 40])
-@pytest.mark.parametrize(("bits", "rank"), [(8, 4), (8, 48), (4, 8), (4, 40)])
-def test_group_scores(bits: int, rank: int, heads: int, num_groups: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "heads", "num_groups"),
+    covering([(8, 4), (8, 48), (4, 8), (4, 40)], [1, 8, 16, 40], [1, 5, 63, 64, 3000]),
+)
+def test_group_scores(width: tuple[int, int], heads: int, num_groups: int) -> None:
+    bits, rank = width
     torch.manual_seed(heads)
     codes = random_codes(2, -(-num_groups // 64), 4, 64, rank, bits)
     queries = torch.randn(2, heads, rank) * 4 / codes.float().std() / rank**0.5

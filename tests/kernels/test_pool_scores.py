@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.kernels import pool_scores as module
 from penstock.kernels.native import compiled
 from penstock.kernels.pool_scores import logit_sums, pool_logits
+from penstock.testing.pairs import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(1, 1), (8, 8), (8, 1), (8, 4), (8, 2), (16, 2)]
@@ -62,13 +63,14 @@ def exactly(query: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("rhd,rphd->rhp", query.double(), keys)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("places", [1, 16, 131, 300])
-@pytest.mark.parametrize("dim", [32, 64, 80, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("shape", "dim", "places", "dtype"),
+    covering(HEADS, [32, 64, 80, 128], [1, 16, 131, 300], DTYPES),
+)
 def test_scores(
-    heads: int, kv_heads: int, dim: int, places: int, dtype: torch.dtype, way: str
+    shape: tuple[int, int], dim: int, places: int, dtype: torch.dtype, way: str
 ) -> None:
+    heads, kv_heads = shape
     query, tokens, mask = made(2, places, heads, kv_heads, dim, dtype)
     hidden, scaling = mask != 0, dim**-0.5
     products = exactly(query, tokens, mask)

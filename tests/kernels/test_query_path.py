@@ -14,6 +14,7 @@ from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.put_token import PutToken
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.coalesce import coalesce_plainly, plan_reads
+from penstock.testing.pairs import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs = pytest.mark.skipif(compiled.kernel("top_units") is None, reason="kernels were not compiled")
@@ -22,10 +23,10 @@ vectors = pytest.mark.skipif(compiled.kernel("rms_norm") is None, reason="no AVX
 
 
 @vectors
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [True, False])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "with_bias", "with_norm", "dtype"),
+    covering([1, 3], [True, False], [True, False], DTYPES),
+)
 def test_predicted_query(batch: int, with_bias: bool, with_norm: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(batch)
     width, heads, dim = 192, 5, 64
@@ -47,12 +48,14 @@ def test_predicted_query(batch: int, with_bias: bool, with_norm: bool, dtype: to
 
 
 @bytewise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "rank"), [(8, 16), (8, 48), (4, 32)])
-@pytest.mark.parametrize(("first", "end", "wanted"), [(0, 500, 20), (3, 130, 127), (7, 90, 400)])
+@pytest.mark.parametrize(
+    ("asked", "code", "dtype"),
+    covering([(0, 500, 20), (3, 130, 127), (7, 90, 400)], [(8, 16), (8, 48), (4, 32)], DTYPES),
+)
 def test_group_selection(
-    first: int, end: int, wanted: int, bits: int, rank: int, dtype: torch.dtype
+    asked: tuple[int, int, int], code: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    (first, end, wanted), (bits, rank) = asked, code
     torch.manual_seed(end)
     batch, heads, kv_heads, dim = 2, 6, 3, 32
     width = rank if bits == 8 else rank // 2

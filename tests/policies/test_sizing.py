@@ -50,7 +50,7 @@ def kvswaps(draw: st.DrawFn) -> KVSwap:
 POLICY = st.one_of(kvswaps(), st.builds(FlexGen, group_tokens=st.integers(1, 128)), st.just(Full()))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(POLICY, requests())
 def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest) -> None:
     limit = request.limit_bytes

@@ -10,7 +10,7 @@ from penstock.storage.write_buffers import WriteBuffers
 CLUSTERS = st.integers(0, 7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     num_buffers=st.integers(0, 4),
     lives=st.lists(st.tuples(st.sampled_from("aaaaaafrc"), CLUSTERS), min_size=10, max_size=120),

@@ -178,7 +178,7 @@ steps = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(steps=steps, placement=st.sampled_from(PLACEMENTS), decay=st.integers(0, 4))
 def test_many_steps_agree_with_the_slow_twin(
     steps: list[Any], placement: Placement, decay: int
@@ -217,7 +217,7 @@ def test_many_steps_agree_with_the_slow_twin(
         assert policy.hits.tolist() == [one.hits for one in slow]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     held=st.lists(st.integers(0, LENGTH - 1), min_size=SLOTS, max_size=SLOTS, unique=True),
     counts=st.lists(st.integers(0, 14), min_size=LENGTH, max_size=LENGTH), extra=st.integers(1, 11),

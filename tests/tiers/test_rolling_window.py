@@ -96,7 +96,7 @@ def histories(draw: st.DrawFn) -> tuple[Twin, list[int], list[tuple[str, int]]]:
     return Twin(batch, group, sinks, ring), padding, steps
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(histories())
 def test_random_histories(history: tuple[Twin, list[int], list[tuple[str, int]]]) -> None:
     twin, padding, steps = history

@@ -217,17 +217,15 @@ def test_when_all_seeds_are_refused(
     assert "refused the seeds 3 to 5; give another --seed" in capsys.readouterr().err
 
 
-def test_for_real(tmp_path: Path) -> None:
+def test_for_real(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Stopped by SIGTERM in the first sitting, then to the end, then once more for nothing."""
     long = tmp_path / "long.toml"
     long.write_text((FOLDER / "configs" / "toy.toml").read_text().replace("= 0.5", "= 0.001", 1))
     path, out = recipe(tmp_path, long), tmp_path / "run"
     text = path.read_text()
     path.write_text(text.replace("minutes = 0.03", "minutes = 2"))
-    command = [
-        sys.executable, "-m", "training.retrain", str(path), "--out", str(out), "--device", "cpu",
-        "--workers", "0",
-    ]  # fmt: skip
+    words = [str(path), "--out", str(out), "--device", "cpu", "--workers", "0"]
+    command = [sys.executable, "-m", "training.retrain", *words]
     process = subprocess.Popen(command, cwd=FOLDER.parent, stderr=subprocess.PIPE, text=True)
     checkpoint = out / "1-long-seed-3" / "checkpoint.pt"
     end = time.monotonic() + 120
@@ -239,14 +237,14 @@ def test_for_real(tmp_path: Path) -> None:
     assert "the same command goes on" in said
 
     path.write_text(text.replace("minutes = 0.03", "minutes = 0.1"))
-    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2 cells agree" in done.stdout
+    assert retrain.main(words) == 0
+    done = capfd.readouterr().out
+    assert "2 of 2 cells agree" in done
     log = (out / "1-long-seed-3" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in log].count("begin") == 2
     written = (out / "evaluation.json").stat().st_mtime_ns
-    again = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0
-    assert again.stdout
-    assert done.stdout.endswith(again.stdout)
+    assert retrain.main(words) == 0
+    again = capfd.readouterr().out
+    assert again
+    assert done.endswith(again)
     assert (out / "evaluation.json").stat().st_mtime_ns == written

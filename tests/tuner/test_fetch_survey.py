@@ -73,10 +73,12 @@ def test_its_own_setting_is_counted_exactly(work: Workpiece) -> None:
     assert 0 < found.reads < found.missing
 
 
-def needed(work: Workpiece, reuse: int) -> dict[FetchSetting, Fetches]:
+def needed(
+    work: Workpiece, reuse: int, groups: tuple[int, ...] = (1, 2, 4, 8, 16)
+) -> dict[FetchSetting, Fetches]:
     """What settings of every group size fetch, by the engine's own counts."""
     out = {}
-    for group in (1, 2, 4, 8, 16):
+    for group in groups:
         policy = KVSwap(
             group_tokens=group, selected_tokens=208, reuse_tokens=reuse, rank=32, index_bits=8
         )
@@ -99,17 +101,16 @@ def test_other_settings_are_foretold(work: Workpiece, reuse: int) -> None:
             assert found[choice].reads == pytest.approx(reads, rel=share), choice
 
 
-@pytest.mark.parametrize("reuse", [208, 416])
 def test_what_they_say_themselves_is_foretold_on_the_whole(
-    work: Workpiece, ids: torch.Tensor, reuse: int
+    work: Workpiece, ids: torch.Tensor
 ) -> None:
     """They attend to other tokens and so say others, which changes what is selected: behind a
     single text the survey may be a fifth off, with compiled kernels and without. So four are
     taken together."""
-    sums = np.zeros((2, 5, 2))  # foretold and needed; group sizes; units and requests
+    sums = np.zeros((2, 3, 2))  # foretold and needed; group sizes; units and requests
     for end in (1300, 1400, 1500, CONTEXT):
         behind = replace(work, context=end, first_token=int(ids[0, end]))
-        engine = needed(behind, reuse)
+        engine = needed(behind, 416, groups=(1, 4, 16))
         found = survey(behind, list(engine), rank=48, store="memory")
         sums += np.array([[found[choice] for choice in engine], list(engine.values())])
     assert sums[0] == pytest.approx(sums[1], rel=0.12)

@@ -25,7 +25,7 @@ def test_a_text_is_followed(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "follow.json"
     methods = f"full-dynamic;louiskv:tau=1,{EXACT};louiskv:tau=-1,{OPTIONS};arkvale:{OPTIONS}"
     result = follow.run([
-        "--model", "recall", "--text", str(text), str(text), "--prompt", "400", "--steps", "24",
+        "--model", "recall", "--text", str(text), str(text), "--prompt", "400", "--steps", "10",
         "--methods", methods, "--out", str(out), "--dtype", "float32",
     ])  # fmt: skip
     rows = {(row["text"], row["method"].split(",")[0]): row for row in result.figures["rows"]}

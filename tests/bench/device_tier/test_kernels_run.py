@@ -74,7 +74,7 @@ def test_figures_are_drawn_from_the_files(measured: Path, tmp_path: Path) -> Non
     ])  # fmt: skip
     names = draw_all([out, measured], tmp_path / "figures")
     assert names == ["fast", "fast-breakdown", "kernels"]
-    assert (tmp_path / "figures" / "fast.svg").stat().st_size > 0
+    assert "<path" in (tmp_path / "figures" / "fast.svg").read_text()
     result = Result.load(out)
     upper, lower = draw_device_speed(result).axes
     assert upper.get_title("left") or upper.get_title() == "96 in, 60 out"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.device import layer_parts
+from penstock.testing.pairs import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -39,16 +40,16 @@ def test_norms(device: torch.device, form: str, dtype: torch.dtype, size: tuple[
     close(found, weight.double() * wide / root)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "heads", "key_heads", "dim"), [(1, 4, 2, 12), (3, 5, 1, 128), (2, 4, 0, 64)]
+    ("dtype", "sizes", "shared"),
+    covering(DTYPES, [(1, 4, 2, 12), (3, 5, 1, 128), (2, 4, 0, 64)], [False, True]),
 )
-@pytest.mark.parametrize("shared", [False, True])
 def test_rotations(
-    device: torch.device, form: str, dtype: torch.dtype, batch: int, heads: int, key_heads: int,
-    dim: int, shared: bool,
+    device: torch.device, form: str, dtype: torch.dtype, sizes: tuple[int, int, int, int],
+    shared: bool,
 ) -> None:  # fmt: skip
     """Queries and keys as a layer has them, transposed; positions of each row, or one for all."""
+    batch, heads, key_heads, dim = sizes
     torch.manual_seed(dim)
     query = torch.randn(batch, 1, heads, dim).to(device, dtype).transpose(1, 2)
     key = torch.randn(batch, 1, key_heads + 1, dim).to(device, dtype)[:, :, 1:].transpose(1, 2)

@@ -13,6 +13,7 @@ from penstock.core.selection import Selection
 from penstock.kernels.device import slots
 from penstock.kernels.device.slots import FetchLists
 from penstock.runtime.fetch_plan import plan_fetch
+from penstock.testing.pairs import covering
 from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import SlotTable
 
@@ -86,30 +87,29 @@ def test_plan_is_the_engine_s(
 
 
 @pytest.mark.parametrize(
-    ("rows", "wanted", "unit_bytes", "group", "dtype"),
-    [
-        (1, 1, 16, 1, torch.float32),
-        (3, 7, 48, 1, torch.bfloat16),
-        (2, 20, 512, 1, torch.bfloat16),
-        (2, 5, 1040, 3, torch.float16),
-        (2, 3, 4112, 4, torch.float32),
-        (1, 2, 8192, 8, torch.bfloat16),
-    ],
+    ("sizes", "programs", "beside"),
+    covering(
+        [
+            (1, 1, 16, 1, torch.float32),
+            (3, 7, 48, 1, torch.bfloat16),
+            (2, 20, 512, 1, torch.bfloat16),
+            (2, 5, 1040, 3, torch.float16),
+            (2, 3, 4112, 4, torch.float32),
+            (1, 2, 8192, 8, torch.bfloat16),
+        ],
+        [None, 1, 9],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("programs", [None, 1, 9])
-@pytest.mark.parametrize("beside", [False, True])
 def test_gathered_units_are_in_their_slots(
     device: torch.device,
     form: str,
     monkeypatch: pytest.MonkeyPatch,
     programs: int | None,
     beside: bool,
-    rows: int,
-    wanted: int,
-    unit_bytes: int,
-    group: int,
-    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int, torch.dtype],
 ) -> None:
+    rows, wanted, unit_bytes, group, dtype = sizes
     """Also where a program copies several tiles, as with many rows or beside other work."""
     gather = kernel("gather_units", form)
     if form == "triton":

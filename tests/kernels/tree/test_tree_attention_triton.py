@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("bounds_of_loops")
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_tree_is_plain_attention(tree_case: Any, data: st.DataObject) -> None:
@@ -55,11 +55,14 @@ def test_any_tree_is_plain_attention(tree_case: Any, data: st.DataObject) -> Non
     case.check(tree_attention_triton, softcap, window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("dim", "kv_heads", "queries", "most_rows"),
-    [(64, 2, 1, 16), (80, 1, 1, 1), (96, 1, 4, 16), (128, 2, 8, 8), (256, 1, 2, 2)],
-)
+    ("dim", "kv_heads", "queries", "most_rows", "dtype"),
+    [
+        (64, 2, 1, 16, torch.float32), (80, 1, 1, 1, torch.bfloat16),
+        (96, 1, 4, 16, torch.float16), (128, 2, 8, 8, torch.bfloat16),
+        (256, 1, 2, 2, torch.float32),
+    ],
+)  # fmt: skip
 def test_shapes_of_models(
     tree_case: Any, dim: int, kv_heads: int, queries: int, most_rows: int, dtype: torch.dtype
 ) -> None:

@@ -143,7 +143,7 @@ def test_sizes(beams: int, most: int, balanced: list[int], greedy: list[int]) ->
         assert [len(group) for group in groups] == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(beams(), st.data(), st.sampled_from(OPTIONS))
 def test_every_beam_runs_once_and_no_group_is_too_large(
     blocks: list[Blocks], data: st.DataObject, options: ScheduleOptions

@@ -70,4 +70,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestBlockTree = TreeMachine.TestCase
-TestBlockTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockTree.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

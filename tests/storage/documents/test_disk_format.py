@@ -228,7 +228,7 @@ def test_a_manifest_cannot_be_forged_without_the_key() -> None:
         opened(plain, KEY)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_are_a_typed_error(raw: bytes) -> None:
     with pytest.raises((DocumentDamagedError, DocumentFormatError)):
@@ -243,7 +243,7 @@ JSON_VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(about=st.dictionaries(st.text(max_size=5), JSON_VALUES, max_size=4), sealed=st.booleans())
 def test_any_json_about_the_document_comes_back(about: dict[str, Any], sealed: bool) -> None:
     disk, key = CrashDisk(), KEY if sealed else None
