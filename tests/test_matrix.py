@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,10 +66,29 @@ def test_what_a_machine_cannot_run_is_said(
     assert obstacle(line, flags) == why
 
 
-def test_this_python_is_found() -> None:
-    found = find_python(OWN_PYTHON)
-    assert found is None or Path(found).exists()
-    assert found is not None or shutil.which(Path(sys.executable).name) is None
+def script(path: Path, line: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_an_interpreter_is_one_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shim is on the path for versions that are not chosen, too."""
+    folder = tmp_path / "bin"
+    script(folder / "python3.77", "echo 'command not found'; exit 127")
+    plain = script(folder / "python3.78", "echo 3.78")
+    monkeypatch.setenv("PATH", str(folder))
+    assert find_python("3.77") is None
+    assert find_python("3.78") == str(plain)
+    assert find_python("3.79") is None
+    root = tmp_path / "root"
+    script(folder / "pyenv", f"echo {root}")
+    installed = script(root / "versions" / "3.77.1" / "bin" / "python", "echo 3.77")
+    script(root / "versions" / "3.7.9" / "bin" / "python", "echo 3.7")
+    assert find_python("3.77") == str(installed)
 
 
 def test_no_compiler_is_on_the_path_and_all_else_is(
