@@ -15,7 +15,9 @@ Parsing ends a command where its options are read. `make` is asked what it would
 import argparse
 import contextlib
 import io
+import json
 import os
+import random
 import re
 import runpy
 import shlex
@@ -34,6 +36,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import penstock.models
+from penstock.bench.tasks.recall import make_sample
 from penstock.cli.main import app
 from penstock.models.cache_argument import OUTPUT_NAME
 
@@ -223,7 +226,7 @@ def test_every_block_is_found_and_reasons_are_given() -> None:
     for page in PAGES:
         text = (TOP / page).read_text()
         assert len(blocks(page)) == len(re.findall(r"^```(?:sh|python)$", text, re.MULTILINE)), page
-        assert len(re.findall("<!-- run:", text)) == len(
+        assert len(re.findall("^<!-- run", text, re.MULTILINE)) == len(
             [match for match in BLOCK.finditer(text) if match["how"]]
         ), f"{page}: a marker is not `run: WAY: why`, or is not on the line before its block"
 
@@ -247,3 +250,19 @@ def test_a_command_is_read_as_a_shell_reads_it() -> None:
     [(words, texts)] = Block("sh", code, "run", ("--z", "1")).commands()
     assert words == ["penstock", "X", "runs/a/m", "--y", "b c", "--z", "1"]
     assert texts == ["a b ."]
+
+
+def test_the_demo_that_the_readme_shows_is_the_one_that_runs() -> None:
+    """Its document, question and answer; tests/cli/test_demo.py runs it on a shorter document."""
+    readme = (TOP / "README.md").read_text()
+    bundled = Path(penstock.models.__file__).parent / "recall"
+    vocabulary = json.loads((bundled / "tokenizer.json").read_text())["model"]["vocab"]
+    sample = make_sample("multi_query", 16384, random.Random(0), vocabulary)
+    words = sample.prompt.split()
+    facts = re.findall(r"^  at token +([\d,]+)  (.*)$", readme, re.MULTILINE)
+    assert len(facts) == len(sample.values)
+    for place, fact in facts:
+        start = int(place.replace(",", ""))
+        assert words[start : start + len(fact.split())] == fact.split()
+    question = sample.prompt.rpartition("Question : ")[2].removesuffix(" Answer :")
+    assert f"Question : {question}\nAnswer : {sample.answer.removesuffix(' <eos>')}\n" in readme
