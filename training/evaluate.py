@@ -18,7 +18,7 @@ from training.asked import recall_asker
 from training.data import GENERATORS
 
 if TYPE_CHECKING:  # torch is not for the processes that make samples, which import this file again
-    from penstock.bench.result import Result, result_file
+    from penstock.bench.result import Result
 
 KIND = "training-evaluation"
 LONG_ANSWER = 100
@@ -39,6 +39,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that every evaluation has."""
+    from penstock.bench.result import result_file
+
     add = parser.add_argument
     add("--samples", type=int, default=100, help="of each task and length")
     add("--generate", type=int, default=0, help="samples of each cell to decode as well")
