@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from penstock.models.model_shape import inspect_model
-from penstock.tuner import engine_run, kvswap_search
-from penstock.tuner.engine_run import ROUNDS
+from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import (
     CHECKS,
+    FINAL_ROUNDS,
     FINALISTS,
     POINTS,
     KVSwapSearch,
@@ -18,11 +16,7 @@ from penstock.tuner.tuning_task import TuningTask
 MakeTask = Callable[..., TuningTask]
 
 
-def test_what_was_run_is_what_was_wanted(
-    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_run, "STEPS", 2)
-    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 4)
+def test_what_was_run_is_what_was_wanted(make_task: MakeTask) -> None:
     full = inspect_model(make_task().model).kv.full_cache_bytes(1, 1024)
     task = make_task(max_context=1024, store="memory", limit_bytes=int(full * 0.7))
     search = KVSwapSearch(task)
@@ -31,7 +25,7 @@ def test_what_was_run_is_what_was_wanted(
     [found] = search.found
     assert len(search.runs) == POINTS + CHECKS
     assert task.journal.made == search.measurements == POINTS + CHECKS + FINALISTS
-    steps = 2 * (ROUNDS * len(search.runs) + 4 * FINALISTS)
+    steps = STEPS * (ROUNDS * len(search.runs) + FINAL_ROUNDS * FINALISTS)
     assert search.decode_steps == steps, "no round was cut short"
     assert found.measured is not None
     for _, policy, work, figures in search.runs:

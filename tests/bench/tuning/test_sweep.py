@@ -19,19 +19,17 @@ from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import policy_from
-from penstock.tuner import engine_run, kvswap_search
-from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
+from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, run_together
 from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS
+from penstock.tuner.kvswap_search import FINAL_ROUNDS as LAST_ROUNDS
 
 Row = dict[str, Any]
-SETTINGS, SITTINGS, STEPS, LAST_ROUNDS = 7, 2, 2, 4
+SETTINGS, SITTINGS = 7, 2
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_run, "STEPS", STEPS)
-        patched.setattr(kvswap_search, "FINAL_ROUNDS", LAST_ROUNDS)
         patched.setattr(sweep_device, "SITTINGS", SITTINGS)
         yield
 
