@@ -36,6 +36,9 @@ def decode_attention(query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
         or query.dtype not in DTYPE_CODES
         or not query.dtype == tokens.dtype == mask.dtype
         or not tokens.is_contiguous()
+        or tokens.shape != (batch, places, 2, kv_heads, head_dim)
+        or mask.shape != (batch, places)
+        or num_heads % kv_heads
     ):
         return decode_attention_reference(query, tokens, mask, scaling)
     query, mask = query.contiguous(), mask.contiguous()

@@ -101,6 +101,10 @@ class GroupFetch:
             assert array.flags.c_contiguous, "arrays of one piece are wanted"
         assert to.slot_of.dtype == to.unit_in.dtype == np.int32
         assert to.heads.dtype == to.stored.dtype == np.int64
+        rows = len(to.heads)
+        assert len(to.slot_of) == len(to.unit_in) == len(to.stored) == rows, "a row each"
+        assert to.stored.shape[1] <= to.slot_of.shape[1], "groups without a place in the table"
+        self._most_groups = to.stored.shape[1]
         self._kernel, self._selection, self._to = compiled, selection, to
         self._num_slots = to.unit_in.shape[1]
         self._index = query_part
@@ -124,6 +128,10 @@ class GroupFetch:
             key: of the first request.
         """
         batch, (first, end) = len(query), groups
+        self._selection.require(query, first, end)
+        assert batch <= len(self._to.heads), query.shape
+        assert 0 < wanted <= end - first, groups
+        assert end <= self._most_groups, groups
         size = batch * wanted
         # Torch's memory tells its address several times faster than numpy's.
         memory = torch.empty(_RESULTS + (_LISTS + _IOCB_NUMBERS + 1) * size, dtype=torch.int64)

@@ -33,7 +33,10 @@ def group_scores(
     if compiled is None or not is_compiled(codes, bits):
         return group_scores_reference(codes, queries, bits, num_groups, first)
     batch, heads, rank = queries.shape
-    _, _, group_tokens, block_groups, width = codes.shape
+    _, blocks, group_tokens, block_groups, width = codes.shape
+    assert batch <= len(codes), queries.shape
+    assert rank <= width * 8 // bits, (rank, width)
+    assert num_groups <= blocks * block_groups, (num_groups, codes.shape)
     queries = queries.contiguous()
     scores = torch.empty(batch, num_groups)
     scratch = torch.empty(compiled_scratch_bytes(num_groups, width), dtype=torch.uint8)

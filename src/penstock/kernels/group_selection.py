@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.errors import ConfigError
 from penstock.kernels.group_scores import compiled_scratch_bytes, group_scores, is_compiled
 from penstock.kernels.low_rank import fits_compiled, project_queries
 from penstock.kernels.native.compiled import address, kernel
@@ -42,10 +43,25 @@ class GroupSelection:
             basis: as in `project_queries`. [kv_heads * head_dim, rank]
             factor: float32, on low-rank queries. [rank]
             heads: query heads.
+
+        Raises:
+            ConfigError: these do not belong together; the compiled calls read as far as they say.
         """
+        rank, width = basis.shape[1], codes.shape[-1]
+        if (
+            heads % kv_heads or basis.shape[0] % kv_heads or factor.shape != (rank,)
+            or factor.dtype != torch.float32 or not codes.is_contiguous()
+            or not factor.is_contiguous() or width != (-(-rank // 2) if bits == 4 else rank)
+        ):  # fmt: skip
+            raise ConfigError(
+                f"codes {list(codes.shape)} of {bits} bits, a basis {list(basis.shape)} and "
+                f"{list(factor.shape)} factors do not belong together; make the index again"
+            )
         self._codes, self._basis, self._factor, self._bits = codes, basis, factor, bits
         self._heads, self._kv_heads = heads, kv_heads
         self._dim, self._rank = basis.shape[0] // kv_heads, basis.shape[1]
+        self._query_shape = (heads, self._dim)
+        self._rows, self._most_groups = len(codes), codes.shape[1] * codes.shape[3]
         self._kernel = None
         if not is_compiled(codes, bits) or not fits_compiled(basis, self._dim):
             return
@@ -93,6 +109,7 @@ class GroupSelection:
         count = min(wanted, num_groups - first)
         if self._kernel is None or count <= 0 or query.dtype != self._basis.dtype:
             return self.reference(query, first, num_groups, wanted)
+        self.require(query, first, num_groups)
         query = query.contiguous()
         chosen = np.empty((len(query), count), dtype=np.int64)
         scratch = np.empty(self.scratch_bytes(num_groups), dtype=np.uint8)
@@ -101,6 +118,12 @@ class GroupSelection:
             address(scratch), address(chosen),
         )  # fmt: skip
         return chosen
+
+    def require(self, query: Tensor, first: int, num_groups: int) -> None:
+        """A compiled call reads no further than the codes and the query are."""
+        assert query.shape[1:] == self._query_shape, query.shape
+        assert len(query) <= self._rows, query.shape
+        assert 0 <= first <= num_groups <= self._most_groups, (first, num_groups)
 
     def reference(
         self, query: Tensor, first: int, num_groups: int, wanted: int

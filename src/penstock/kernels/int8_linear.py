@@ -51,7 +51,7 @@ class Int8Linear:
             [..., outputs] in the dtype of `x`.
         """
         compiled = kernel("int8_linear")
-        if compiled is None or x.device.type != "cpu" or x.shape[-1] % 64:
+        if compiled is None or x.device.type != "cpu" or not self._takes(x.shape[-1]):
             return self.reference(x)
         width, outputs = x.shape[-1], self.weight.shape[0]
         wide = x.reshape(-1, width).float().contiguous()
@@ -63,6 +63,9 @@ class Int8Linear:
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], outputs).to(x.dtype)
+
+    def _takes(self, width: int) -> bool:
+        return width % 64 == 0 and width == self.weight.shape[1]
 
     def reference(self, x: Tensor) -> Tensor:
         """The meaning of a call in plain torch."""

@@ -24,7 +24,7 @@ def project_queries(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor)
         float32 [batch, heads, rank]
     """
     compiled = _compiled(query, basis)
-    if compiled is None:
+    if compiled is None or not _belong(basis, kv_heads * query.shape[2], factor):
         return project_queries_reference(query, basis, kv_heads, factor)
     batch, heads, head_dim = query.shape
     query = query.contiguous()
@@ -61,7 +61,8 @@ def project_keys(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
     compiled = _compiled(keys, basis)
     batch, tokens, kv_heads, head_dim = keys.shape
     together = keys.stride(3) == 1 and keys.stride(2) == head_dim
-    if compiled is None or not together or tokens > _FEW_TOKENS:
+    fits = together and _belong(basis, kv_heads * head_dim, factor)
+    if compiled is None or not fits or tokens > _FEW_TOKENS:
         return project_keys_reference(keys, basis, factor)
     rank = basis.shape[1]
     out = torch.empty(batch, tokens, rank)
@@ -95,7 +96,11 @@ def store_codes(components: Tensor, codes: Tensor, bits: int, first_group: int) 
     if compiled is None or bits == 16 or codes.device.type != "cpu" or tokens > _FEW_TOKENS:
         return False
     components = components.contiguous()
-    _, _, group_tokens, block_groups, width = codes.shape
+    _, blocks, group_tokens, block_groups, width = codes.shape
+    end = first_group + -(-tokens // group_tokens)
+    assert batch <= len(codes), components.shape
+    assert rank <= width * 8 // bits, (rank, width)
+    assert 0 <= first_group <= end <= blocks * block_groups, (first_group, end)
     for row in range(batch):
         compiled(
             components[row].data_ptr(), tokens, rank, bits, first_group, group_tokens,
@@ -114,6 +119,12 @@ def fits_compiled(basis: Tensor, width: int) -> bool:
         and width % 16 == 0
         and kernel("low_rank") is not None
     )
+
+
+def _belong(basis: Tensor, width: int, factor: Tensor) -> bool:
+    """Whether the kernel reads no further than a basis and its factors are."""
+    rank = basis.shape[1]
+    return len(basis) == width and factor.shape == (rank,) and factor.dtype == torch.float32
 
 
 def _compiled(x: Tensor, basis: Tensor) -> Kernel | None:

@@ -40,6 +40,9 @@ def pool_logits(
         or tokens.dtype not in DTYPE_CODES
         or mask.dtype != tokens.dtype
         or not tokens.is_contiguous()
+        or tokens.shape != (rows, places, 2, kv_heads, head_dim)
+        or mask.shape != (rows, places)
+        or q_heads % kv_heads
     ):
         return pool_logits_reference(query, tokens, mask, scaling)
     wide, mask = query.float().contiguous(), mask.contiguous()
@@ -79,9 +82,15 @@ def logit_sums(logits: Tensor, normalisers: Tensor | None) -> Tensor:
         Minus infinity for hidden places. float32 [rows, places]
     """
     compiled = kernel("logit_sums")
-    if compiled is None or logits.device.type != "cpu" or not logits.is_contiguous():
-        return logit_sums_reference(logits, normalisers)
     rows, heads, places = logits.shape
+    if (
+        compiled is None
+        or logits.device.type != "cpu"
+        or logits.dtype != torch.float32
+        or not logits.is_contiguous()
+        or (normalisers is not None and normalisers.shape != (rows, heads))
+    ):
+        return logit_sums_reference(logits, normalisers)
     if normalisers is not None:
         normalisers = normalisers.float().contiguous()
     out = torch.empty(rows, places)

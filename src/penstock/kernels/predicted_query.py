@@ -68,6 +68,16 @@ class PredictedQuery:
             weight.dtype in DTYPE_CODES and weight.dtype == self._norm.dtype
             and weight.device.type == "cpu" and weight.is_contiguous()
             for weight in weights
+        ) and self._belong()  # fmt: skip
+
+    def _belong(self) -> bool:
+        """Whether each weight is as long as the kernel takes it for; torch broadcasts others."""
+        linear, outputs = self._linear, self._heads * self._head_dim
+        return (
+            self._norm.shape == (self._width,) and len(linear.weight) == outputs
+            and linear.scale.shape == (outputs,)
+            and (linear.bias is None or linear.bias.shape == (outputs,))
+            and (self._query_norm is None or self._query_norm.shape == (self._head_dim,))
         )  # fmt: skip
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,7 +92,12 @@ class PredictedQuery:
         """
         batch, dtype = hidden.shape[0], self._norm.dtype
         dim = self._head_dim
-        if self._kernel is None or not hidden.dtype == cos.dtype == sin.dtype == dtype:
+        if (
+            self._kernel is None
+            or not hidden.dtype == cos.dtype == sin.dtype == dtype
+            or hidden.shape[1:] != (1, self._width)
+            or not cos.shape[-1] == sin.shape[-1] == dim
+        ):
             return self.reference(hidden, cos, sin)
         if len(cos) != batch:
             cos, sin = cos.expand(batch, 1, dim), sin.expand(batch, 1, dim)

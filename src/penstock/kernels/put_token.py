@@ -18,6 +18,7 @@ class PutToken:
         self._tokens, self._mask, self._dtype = tokens, mask, tokens.dtype
         kv_heads, head_dim = tokens.shape[3:]
         width = kv_heads * head_dim
+        self._shape = (len(tokens), kv_heads, 1, head_dim)
         lies_so = tokens.stride()[1:] == (2 * width, width, head_dim, 1) and mask.stride(1) == 1
         here = tokens.device.type == "cpu"
         self._kernel = kernel("put_token") if lies_so and here else None
@@ -37,6 +38,8 @@ class PutToken:
             self._kernel is None
             or not keys.dtype == values.dtype == self._dtype
             or not (keys.is_contiguous() and values.is_contiguous())
+            or not keys.shape == values.shape == self._shape
+            or not 0 <= place < self._tokens.shape[1]
         ):
             self.reference(keys, values, place)
             return

@@ -25,6 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         compiled is None
         or not _fits(x, weight)
         or width % 16
+        or weight.shape != (width,)
         or not (x.is_contiguous() and weight.is_contiguous())
     ):
         return rms_norm_reference(x, weight, epsilon)
@@ -61,7 +62,13 @@ def turn_query(
     compiled = kernel("turn_query")
     batch, heads, head_dim = query.shape
     parts = [query, cos, sin] if weight is None else [query, cos, sin, weight]
-    if compiled is None or head_dim % 32 or not _fits(*parts) or cos.shape[-1] != head_dim:
+    if (
+        compiled is None
+        or head_dim % 32
+        or not _fits(*parts)
+        or not cos.shape[-1] == sin.shape[-1] == head_dim
+        or (weight is not None and not (weight.shape == (head_dim,) and weight.is_contiguous()))
+    ):
         return turn_query_reference(query, cos, sin, weight, epsilon)
     query = query.contiguous()
     cos, sin = (part.expand(batch, head_dim).contiguous() for part in (cos, sin))
