@@ -1,9 +1,8 @@
 """LLM: prompts in, answers out, over `model.generate` with a TieredCache."""
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
 from penstock.generation.read_ahead import read_ahead
 from penstock.generation.sampling import SamplingParams
+from penstock.generation.seeded import Seeded
 from penstock.generation.token_text import own_stop_texts
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
@@ -235,15 +235,15 @@ class LLM:
     ) -> None:
         model: Any = self.model
         read_ahead(self.model, cache, batch, self._prefill_chunk_size)
-        with _seeded(params.seed, model.device):
-            model.generate(
-                input_ids=batch.input_ids.to(model.device),
-                attention_mask=batch.attention_mask.to(model.device),
-                **cache_argument(model, cache),
-                generation_config=config,
-                stopping_criteria=[watch],
-                **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
-            )
+        model.generate(
+            input_ids=batch.input_ids.to(model.device),
+            attention_mask=batch.attention_mask.to(model.device),
+            **cache_argument(model, cache),
+            generation_config=config,
+            logits_processor=[] if params.seed is None else [Seeded(params.seed, model.device)],
+            stopping_criteria=[watch],
+            **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
+        )
 
     def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
         """The model's own generation config with `params` in it, and the ids that end an answer."""
@@ -301,18 +301,6 @@ class LLM:
             simulated=cache.simulated,
             notices=(*notices, *cache.notices),
         )
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed torch inside the block and put the generators back behind it."""
-    if seed is None:
-        yield
-        return
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 def _outputs(batch: PromptBatch, watch: AnswerWatch, report: RunReport) -> list[RequestOutput]:

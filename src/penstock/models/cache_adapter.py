@@ -93,7 +93,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             model: any decoder of transformers that uses the attention interface.
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
-                cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too little), None for no limit.
+                cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too
+                little), or None for no limit.
             store: see `KVStore.create`; or "host", memory that a GPU reads and writes by itself
                 (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's

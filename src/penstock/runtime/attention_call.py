@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.core.errors import CacheStateError
 from penstock.kernels.attention import attention_block
 from penstock.kernels.reference import (
     NEGATIVE_INFINITY,
@@ -30,6 +31,19 @@ class AttentionCall:
     [batch, num_heads]"""
     visible: Tensor | None = None
     """False at padding; None when nothing is padded. bool [batch, past + new tokens]"""
+
+
+def require_finite(keys: Tensor, layer: int) -> None:
+    """Refuse keys that no index can rank.
+
+    Raises:
+        CacheStateError: some are infinite or not a number.
+    """
+    if not bool(torch.isfinite(keys).all()):
+        raise CacheStateError(
+            f"keys of layer {layer} are not finite, so that tokens cannot be ranked by them; run "
+            "the model in float32 or bfloat16, or take the policy full, or exact"
+        )
 
 
 def first_visible(visible: Tensor | None, keys: Tensor) -> Tensor:

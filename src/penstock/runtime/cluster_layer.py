@@ -16,7 +16,7 @@ from penstock.core.selection import Selection
 from penstock.indexes.base import KeyIndex
 from penstock.indexes.followed_clusters import FollowedClusters
 from penstock.policies.base import SelectionPolicy
-from penstock.runtime.attention_call import AttentionCall
+from penstock.runtime.attention_call import AttentionCall, require_finite
 from penstock.runtime.cluster_follower import ClusterFollower, Followed
 from penstock.runtime.cluster_layout import ClusterFetch, ClusterLayout, Wanted
 from penstock.runtime.fetch_plan import FetchPlan
@@ -128,6 +128,7 @@ class ClusterLayer(RetrievalLayer):
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`; units are single tokens. More than one are another prompt:
         all is clustered anew when the next step wants it."""
+        require_finite(keys, self.layer_idx)
         if not self.index.ready:
             return
         if keys.shape[1] > 1 or self._new is not None:

@@ -16,7 +16,7 @@ from penstock.kernels.decode_attention import decode_attention
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.attended import Observer, attended_tokens, slot_weights
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
+from penstock.runtime.attention_call import AttentionCall, AttentionSum, require_finite
 from penstock.runtime.compact_pool import CompactPool
 from penstock.runtime.fetch_plan import FetchPlan, plan_fetch
 from penstock.runtime.fused_fetch import Fetch, FusedFetch
@@ -249,6 +249,7 @@ class RetrievalLayer(LayerCache):
 
     def on_closed(self, keys: Tensor, first_group: int) -> None:
         """See `LayerCache.on_closed`."""
+        require_finite(keys, self.layer_idx)
         if self.index.ready:
             self.index.append(keys, first_group * self.setup.plan.group_tokens)
 
@@ -307,7 +308,9 @@ class RetrievalLayer(LayerCache):
         units = self.setup.units.table[:, groups].reshape(-1)
         self._land(self.transfer.read(units, self.pool_rows(slots)))
         places = len(groups) * self.setup.plan.group_tokens
-        return self.pool.tokens[:, :places, 0].clone()
+        keys = self.pool.tokens[:, :places, 0].clone()
+        require_finite(keys, self.layer_idx)
+        return keys
 
     def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
         """See `LayerCache.restore`; the index is as it was, or made from the keys.

@@ -19,6 +19,7 @@ from penstock.runtime.attention_call import (
     AttentionSum,
     additive_mask,
     first_visible,
+    require_finite,
 )
 from penstock.runtime.device_tier.attend_pool import attend_pool
 from penstock.runtime.device_tier.host_memory import HostMemory
@@ -180,7 +181,9 @@ class DeviceLayer:
         if closed:
             groups = torch.from_numpy(sample_groups(closed, len(self.unit_in), group_tokens))
             positions = (groups[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
-        index.fit(self.host.tokens[:, positions, 0].to(self.setup.device), positions)
+        sample = self.host.tokens[:, positions, 0].to(self.setup.device)
+        require_finite(sample, self.layer_idx)
+        index.fit(sample, positions)
         self._fit.tokens = closed * group_tokens or self.length
         for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
             index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
@@ -314,6 +317,7 @@ class DeviceLayer:
             positions = torch.arange(first * group_tokens, start, device=keys.device)
             held = self.window.tokens[:, self.window.ring_places(positions), 0]
             closed = torch.cat([held, closed], dim=1)
+        require_finite(closed, self.layer_idx)
         self.index.take(closed, first * group_tokens)
 
     # Reports ----------------------------------------------------------------------------------

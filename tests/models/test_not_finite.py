@@ -1,0 +1,46 @@
+"""Keys that are not finite: logits that say so, or an error that does."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import TieredCache
+from penstock.core.errors import CacheStateError
+from penstock.models.cache_argument import cache_argument
+from penstock.policies import POLICIES
+from penstock.testing.tiny_models import tiny_model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["first", "last", "decoded"])
+@pytest.mark.parametrize("store", ["memory", "host"])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_no_librarys_error_comes_out(name: str, store: str, where: str, bad: float) -> None:
+    policy = POLICIES[name]()
+    if store == "host" and not policy.device_tier:
+        pytest.skip("not for the device tier")
+    model: Any = tiny_model("llama")
+
+    def spoil(_: Any, args: Any, keys: torch.Tensor) -> torch.Tensor | None:
+        if (keys.shape[1] == 1) != (where == "decoded"):
+            return None
+        keys = keys.clone()
+        keys[:, -1 if where == "last" else 0, 5] = bad
+        return keys
+
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(spoil)
+    ids = torch.arange(3, 73)[None]
+    with TieredCache(model, policy, store=store, max_tokens=128, must_tier=True) as cache:
+        try:
+            logits = model(ids, **cache_argument(model, cache)).logits[:, -1]
+            for _ in range(12):
+                out = model(ids[:, :1], **cache_argument(model, cache))
+                logits = out.logits[:, -1]
+        except CacheStateError as error:
+            said = str(error)
+            if "not finite" not in said:
+                raise
+        else:
+            assert logits.isnan().any()
