@@ -70,7 +70,7 @@ def verify(
     shelf: "Shelf", name: str, *, repair: bool, model: str | None, device: str, dtype: str | None
 ) -> bool:
     """Check a document; returns whether it is sound now."""
-    from penstock.generation.documents.contents import needed, read_groups
+    from penstock.generation.documents.contents import About, needed, read_groups
     from penstock.storage.documents import StoredDocument
 
     console = PlainConsole(stderr=True)
@@ -95,7 +95,7 @@ def verify(
         with ByteProgress(console, f"verify {name}") as progress:
             damage = stored.verify(note)
         with contextlib.suppress(DocumentDamagedError):
-            damage = needed(damage, read_groups(stored))
+            damage = needed(damage, read_groups(stored, About.of(stored).num_groups))
     gone_s = time.perf_counter() - started_s
     if not damage:
         rate = format_bytes(total / max(gone_s, 1e-6))

@@ -42,6 +42,14 @@ DiskOption = Annotated[
         "reads by itself (host), or the temporary folder.",
     ),
 ]
+SealOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--seal/--no-seal",
+        help="Encrypt what the cache writes to a disk, with a key that is never written.",
+        show_default="where AES is fast",
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache; as stored when left out.")
@@ -89,6 +97,7 @@ def generate_command(
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    seal: SealOption = None,
     prefill_chunk: PrefillChunkOption = 1024,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
@@ -117,17 +126,10 @@ def generate_command(
         check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model):
         llm = LLM(
-            model,
-            policy=policy,
-            memory=memory,
-            store=disk,
-            exact=exact,
-            adapter=adapter,
-            dtype=None if dtype is None else dtype.value,
-            device=device,
-            prefill_chunk_size=prefill_chunk,
-            config=config,
-        )
+            model, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
+            dtype=None if dtype is None else dtype.value, device=device, config=config,
+            prefill_chunk_size=prefill_chunk, seal="auto" if seal is None else seal,
+        )  # fmt: skip
     quiet = as_json and not console.is_terminal
     with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:
         [output] = llm.generate(

@@ -32,6 +32,7 @@ from penstock.models.loader import (
 )
 from penstock.policies.base import SelectionPolicy
 from penstock.policies.tuned_config import TunedConfig
+from penstock.storage.store import Sealing
 
 OnProgress = Callable[[int, int], None]
 """Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
@@ -72,6 +73,8 @@ class LLM:
             token would be a decode step, so that with 1 it is two.
         config: what `penstock tune` found, or the path of its file. Each call to `generate` takes
             the solution for its batch and length.
+        seal: encrypt what the cache writes to a disk, with a key that is never written; "auto":
+            where AES is fast. `RunReport.store` says which.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
@@ -95,6 +98,7 @@ class LLM:
         device: torch.device | str = "cpu",
         prefill_chunk_size: int = 1024,
         config: TunedConfig | str | Path | None = None,
+        seal: Sealing = "auto",
     ) -> None:
         if prefill_chunk_size < 1:
             raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
@@ -111,7 +115,7 @@ class LLM:
             self._loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name)
         if self._choices.config is not None:
             self._choices.config.check(fingerprint(self.model), self._loaded.name)
-        self._exact = exact
+        self._exact, self._seal = exact, seal
         self._prefill_chunk_size = max(2, prefill_chunk_size)
 
     @property
@@ -173,6 +177,7 @@ class LLM:
             max_tokens=most,
             batch_size=len(batch.token_ids),
             exact=self._exact,
+            sealed=self._seal,
             adapter=choices.adapter,
             tracer=tracer,
             progress=None if on_progress is None else lambda done: on_progress(done, total),

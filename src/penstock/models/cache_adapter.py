@@ -45,6 +45,7 @@ from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.stored_past import StoredPast
 from penstock.runtime.tiered_runtime import TieredRuntime
+from penstock.storage.store import Sealing
 
 LIMIT_TRIES = 8
 """How often "auto" asks what would do; each answer is for what was wanted first."""
@@ -85,7 +86,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         tracer: Tracer | None = None, progress: Callable[[int], None] | None = None,
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
-        sealed: bool = False,
+        sealed: Sealing = "auto",
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -114,7 +115,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
             must_tier: keep no more than slots in memory, also where the budget would hold all.
-            sealed: encrypt what is written to a disk, with a key that nobody keeps.
+            sealed: encrypt what is written to a disk, with a key that is never written; "auto":
+                where AES is fast.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.

@@ -34,7 +34,7 @@ class NearStore(KVStore):
             megabytes = f"{profile.bandwidth / 1e6:.0f} MB/s"
             where = f"simulated {profile.title} ({megabytes}) over {where}"
         super().__init__(
-            files, settings.unit_bytes, f"{where}, behind {how}",
+            files, settings.unit_bytes, f"{where}, not encrypted, behind {how}",
             lambda: _close_all(devices),
         )  # fmt: skip
         self.devices = devices

@@ -86,7 +86,7 @@ class _Text(Message):
         """See `Message.from_body`."""
         try:
             values = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a {cls.__name__} message that is not JSON") from error
         if not isinstance(values, dict):
             raise ProtocolError(f"a {cls.__name__} message that is no object")

@@ -13,7 +13,7 @@ from penstock.kernels.group_selection import GroupSelection
 from penstock.policies.base import SelectionPolicy
 from penstock.runtime.fetch_plan import FetchPlan
 from penstock.runtime.slot_transfer import PendingRead, SlotTransfer
-from penstock.storage.native_aio import AioQueue, Requests, Submission
+from penstock.storage.native_aio import AioQueue, Requests, Submission, places
 from penstock.tiers.replacement.base import ReplacementPolicy
 from penstock.tiers.replacement.fifo import FIFO
 from penstock.tiers.slot_table import SlotTable
@@ -150,7 +150,8 @@ class FusedFetch:
             units = made.stored[found.rows, found.units]
             pending = transfer.read(units, found.rows * self._row_slots + found.victims)
         elif len(found.rows):
-            pending = transfer.pending(ticket)
+            reads, memory = places(found.iocbs), transfer.buffer.array
+            pending = transfer.pending(transfer.region.file.opened(ticket, *reads, memory))
             if observer is not None:
                 observer(made.stored[found.rows, found.units])
         return Fetch(Selection(found.chosen), plan, pending)

@@ -24,7 +24,7 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
     """
     policy = config.policy
     if isinstance(policy, HillInfer) and policy.near and not config.exact:
-        if config.sealed:
+        if config.sealed is True:
             raise ConfigError(
                 "near-storage devices keep the cache in the open; take hillinfer with near=False, "
                 "or another policy"

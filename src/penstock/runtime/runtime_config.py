@@ -10,6 +10,7 @@ from penstock.core.trace import Tracer
 from penstock.indexes.adapter import LayerAdapter
 from penstock.policies.base import Rotary, SelectionPolicy
 from penstock.runtime.stored_past import StoredPast
+from penstock.storage.store import Sealing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class RuntimeConfig:
     """Budget for all fast memory of the cache; None for no limit."""
     store: str
     """See `KVStore.create`."""
-    sealed: bool = False
+    sealed: Sealing = "auto"
     """Encrypt what the cache writes to a disk."""
     max_tokens: int
     exact: bool

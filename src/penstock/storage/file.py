@@ -89,6 +89,14 @@ class KVFile(ABC):
         descriptor; None where they must go through `submit_reads`."""
         return None
 
+    def opened(
+        self, ticket: Ticket, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array,
+        keep_alive: object,
+    ) -> Ticket:  # fmt: skip
+        """What to wait for in place of a ticket of the `request_queue`; arguments as in
+        `submit_reads`. It does to the bytes what this file does to what it reads."""
+        return ticket
+
     @abstractmethod
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write `data` [num_bytes], contiguous, at `offset`; returns when reads will see it.

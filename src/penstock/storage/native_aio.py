@@ -69,6 +69,11 @@ def _make_requests(
     return Requests(iocbs, first, int(lengths.sum()), bits)
 
 
+def places(iocbs: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Offsets, lengths and addresses of requests [num_reads, 8]; each [num_reads]."""
+    return iocbs[:, _OFFSET], iocbs[:, _LENGTH], iocbs[:, _ADDRESS]
+
+
 class AioTicket(Ticket):
     """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
 

@@ -3,18 +3,23 @@
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Literal, TypeAlias
 
 from penstock.core.closing import HeldInterrupts, close_all
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.devices.throttle import Throttle
+from penstock.storage.block_cipher import is_fast
 from penstock.storage.file import KVFile
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.open_files import FileSet, open_files
 from penstock.storage.sealed_file import SealedFile
 from penstock.storage.throttled_file import ThrottledFile
 from penstock.storage.unit_region import UnitRegion
+
+Sealing: TypeAlias = bool | Literal["auto"]
+"""Whether what lies on a disk is encrypted; "auto": where AES is fast."""
 
 
 class KVStore:
@@ -49,7 +54,7 @@ class KVStore:
 
     @classmethod
     def create(
-        cls, location: str = "auto", *, num_layers: int, unit_bytes: int, sealed: bool = False
+        cls, location: str = "auto", *, num_layers: int, unit_bytes: int, sealed: Sealing = "auto"
     ) -> "KVStore":
         """Open a store.
 
@@ -58,7 +63,8 @@ class KVStore:
                 files; "memory"; a simulated device in memory ("nvme", "ufs", "emmc") or on a
                 disk ("emmc:/path"). A directory of such a name is written "./nvme".
             unit_bytes: payload of one unit.
-            sealed: encrypt what lies on a disk, with a key that nobody keeps.
+            sealed: encrypt what lies on a disk, with a key that is never written; "auto": where
+                AES is fast.
 
         Raises:
             ConfigError: the location makes no sense.
@@ -73,9 +79,10 @@ class KVStore:
             opened = _in_memory(num_layers) if in_memory else open_files(place, num_layers)
             try:
                 files, description = opened.files, opened.description
-                if sealed and not in_memory:
-                    files = [SealedFile(file) for file in files]
-                    description += ", encrypted"
+                if not in_memory:
+                    why_open = _why_open(sealed)
+                    files = files if why_open else [SealedFile(file) for file in files]
+                    description += f", {why_open or 'encrypted'}"
                 if profile is not None:
                     throttle = Throttle(profile)
                     files = [ThrottledFile(file, throttle) for file in files]
@@ -108,6 +115,13 @@ class KVStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _why_open(sealed: Sealing) -> str:
+    """What to say of a store on a disk that is not encrypted; nothing of one that is."""
+    if sealed == "auto":
+        return "" if is_fast() else "not encrypted (AES is slow, or not installed)"
+    return "" if sealed else "not encrypted"
 
 
 def _in_memory(count: int) -> FileSet:

@@ -16,6 +16,9 @@ from penstock.policies import SelectionPolicy
 from penstock.policies.search_space import policy_from
 from penstock.storage.documents import Damage, StoredDocument
 
+_TOKENS_MAX = 1 << 31
+_TIME_MAX = 1e11
+"""Epoch seconds of the year 5138."""
 TOKENS, GROUPS, WINDOWS = "tokens", "groups", "windows"
 """Blobs: token ids, int32 little endian; the unit of each group, int64; sliding windows."""
 
@@ -47,6 +50,8 @@ class About:
     """Whether layers with a sliding window are stored too."""
     pending: list[int]
     """Tokens of a kept answer whose KV was not computed: they come before the next question."""
+    name: str | None = None
+    """That it has in its library; None outside of one, and of documents that are older."""
 
     @classmethod
     def of(cls, stored: StoredDocument) -> "About":
@@ -56,11 +61,41 @@ class About:
             DocumentFormatError: something else than `penstock doc` has written it.
         """
         try:
-            return cls(**stored.about)
+            about = cls(**stored.about)
         except TypeError as error:
             raise DocumentFormatError(
                 "the folder holds stored units, but no document of penstock doc"
             ) from error
+        if wrong := about._wrong_field():
+            raise DocumentDamagedError(
+                f"what the document says of its {wrong} makes no sense; restore it, or add the "
+                "text anew",
+                what="manifest",
+            )
+        return about
+
+    def _wrong_field(self) -> str:
+        """The first field that no document has; nothing of a sound one."""
+        numbers = (int, float)
+        checks = {
+            "model": isinstance(self.model, str), "title": isinstance(self.title, str),
+            "name": self.name is None or isinstance(self.name, str),
+            "time": type(self.created) in numbers and 0 <= self.created < _TIME_MAX,
+            "tokens": type(self.tokens) is int and 0 < self.tokens < _TOKENS_MAX,
+            "groups": type(self.group_tokens) is int and 0 < self.group_tokens < _TOKENS_MAX,
+            "policy": isinstance(self.policy, str) and isinstance(self.policy_fields, dict),
+            "memory": self.memory is None or type(self.memory) in (*numbers, str),
+            "index": isinstance(self.has_index, bool),
+            "windows": isinstance(self.has_windows, bool),
+            "pending tokens": isinstance(self.pending, list)
+            and all(type(token) is int and 0 <= token < _TOKENS_MAX for token in self.pending),
+        }  # fmt: skip
+        return next((name for name, is_right in checks.items() if not is_right), "")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that have begun."""
+        return -(-self.tokens // self.group_tokens)
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -75,22 +110,40 @@ class About:
         return policy_from(self.policy, self.policy_fields)
 
 
-def read_tokens(stored: StoredDocument) -> list[int]:
+def read_tokens(stored: StoredDocument, count: int, vocabulary: int) -> list[int]:
     """Token ids of the text.
 
-    Raises:
-        DocumentDamagedError: they are not what was stored.
-    """
-    return [int(token) for token in np.frombuffer(stored.blob(TOKENS), dtype="<i4")]
-
-
-def read_groups(stored: StoredDocument) -> NDArray[np.int64]:
-    """Which unit holds each group. [groups]
+    Args:
+        count: how many there are.
+        vocabulary: ids are below it.
 
     Raises:
-        DocumentDamagedError: they are not what was stored.
+        DocumentDamagedError: they are not what was stored, or not such ids.
     """
-    return np.frombuffer(stored.blob(GROUPS), dtype="<i8").astype(np.int64)
+    return [int(token) for token in _numbers(stored, TOKENS, "<i4", count, vocabulary)]
+
+
+def read_groups(stored: StoredDocument, count: int) -> NDArray[np.int64]:
+    """Which unit holds each of `count` groups. [groups]
+
+    Raises:
+        DocumentDamagedError: they are not what was stored, or not such units.
+    """
+    return _numbers(stored, GROUPS, "<i8", count, stored.num_units)
+
+
+def _numbers(
+    stored: StoredDocument, name: str, dtype: str, count: int, end: int
+) -> NDArray[np.int64]:
+    raw = stored.blob(name)
+    if len(raw) == count * np.dtype(dtype).itemsize:
+        numbers = np.frombuffer(raw, dtype=dtype).astype(np.int64)
+        if not count or 0 <= numbers.min() <= numbers.max() < end:
+            return numbers
+    raise DocumentDamagedError(
+        f"the document's {name} are not what its text has; restore it, or add the text anew",
+        what=name,
+    )
 
 
 def needed(damage: Damage, units: NDArray[np.int64]) -> Damage:
@@ -167,10 +220,29 @@ def restore_windows(stored: StoredDocument, cache: TieredCache, length: int) -> 
         if not layer.is_sliding:
             continue
         device = cache._config.device
+        parts = [tensors.get(f"{i}.{part}") for part in ("keys", "values")]
+        _check_window(parts, cache, length, layer.sliding_window)
         keys, values = (
-            tensors[f"{i}.{part}"].to(device).expand(cache.batch_size, -1, -1, -1)
-            for part in ("keys", "values")
+            part.to(device).expand(cache.batch_size, -1, -1, -1)
+            for part in parts
+            if part is not None
         )
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         layer.cumulative_length = length
+
+
+def _check_window(parts: list[Tensor | None], cache: TieredCache, length: int, window: int) -> None:
+    """Refuse keys and values that no layer with a sliding window has had."""
+    keys, values = parts
+    right = keys is not None and values is not None and keys.shape[:3] == values.shape[:3]
+    if right and keys is not None and values is not None:
+        held = range(min(length, window - 1), min(length, window) + 1)
+        right = keys.ndim == 4 and keys.shape[0] == 1 and keys.shape[2] in held
+        right &= keys.dtype == values.dtype == cache._config.shape.dtype
+        right = right and bool(keys.isfinite().all()) and bool(values.isfinite().all())
+    if not right:
+        raise DocumentDamagedError(
+            "the document's windows are not what its model has; restore it, or add the text anew",
+            what=WINDOWS,
+        )

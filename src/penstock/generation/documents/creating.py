@@ -31,7 +31,7 @@ from penstock.storage.documents import DocumentWriter
 
 def create_document(
     reader: Reader, text: Prompt, folder: Path, *, policy: SelectionPolicy, memory: Memory,
-    title: str, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
+    title: str, name: str | None, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
     before_storing: Callable[[], object],
 ) -> int:  # fmt: skip
     """See `Document.create`.
@@ -67,8 +67,9 @@ def create_document(
                 base.restore_windows(cache)
             _prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
             about = About(
-                model=lasting_name(loaded.name), title=title, created=time.time(),
-                tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
+                model=lasting_name(loaded.name), title=title, name=name,
+                created=max(0.0, time.time()), tokens=len(tokens),
+                group_tokens=group_tokens, policy=policy.name,
                 memory=memory, pending=[],
                 policy_fields=stored_fields(policy, cache.policy),
                 has_index=policy.index_fields != (),

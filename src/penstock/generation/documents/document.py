@@ -75,7 +75,8 @@ class Document:
     def create(
         cls, model: str | Path | LoadedModel | CausalLM, text: Prompt, path: str | Path, *,
         policy: str | SelectionPolicy = "kvswap", memory: Memory = "auto", title: str = "",
-        begins_as: "Document | None" = None, settings: DocumentSettings | None = None,
+        name: str | None = None, begins_as: "Document | None" = None,
+        settings: DocumentSettings | None = None,
         on_tokens: OnTokens = _unseen, on_bytes: OnBytes = _unseen,
         before_storing: Callable[[], object] = lambda: None,
     ) -> "Document":  # fmt: skip
@@ -88,6 +89,7 @@ class Document:
                 tokens.
             memory: budget of the prefill and, unless they say otherwise, of caches that read it.
             title: what the text is, for people.
+            name: that it has in its library, which then finds it under no other.
             begins_as: a stored document of the same model; what both texts have in front is read
                 from it, and only the rest is prefilled.
             on_tokens: called with the tokens that are in and all of them.
@@ -106,7 +108,8 @@ class Document:
         base = None if begins_as is None else begins_as._opened
         written = create_document(
             reader, text, Path(path), policy=named_policy(policy), memory=memory, title=title,
-            base=base, on_tokens=on_tokens, on_bytes=on_bytes, before_storing=before_storing,
+            name=name, base=base, on_tokens=on_tokens, on_bytes=on_bytes,
+            before_storing=before_storing,
         )  # fmt: skip
         document = cls(OpenDocument.open(reader, Path(path)))
         document.written_bytes = written

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import DocumentDamagedError
+from penstock.core.shape import KVShape
 from penstock.generation.documents.contents import (
     GROUPS,
     About,
@@ -60,10 +61,11 @@ class OpenDocument:
             policy = about.make_policy()
             identity = reader.identity(policy, about.group_tokens)
             require_same(stored.identity, identity, f"the document in {folder}")
+            _check_shape(stored, inspect_model(reader.loaded.model).kv, about)
             try:
-                groups = read_groups(stored)
+                groups = read_groups(stored, about.num_groups)
             except DocumentDamagedError:  # everything is prefilled again, if somebody asks
-                groups = np.full(-(-about.tokens // about.group_tokens), UNKNOWN)
+                groups = np.full(about.num_groups, UNKNOWN)
             return cls(
                 reader=reader, folder=folder, stored=stored, about=about, policy=policy,
                 identity=identity, groups=groups,
@@ -85,7 +87,8 @@ class OpenDocument:
     @cached_property
     def tokens(self) -> list[int]:
         """Token ids of the text; read when they are first asked for."""
-        return read_tokens(self.stored)
+        vocabulary = self.loaded.model.get_input_embeddings().weight.shape[0]
+        return read_tokens(self.stored, self.about.tokens, vocabulary)
 
     @property
     def opened_bytes(self) -> int:
@@ -130,3 +133,19 @@ class OpenDocument:
         except BaseException:
             cache.close()
             raise
+
+
+def _check_shape(stored: StoredDocument, shape: KVShape, about: About) -> None:
+    """Refuse units that do not hold this model's tokens.
+
+    Raises:
+        DocumentDamagedError: they do not.
+    """
+    wanted = (shape.num_layers, about.group_tokens * shape.token_bytes)
+    found = (stored.shape.layers, stored.shape.unit_bytes)
+    if found != wanted:
+        raise DocumentDamagedError(
+            f"the document has {found[0]} layers with units of {found[1]} bytes, and its model "
+            f"{wanted[0]} of {wanted[1]}; add the text anew",
+            what="manifest",
+        )

@@ -16,6 +16,7 @@ from penstock.policies import SelectionPolicy
 from penstock.policies.search_space import fields_of
 from penstock.runtime.stored_past import SECTOR_BYTES
 from penstock.storage.file import KVFile
+from penstock.storage.store import Sealing
 
 Memory: TypeAlias = int | float | str | None
 STORED = "stored"
@@ -52,9 +53,9 @@ class DocumentSettings:
             raise ConfigError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least 1")
 
     @property
-    def sealed(self) -> bool:
+    def sealed(self) -> Sealing:
         """Whether caches of the document encrypt what they keep beside it."""
-        return self.key is not None
+        return True if self.key is not None else "auto"
 
 
 @dataclass(frozen=True)

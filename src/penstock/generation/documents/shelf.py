@@ -9,6 +9,7 @@ from typing import TypeAlias
 from penstock.core.errors import (
     ConfigError,
     DocumentDamagedError,
+    DocumentError,
     DocumentKeyError,
     PenstockError,
     StoreFullError,
@@ -105,8 +106,8 @@ class Shelf:
 
         def create(base: Document | None, keep: set[str]) -> Document:
             return Document.create(
-                loaded, tokens, folder, policy=chosen, memory=memory, title=title, begins_as=base,
-                settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
+                loaded, tokens, folder, policy=chosen, memory=memory, title=title, name=name,
+                begins_as=base, settings=self.settings, on_tokens=on_tokens, on_bytes=on_bytes,
                 before_storing=lambda: make_room(self.documents, need, limit, keep, note),
             )  # fmt: skip
 
@@ -166,6 +167,7 @@ class Shelf:
 
         Raises:
             ConfigError: there is none of that name; says which there are.
+            DocumentError: the folder of that name holds another document.
             As for `Document.open`.
         """
         folder, loaded = self.documents.find(name), as_loaded(model)
@@ -178,6 +180,7 @@ class Shelf:
             DocumentWriter.extend(folder, key=self.settings.key, repair=True).close()
             document = Document.open(loaded, folder, settings=self.settings)
         with document:
+            _require_name(document, name)
             try:
                 yield document
             finally:
@@ -249,6 +252,16 @@ class Shelf:
             else:
                 opened.stored.close()
         return best
+
+
+def _require_name(document: Document, name: str) -> None:
+    """Refuse a document that was stored under another name; older ones do not say theirs."""
+    stored = document.about.name
+    if stored is not None and stored != name:
+        raise DocumentError(
+            f"the folder {name!r} holds the document that was stored as {stored!r}; give the "
+            "folder that name back, or add the text anew"
+        )
 
 
 def _need_bytes(loaded: LoadedModel, policy: SelectionPolicy, tokens: int) -> int:

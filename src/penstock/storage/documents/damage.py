@@ -1,6 +1,7 @@
 """Damage: what of a stored document is not what was stored, found by reading all of it."""
 
 import contextlib
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from penstock.storage.documents.manifest import Shape
 from penstock.storage.file import KVFile, Ticket
 
 _READ_BYTES = 2 << 20
+_MEDIUM = {errno.EIO, *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "ENODATA"))}
+"""What a medium says of bytes that it has lost; btrfs and XFS say EBADMSG or EIO of bad sums."""
 _BUFFERS = 4
 """One is checked while the others are read into."""
 
@@ -114,8 +117,8 @@ class _Reader:
         except DocumentDamagedError as error:
             if error.__cause__ is None:
                 return list(error.units)
-        except FetchError:
-            pass
+        except FetchError as error:
+            _require_damage(error)
         else:
             return []
         wrong = []
@@ -123,9 +126,17 @@ class _Reader:
             again = self.start(file, unit, 1, turn)  # raises when the document is closed
             try:
                 again.wait()
-            except FetchError:
+            except FetchError as error:
+                _require_damage(error)
                 wrong.append(unit)
         return wrong
+
+
+def _require_damage(error: FetchError) -> None:
+    """Raise what says nothing of the bytes: a server or a disk that has gone, say."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno and cause.errno not in _MEDIUM:
+        raise error
 
 
 def _settle(ticket: Ticket) -> None:

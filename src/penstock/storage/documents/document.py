@@ -151,13 +151,15 @@ class StoredDocument:
             progress: called with the bytes checked so far and all bytes.
 
         Raises:
-            FetchError: the document was closed meanwhile.
+            FetchError: the document was closed meanwhile, or the disk has gone.
+            StorageError: the disk failed otherwise than by lost bytes.
         """
         blobs = {name: side.num_bytes for name, side in self._manifest.blobs.items()}
         files, shape, num_units = self.files, self.shape, self.num_units
 
         def check_seals() -> None:
-            load_seals(self._opened.seals, self._manifest, self._sealer)
+            with typed_errors("read the seals of the document"):
+                load_seals(self._opened.seals, self._manifest, self._sealer)
 
         return find_damage(files, shape, num_units, blobs, self.blob, check_seals, progress)
 

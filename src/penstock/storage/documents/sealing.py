@@ -285,6 +285,6 @@ def _cipher(key: bytes) -> "tuple[AESGCM, type[Exception]]":
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise DocumentKeyError(
-            "encryption needs the package cryptography; install penstock[encryption]"
+            "encryption needs the package cryptography; run pip install cryptography"
         ) from error
     return AESGCM(key), InvalidTag

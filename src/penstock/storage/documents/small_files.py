@@ -6,11 +6,12 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from penstock.core.errors import StorageError
+from penstock.core.errors import DocumentBusyError, StorageError
 from penstock.storage.file import write_error
 
 fcntl: Any
@@ -21,6 +22,9 @@ except ImportError:  # Windows: no such locks; two commands at once may lose a c
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the name of a file that was being written when its process died."""
+LOCK_TIMEOUT_S = 30.0
+"""Longer than anything under the lock takes."""
+_LOCK_GLANCE_S = 0.02
 _OBJECT_BYTES_MAX = 1 << 20
 
 
@@ -39,10 +43,11 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Keep other threads and processes out of the small files of `folder` for a moment.
 
     Raises:
+        DocumentBusyError: another one has kept the lock for `timeout_s`; says who, where known.
         StorageError: there is no such folder, or it cannot be locked.
     """
     if fcntl is None:
@@ -53,13 +58,39 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"cannot open the library {folder}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise StorageError(f"cannot lock the library {folder}: {error.strerror}") from error
+        _lock(descriptor, folder, timeout_s)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise DocumentBusyError(
+                    f"the library {folder} has been locked for {timeout_s:.3g} s by "
+                    f"{_holder(descriptor)}; wait for it to end, or end it"
+                ) from error
+            time.sleep(_LOCK_GLANCE_S)
+        except OSError as error:
+            raise StorageError(f"cannot lock the library {folder}: {error.strerror}") from error
+
+
+def _holder(descriptor: int) -> str:
+    """Who has a lock on the file, by the list that Linux keeps."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as locks:
+        inode = str(os.fstat(descriptor).st_ino)
+        for line in locks:
+            # "1: FLOCK  ADVISORY  WRITE 4711 fe:01:1234 0 EOF"; "->" stands before who waits.
+            parts = line.split()
+            if parts[1:2] == ["FLOCK"] and parts[5].rpartition(":")[2] == inode:
+                return f"process {parts[4]}"
+    return "another process"
 
 
 def read_object(path: Path) -> StoredObject:

@@ -87,8 +87,10 @@ class VerifiedTicket(Ticket):
         elif units := check():
             self._error = damaged_units(self._layer, units)
             self._error.__cause__ = failure
-        else:
-            self._error = failure or beyond
+        elif failure is not None and isinstance(failure.__cause__, OSError):
+            self._error = failure
+        else:  # what a short read lacks was padding: every unit is as it was stored
+            self._error = beyond
         self._keep_alive = None
 
 
@@ -138,6 +140,9 @@ class VerifiedFile(KVFile):
             offset, length = int(offsets[wrong]), int(lengths[wrong])
             beyond = read_error(offset, length, max(0, min(self._end - offset, length - 1)))
             offsets, lengths, addresses = offsets[within], lengths[within], addresses[within]
+        if self._units.is_short:  # what the file has lost reads as zeros, which padding is
+            for length, address in zip(lengths.tolist(), addresses.tolist(), strict=True):
+                ctypes.memset(address, 0, length)
         inner = self.inner.submit_reads(offsets, lengths, addresses, keep_alive)
 
         def check() -> list[int]:

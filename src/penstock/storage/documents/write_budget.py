@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.core.byte_size import format_bytes
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, StorageError
 from penstock.storage.documents.names import WRITES_FILE
 from penstock.storage.documents.small_files import is_count, locked, read_object, replace_object
 
@@ -99,7 +99,10 @@ class WriteBudget:
             )
 
     def _today(self) -> date:
-        return datetime.fromtimestamp(self._clock(), UTC).date()
+        try:
+            return datetime.fromtimestamp(self._clock(), UTC).date()
+        except (OverflowError, ValueError, OSError) as error:
+            raise StorageError(f"the clock tells no date ({error}); set it") from error
 
     def _read(self) -> _Counts:
         content, damage = read_object(self._path)

@@ -1,0 +1,194 @@
+"""A Ctrl-C at any line of a close, and at any line of an opening: nothing stays open for good."""
+
+import contextlib
+import enum
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
+from penstock.policies.base import SelectionPolicy
+from penstock.policies.baselines.quest import Quest
+from penstock.policies.dynakv import DynaKV
+from penstock.policies.hillinfer import HillInfer
+from penstock.storage import open_files
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
+from penstock.storage.store import KVStore
+from penstock.testing.tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="asks the system"),
+    # What a Ctrl-C in a finalizer is to Python; what counts is that nothing stays open.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SHAPE = Shape(layers=2, unit_bytes=5000)
+KEY = bytes(range(32))
+
+
+class Closable(Protocol):
+    """What the tests ask of a thing."""
+
+    def close(self) -> None: ...
+
+
+UNTOUCHED = {enum.__file__, signal.__file__}
+"""Whose `except: pass` Python 3.11 leaves a traceback behind, if a trace function raises there."""
+
+
+class InterruptAt:
+    """Sends this process a SIGINT before the n-th line of Python that runs in the block."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    @property
+    def came(self) -> bool:
+        return self.left <= 0
+
+    def __enter__(self) -> "InterruptAt":
+        self._trace, self._handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.settrace(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._trace)
+        signal.signal(signal.SIGINT, self._handler)
+
+    def _see(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is InterruptAt.__exit__.__code__ or frame.f_code.co_filename in UNTOUCHED:
+            return None
+        if event in ("line", "call"):
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._see
+
+
+def held() -> list[str]:
+    """What this process has open: descriptors, but for those of a look, and AIO contexts."""
+    gc.collect()
+    out = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            out.append(os.readlink(f"/proc/self/fd/{number}").partition("(")[0])
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        out += ["aio" for line in maps if "[aio]" in line]
+    return sorted(name for name in out if "/proc/" not in name and "/#" not in name) + [
+        "nameless" for name in out if "/#" in name
+    ]
+
+
+def read_ahead(store: KVStore) -> KVStore:
+    """A store with a read under way."""
+    region, buffer = store.region(0), AlignedBuffer(8, store.row_bytes)
+    region.reserve(8)
+    region.write(np.arange(4), buffer, np.arange(4))
+    region.submit_read(np.arange(4), buffer, np.arange(4, 8))
+    return store
+
+
+def make_document(folder: Path, key: bytes | None) -> Path:
+    path = folder / "document"
+    with DocumentWriter.create(path, SHAPE, key=key) as writer:
+        for layer in range(SHAPE.layers):
+            writer.append(layer, np.ones((3, SHAPE.row_bytes), np.uint8))
+        writer.commit(identity={}, about={}, blobs={"tokens": b"abc"})
+    return path
+
+
+def extend(path: Path, key: bytes | None) -> DocumentWriter:
+    writer = DocumentWriter.extend(path, key=key)
+    writer.append(0, np.ones((1, SHAPE.row_bytes), np.uint8))
+    return writer
+
+
+Maker = Callable[[], Closable]
+
+
+def make_store(place: str) -> KVStore:
+    return KVStore.create(place, num_layers=2, unit_bytes=4096)
+
+
+def documents(folder: Path, key: bytes | None) -> Iterator[tuple[str, Maker]]:
+    path = make_document(folder, key)
+    yield "reader", lambda: StoredDocument.open(path, key=key)
+    yield "writer", lambda: extend(path, key)
+
+
+def check_every_line(
+    prepare: Maker, act: Callable[[Closable], object], *, step: int = 1, most: int = 10_000
+) -> int:
+    """Interrupt `act` at line 1, 2, 3, ... until it ends before; returns how often that was."""
+    prepare().close()
+    before, line = held(), 1
+    while line < most:
+        things = [prepare()]
+        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line) as interrupt:
+            act(things[0])
+        came = interrupt.came
+        del interrupt
+        things.clear()  # as whoever was interrupted lets go of it
+        assert held() == before, f"interrupted at line {line}"
+        if not came:
+            return line
+        line += step
+    raise AssertionError("it does not end")
+
+
+class Nothing:
+    """What is there before something is opened."""
+
+    def close(self) -> None: ...
+
+
+def close(thing: Closable) -> None:
+    thing.close()
+
+
+@pytest.mark.parametrize("kind", ["direct", "memory", "simulated", "threads"])
+def test_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "threads":
+        monkeypatch.setattr(open_files, "_is_on_disk", lambda _: False)
+    place = {"memory": "memory", "simulated": f"nvme:{tmp_path}"}.get(kind, str(tmp_path))
+    assert check_every_line(lambda: read_ahead(make_store(place)), close, step=3) > 10
+    assert check_every_line(Nothing, lambda _: make_store(place).close(), step=17) > 50
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("kind", [0, 1], ids=["reader", "writer"])
+def test_document(kind: int, key: bytes | None, tmp_path: Path) -> None:
+    _, make = list(documents(tmp_path, key))[kind]
+    assert check_every_line(make, close, step=3) > 10
+    assert check_every_line(Nothing, lambda _: make().close(), step=41) > 50
+
+
+@pytest.mark.parametrize("policy", [Quest(), DynaKV(), HillInfer()], ids=lambda each: each.name)
+def test_cache(policy: SelectionPolicy, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(5, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    own = model.config._attn_implementation
+
+    def make() -> Closable:
+        cache = TieredCache(model, policy, None, tmp_path, max_tokens=60, must_tier=True)
+        with torch.no_grad():
+            for piece in (ids, ids[:, :1]):
+                model(piece, **cache_argument(model, cache))
+        return cache
+
+    step = 97 if policy.name == "hillinfer" else 29  # which starts a process each time
+    assert check_every_line(make, close, step=step) > 50
+    assert model.config._attn_implementation == own
