@@ -21,7 +21,7 @@ QUICK = ["tune", "recall", "--max-context", "1536", "--memory", "1/2", "--disk",
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "STEPS", 2)
-    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 4)
+    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 5)
 
 
 @pytest.fixture
