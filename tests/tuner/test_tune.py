@@ -28,7 +28,7 @@ def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine_run, "STEPS", 2)
         patched.setattr(engine_run, "WARM_STEPS", 1)
-        patched.setattr(kvswap_search, "FINAL_ROUNDS", 5)  # not `ROUNDS`, whose runs are in the journal
+        patched.setattr(kvswap_search, "FINAL_ROUNDS", 5)  # unlike `ROUNDS`
         yield
 
 
