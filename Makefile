@@ -11,7 +11,7 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize check format bench soak clean
+.PHONY: help install demo test test-matrix sanitize sweep check format bench soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -50,6 +50,9 @@ test-matrix: $(INSTALLED) ## Run the tests as other machines do; the table is do
 
 sanitize: $(INSTALLED) ## Run what calls the compiled kernels under ASan and UBSan.
 	$(PY) tests/sanitize.py
+
+sweep: $(INSTALLED) ## Run every policy over every model family; the table is docs/families.md.
+	OMP_NUM_THREADS=1 $(PY) -m penstock.testing.family_sweep --json docs/families.json --table docs/families.md
 
 check: $(INSTALLED) ## Formatting, lint and types.
 	$(PY) -m ruff format --check .

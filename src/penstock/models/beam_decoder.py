@@ -21,6 +21,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
 from penstock.models.model_shape import check_rope, decoder_config
+from penstock.models.weight_access import model_device
 from penstock.runtime.beams.beam_memory import BeamMemory
 from penstock.runtime.beams.beam_schedule import ScheduleOptions
 from penstock.runtime.beams.block_tree import Path
@@ -268,7 +269,7 @@ def make_decoder(
     _refuse_host(str(store))
     shape = block_shape(model, block_tokens)
     check_rope(model, max_tokens)
-    device = model.get_input_embeddings().weight.device
+    device = model_device(model)
     full = -(-max_tokens // block_tokens) * beams * shape.block_bytes
     everything = strategy == "resident" and memory == "auto"
     limit = None if everything else beams_limit_bytes(memory, full, device)

@@ -17,6 +17,7 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.rank_meter import RankMeter
+from penstock.models.weight_access import model_device
 
 DEFAULT_RANK = 128
 DEFAULT_WINDOW_TOKENS = 8192
@@ -124,7 +125,7 @@ def _read(
     model: PreTrainedModel, tokens: Tensor, queries: LastQueries | None = None
 ) -> DynamicCache:
     """The cache after one text; `queries` watches its last chunk."""
-    device = model.get_input_embeddings().weight.device
+    device = model_device(model)
     cache = DynamicCache(config=model.config)
     *before, last = torch.split(tokens.to(device), CHUNK_TOKENS)
     with torch.no_grad():

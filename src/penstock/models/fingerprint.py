@@ -32,8 +32,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode())
     kept = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, tensor in (*model.named_parameters(), *buffers):
-        if tensor.ndim < 2:
+        # Offloading makes two of a tied weight, of which a model in memory has one.
+        if tensor.ndim < 2 or (tensor.device.type == "meta" and name in tied):
             continue
         for part, weight in plain_parts(name, readable_weight(model, name, tensor)):
             digest.update(part.encode() + _sample(weight))

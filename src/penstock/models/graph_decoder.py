@@ -20,6 +20,7 @@ from penstock.models.cache_argument import (
 )
 from penstock.models.fused_step import fused_parts
 from penstock.models.recording import recording
+from penstock.models.weight_access import model_device
 from penstock.runtime.device_tier.device_steps import make_ready
 from penstock.runtime.tiered_runtime import TieredRuntime
 
@@ -62,7 +63,7 @@ class GraphDecoder:
         self._steps = 0
         self._failed = False
 
-        device = model.get_input_embeddings().weight.device
+        device = model_device(model)
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:

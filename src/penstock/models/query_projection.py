@@ -201,7 +201,7 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
     weight, epsilon = None, 0.0
     if hasattr(attention, "q_norm"):
         q_norm = attention.q_norm
-        if not _is_rms_norm(q_norm):
+        if not _is_rms_norm(q_norm) or q_norm.weight.dtype != query.dtype:
             query = q_norm(query)
         else:
             weight, epsilon = q_norm.weight, q_norm.variance_epsilon
@@ -210,7 +210,7 @@ def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any])
 
 def _normalised(norm: Any, hidden: Tensor) -> Tensor:
     """`norm(hidden)`; in one call where the module is an RMSNorm as Llama has it."""
-    if not _is_rms_norm(norm):
+    if not _is_rms_norm(norm) or norm.weight.dtype != hidden.dtype:
         out: Tensor = norm(hidden)
         return out
     return rms_norm(hidden, norm.weight, norm.variance_epsilon)

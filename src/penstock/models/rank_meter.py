@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock.indexes.rank_shares import UNIT
 from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
+from penstock.models.weight_access import model_device
 
 QUERIES = 32
 """Last tokens of a text that are read again with a selection."""
@@ -89,7 +90,7 @@ class RankMeter:
 
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
         """Log-probabilities of the model at the last tokens. float32 [QUERIES, vocabulary]"""
-        last = tokens[None, -QUERIES:].to(self._model.get_input_embeddings().weight.device)
+        last = tokens[None, -QUERIES:].to(model_device(self._model))
         with torch.no_grad():
             logits: Tensor = self._model(
                 last, **cache_argument(self._model, cache), use_cache=True

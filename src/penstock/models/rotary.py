@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.models.weight_access import model_device
 from penstock.policies.base import Rotary
 
 
@@ -21,9 +22,14 @@ def rotary_of(model: PreTrainedModel) -> Rotary | None:
             cos, sin = module(like, positions[None])
         return cos[0].float(), sin[0].float()
 
-    device = model.get_input_embeddings().weight.device
+    device = model_device(model)
     try:
-        cos, _ = rotary(torch.arange(2, device=device))
+        cos, sin = rotary(torch.arange(3, device=device))
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
         return None
-    return rotary if cos.dim() == 2 else None
+    return rotary if _is_by_halves(cos) and _is_by_halves(sin) else None
+
+
+def _is_by_halves(part: Tensor) -> bool:
+    """Whether component i turns with component i + half; Cohere's turn with their neighbours."""
+    return part.dim() == 2 and part.shape[1] % 2 == 0 and torch.equal(*part.chunk(2, dim=1))

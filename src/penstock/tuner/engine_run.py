@@ -21,6 +21,7 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import share_weights, vocabulary_size
+from penstock.models.weight_access import model_device
 from penstock.policies.base import SelectionPolicy
 from penstock.tuner.pace import Pace
 from penstock.workloads.selection_streams import SelectionStream, streamed
@@ -150,7 +151,7 @@ class EngineRun:
             start = time.perf_counter()
             work.document.fill(self._cache, work.context)
             self._fill_s = time.perf_counter() - start
-            self._device = self._model.get_input_embeddings().weight.device
+            self._device = model_device(self._model)
             self._position = work.context
             self._token = torch.full(
                 (work.batch, 1), work.first_token, dtype=torch.int64, device=self._device

@@ -13,6 +13,7 @@ from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
+from penstock.models.weight_access import model_device
 from penstock.policies.base import SelectionPolicy
 from penstock.workloads.prefilled import EXACT_TAIL, PrefilledText
 from penstock.workloads.recorded_stream import Recorder, Recording
@@ -83,7 +84,7 @@ class Reference:
                 f"needs at least {forced + EXACT_TAIL + 1}"
             )
         self._model: Any = model
-        self._device = model.get_input_embeddings().weight.device
+        self._device = model_device(model)
         self._texts: list[_Text] = []
         read = 0
         for ids in token_ids:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from penstock.models.loader import CausalLM
+from penstock.models.weight_access import model_device
 
 _PASSES, _ENOUGH_S = 5, 0.02
 
@@ -25,7 +26,7 @@ class Pace:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        self._device = model.get_input_embeddings().weight.device
+        self._device = model_device(model)
 
     def __call__(self) -> float:
         """The median of a few passes, one where they take long."""

@@ -21,6 +21,7 @@ from penstock.models.calibrate import calibrate
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
+from penstock.models.weight_access import model_device
 from penstock.policies import POLICIES
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import fields_of
@@ -135,7 +136,7 @@ def tune(
     require_sizes(max_context, max_batch)
     limit = parse_memory(
         memory, shape.full_cache_bytes(max_batch, max_context),
-        free_bytes(loaded.model.get_input_embeddings().weight.device),
+        free_bytes(model_device(loaded.model)),
     )  # fmt: skip
     pieces = calibration_tokens(
         loaded, texts, tokens=min(max_context, MOST_TEXT_TOKENS), forced=FORCED_TOKENS

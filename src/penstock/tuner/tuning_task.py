@@ -17,6 +17,7 @@ from penstock.models.cache_options import true_query_layers
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.prefetch_hooks import predictor_bytes
+from penstock.models.weight_access import model_device
 from penstock.policies.kvswap import KVSwap
 from penstock.storage.measured_directory import measure_directory
 from penstock.storage.open_files import find_directory
@@ -105,7 +106,7 @@ class TuningTask:
         late = true_query_layers(policy, self.adapter)
         return Seat(
             shape=shape.kv, sector_bytes=_sector_bytes(self.store, shape.kv.num_layers),
-            device_is_cpu=self.model.get_input_embeddings().weight.device.type == "cpu",
+            device_is_cpu=model_device(self.model).type == "cpu",
             has_adapter=self.adapter is not None,
             most_rank=shape.kv.joint_dim if self.adapter is None else self.adapter.rank,
             widest_ranks=() if self.adapter is None else self.adapter.widest_ranks(),
@@ -125,7 +126,7 @@ class TuningTask:
             document = TextDocument(self.text, batch)
             past = min(past, self.text.length)
         else:
-            device = self.model.get_input_embeddings().weight.device
+            device = model_device(self.model)
             document = SyntheticKV(inspect_model(self.model).kv, batch, device)
         return Workpiece(
             model=self.model, adapter=self.adapter, document=document, batch=batch, context=past,

@@ -12,6 +12,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
+from penstock.models.weight_access import model_device
 
 EXACT_TAIL = 33
 """Prompt tokens that a cache should still prefill itself, exactly. Some methods look at the
@@ -40,7 +41,7 @@ class PrefilledText:
             progress: called with the tokens read so far, after every chunk.
         """
         self._model: Any = model
-        device = model.get_input_embeddings().weight.device
+        device = model_device(model)
         self.length = token_ids.shape[1]
         """Tokens of each row, padding included."""
         self.cache: Any = plain_cache(model, "dynamic", self.length)
