@@ -20,7 +20,7 @@ REFUSED = {
     "diffllama": "never received the keys and values",
     "jetmoe": "never received the keys and values",
     "doge": "own code does not work with Penstock's attention and mask .*'dtype'",
-    "git": "own code does not work with Penstock's attention and mask",
+    "git": "never received the keys and values",
     "dory": "adds layers of its own to a cache",
 }
 
