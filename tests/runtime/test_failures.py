@@ -18,7 +18,7 @@ from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.memory_file import MemoryFile
-from penstock.storage.store import KVStore
+from penstock.storage.store import KVStore, Sealing
 from penstock.testing.faulty_file import FaultyFile
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -79,8 +79,8 @@ class Rig:
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = [FaultyFile(MemoryFile()) for _ in range(SHAPE.num_layers)]
 
-        def create(_: str, *, num_layers: int, unit_bytes: int, sealed: bool) -> KVStore:
-            assert not sealed
+        def create(_: str, *, num_layers: int, unit_bytes: int, sealed: Sealing) -> KVStore:
+            assert sealed == "auto"
 
             def close() -> None:
                 for file in self.files:
