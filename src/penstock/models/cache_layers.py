@@ -125,6 +125,17 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._whole = None if getattr(self, "record_past", False) else (keys, values, self.keys)
         return keys, values
 
+    def hold(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Hold the newest tokens of a text of `length` in place of what is there.
+
+        Args:
+            keys: as a window of transformers keeps them. [batch, kv_heads, tokens, head_dim]
+            values: likewise.
+        """
+        self.clear()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.cumulative_length = keys, values, length
+
     def _held(self) -> tuple[Tensor, Tensor]:
         """Keys and values that are there still, what the window let go of last included."""
         if self._whole is not None and self._whole[2] is self.keys:

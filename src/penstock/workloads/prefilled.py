@@ -113,4 +113,4 @@ class PrefilledText:
             keys, values = tokens_of(self.cache, layer)
             cache._runtime.append(tier, keys, values, self._visible)
         for layer, window in self._windows().items():  # kept as transformers does
-            cache.layers[layer] = window
+            cache.layers[layer].hold(window.keys, window.values, window.cumulative_length)

@@ -93,7 +93,9 @@ class Reference:
             for layer, (keys, values) in enumerate(self.prefix):
                 cache._runtime.append(layer, keys, values, None if visible.all() else visible)
             for index, window in self.windows.items():
-                cache.layers[index] = copy.deepcopy(window)
+                cache.layers[index].hold(
+                    window.keys.clone(), window.values.clone(), window.cumulative_length
+                )
         ids = self.prompt.input_ids[:, end:].to(self.mask.device)
         forward(model, ids, self.mask[:, :total], cache)
 

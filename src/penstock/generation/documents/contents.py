@@ -227,9 +227,7 @@ def restore_windows(stored: StoredDocument, cache: TieredCache, length: int) -> 
             for part in parts
             if part is not None
         )
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        layer.cumulative_length = length
+        layer.hold(keys, values, length)
 
 
 def _check_window(parts: list[Tensor | None], cache: TieredCache, length: int, window: int) -> None:
