@@ -30,12 +30,16 @@ LEVELS = ("auto", "plain")
 
 
 def runtime(compiler: list[str]) -> str:
-    """The sanitizers' own library, which must be in the process before any other."""
-    asked = [*compiler, "-print-file-name=libasan.so"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    if not Path(found).is_absolute():
-        raise SystemExit(f"{compiler[0]} brings no libasan.so; set CC to a gcc that does")
-    return found
+    """What must be in the process before anything else: the sanitizers' own library, and that of
+    C++, whose exceptions it stands between."""
+    found = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        asked = [*compiler, f"-print-file-name={name}"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        found.append(done.stdout.strip())
+        if not Path(found[-1]).is_absolute():
+            raise SystemExit(f"{compiler[0]} brings no {name}; set CC to a gcc that does")
+    return " ".join(found)
 
 
 def environment(source: Path, level: str, preload: str) -> dict[str, str]:
@@ -81,7 +85,16 @@ def main(tests: list[str]) -> int:
         if hook.compile_kernels(source / "penstock" / "kernels" / "native", FLAGS) is None:
             return 1
         left_out = [f"--ignore={each}" for each in TRITON]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left_out]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--capture=sys",
+            *left_out,
+        ]
         for level in LEVELS:
             env = environment(source, level, runtime(compiler))
             if not sees(env):

@@ -50,7 +50,7 @@ AVX512 static struct query make_query(const struct scan *s, int64_t row, const f
         const __mmask16 lanes = lanes_left(s->dim > i ? s->dim - i : 0);
         const __m512 x = _mm512_mul_ps(distance_from(key + i, origin + i, lanes),
                                        _mm512_maskz_loadu_ps(lanes, ranges + i));
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(x, unit));
+        const __m512i whole = at_least(_mm512_cvtps_epi32(_mm512_div_ps(x, unit)), -32512);
         const __m512 left = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), unit, x);
         errors = _mm512_fmadd_ps(left, left, errors);
         const __m512i upper =

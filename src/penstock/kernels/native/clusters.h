@@ -42,6 +42,11 @@ AVX512 INLINE __mmask16 lanes_left(int64_t left) {
     return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
 }
 
+/* Of what is not a number a conversion makes the least integer, sums of which run over. */
+AVX512 INLINE __m512i at_least(__m512i whole, int32_t least) {
+    return _mm512_max_epi32(whole, _mm512_set1_epi32(least));
+}
+
 AVX512 INLINE __m512 distance_from(const float *a, const float *b, __mmask16 lanes) {
     return _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, a), _mm512_maskz_loadu_ps(lanes, b));
 }

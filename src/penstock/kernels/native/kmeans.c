@@ -78,7 +78,7 @@ AVX512 static struct query make_query(const struct scan *s, const struct points 
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = 0; i < s->width; i += 16) {
         const __m512 x = scaled(s, p, at, i);
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
+        const __m512i whole = at_least(_mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)), -127);
         const __m512 left = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), unit, x);
         errors = _mm512_fmadd_ps(left, left, errors);
         sum = _mm512_add_epi32(sum, whole);
