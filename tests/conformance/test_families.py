@@ -1,25 +1,39 @@
 """Decoder families of transformers: each works or is refused by name, and nothing else."""
 
+import json
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from penstock.models.model_shape import FULL
-from penstock.testing.family_sweep import run, sweep_family
-from penstock.testing.tiny_families import tiny_config, tiny_family
+from penstock.policies import POLICIES
+from penstock.testing.family_sweep import SETTINGS, run, sweep_family, table
+from penstock.testing.tiny_families import decoder_families, tiny_config, tiny_family
 
+DOCS = Path(__file__).parents[2] / "docs"
 OTHER_ROTATIONS = ("codegen", "cohere", "gpt_neox", "glm")
 WORKS = (
     "bart", "cohere", "exaone4", "gemma2", "glm4", "gpt2", "gpt_bigcode", "gpt_oss",
     "minimax_m2", "nemotron", "olmoe", "phi", "qwen3_moe", "stablelm",
 )  # fmt: skip
 REFUSED = {
-    "bloom": "attention interface", "deepseek_v3": "latent attention", "falcon_h1": "layer 0",
-    "diffllama": "never received", "mamba": "layer 0|no attention heads",
-    "mllama": "cross-attention",
+    "bloom": "attention interface", "deepseek_v3": "latent attention",
+    "falcon_h1": "layer 0|state-space", "diffllama": "never received",
+    "mamba": "layer 0|no attention heads", "mllama": "cross-attention",
 }  # fmt: skip
+
+
+def require_interface(family: str) -> None:
+    """Skip a family that goes through the attention interface in newer releases only."""
+    if not tiny_family(family)._can_set_attn_implementation():
+        pytest.skip("without the attention interface in this transformers")
 
 
 @pytest.mark.parametrize("family", WORKS)
 def test_works_with_the_default_policy(family: str) -> None:
+    require_interface(family)
     result = sweep_family(family, ("kvswap",))
     assert (result.outcome, result.words) == ("works", "")
 
@@ -27,6 +41,7 @@ def test_works_with_the_default_policy(family: str) -> None:
 @pytest.mark.parametrize("family", OTHER_ROTATIONS)
 def test_keys_are_turned_back_as_the_model_turned_them(family: str) -> None:
     """By halves, by neighbours, or in part."""
+    require_interface(family)
     result = sweep_family(family, ("shadowkv",), ("full",))
     assert (result.outcome, result.words) == ("works", "")
 
@@ -35,7 +50,8 @@ def test_keys_are_turned_back_as_the_model_turned_them(family: str) -> None:
 def test_refused_at_once(family: str) -> None:
     result = sweep_family(family, ("kvswap", "full"))
     assert result.outcome == "refused", result
-    assert any(word in result.words for word in REFUSED[family].split("|"))
+    words = (*REFUSED[family].split("|"), "attention interface")
+    assert any(word in result.words for word in words)
 
 
 def test_layers_of_two_kinds_are_mixed() -> None:
@@ -55,3 +71,34 @@ def test_a_sweep_sees_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_sweep, "run", lambda *_: 1 / 0)
     result = sweep_family("llama", ("full",))
     assert (result.outcome, result.words.split(":")[0]) == ("fails", "full, fetched")
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return json.loads((DOCS / "families.json").read_text(encoding="utf-8"))
+
+
+def test_the_committed_sweep_has_no_third_outcome(found: Any) -> None:
+    outcomes = {each["family"]: each["outcome"] for each in found["families"]}
+    assert set(outcomes.values()) <= {"works", "refused", "not built"}
+    built = [family for family, outcome in outcomes.items() if outcome != "not built"]
+    assert len(built) >= 100
+    for each in found["families"]:
+        assert each["outcome"] == "works" or each["words"]
+        assert each["outcome"] != "works" or each["policies"] == list(POLICIES)
+    assert found["policies"] == list(POLICIES)
+    assert found["settings"] == list(SETTINGS)
+    assert {*WORKS, *REFUSED} <= set(built)
+
+
+def test_the_committed_sweep_is_of_all_families(found: Any) -> None:
+    import transformers
+
+    if transformers.__version__ != found["transformers"]:
+        pytest.skip(f"the table is of transformers {found['transformers']}")
+    assert [each["family"] for each in found["families"]] == list(decoder_families())
+
+
+def test_the_page_is_that_of_the_results(found: Any) -> None:
+    assert (DOCS / "families.md").read_text(encoding="utf-8") == table(found)
+    assert os.path.exists(DOCS / "families.json")

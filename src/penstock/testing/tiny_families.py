@@ -76,6 +76,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
     "hrm_text": {"H_layers": 2, "L_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "moshi": {"sliding_window": 512},
