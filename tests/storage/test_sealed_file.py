@@ -12,7 +12,7 @@ from penstock.storage import store as store_module
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.sealed_file import SealedFile
-from penstock.storage.store import KVStore
+from penstock.storage.store import KVStore, Sealing
 from penstock.testing.faulty_file import FaultyFile
 
 SECTOR = 512
@@ -103,16 +103,17 @@ def kinds(store: KVStore) -> set[bool]:
 def test_a_store_on_a_disk_says_whether_it_is_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(place: str, **options: object) -> KVStore:
-        return KVStore.create(place, num_layers=2, unit_bytes=5000, **options)  # type: ignore[arg-type]
+    def make(place: str, sealed: Sealing) -> KVStore:
+        return KVStore.create(place, num_layers=2, unit_bytes=5000, sealed=sealed)
 
-    for sealed, is_fast, expected in (
+    cases: list[tuple[Sealing, bool, bool]] = [
         (True, False, True), (False, True, False), ("auto", True, True), ("auto", False, False),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for sealed, is_fast, expected in cases:
         monkeypatch.setattr(store_module, "is_fast", lambda is_fast=is_fast: is_fast)
-        with make(str(tmp_path), sealed=sealed) as store:
+        with make(str(tmp_path), sealed) as store:
             assert kinds(store) == {expected}
             assert ("not encrypted" in store.describe()) != expected
             assert "encrypted" in store.describe()
-        with make("memory", sealed=sealed) as store:
+        with make("memory", sealed) as store:
             assert isinstance(store.region(0).file, MemoryFile), "memory is no disk"

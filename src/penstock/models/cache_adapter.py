@@ -94,8 +94,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             model: any decoder of transformers that uses the attention interface.
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
-                cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too
-                little), or None for no limit.
+                cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too little), or None.
             store: see `KVStore.create`; or "host", memory that a GPU reads and writes by itself
                 (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
@@ -115,8 +114,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
             must_tier: keep no more than slots in memory, also where the budget would hold all.
-            sealed: encrypt what is written to a disk, with a key that is never written; "auto":
-                where AES is fast.
+            sealed: see `KVStore.create`.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
