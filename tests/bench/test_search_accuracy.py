@@ -180,6 +180,7 @@ def test_the_program_goes_on_and_changes_nothing_in_small_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "accuracy.json"
+    (tmp_path / "tier").mkdir()
     common = [*TOY, "--memory=2900KiB", f"--store={tmp_path / 'tier'}", f"--out={out}", "--resume"]
     first = program.run([*common, "--documents=1", "--checked=1"])
     before = first.figures["documents"]

@@ -29,5 +29,5 @@ def test_measurement(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="64MiB"):
         measure_directory(str(tmp_path), file_bytes=4096)
-    with pytest.raises(StorageError):
+    with pytest.raises(ConfigError, match="no directory"):
         measure_directory("/proc/nowhere", file_bytes=64 << 20)

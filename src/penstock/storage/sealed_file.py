@@ -65,7 +65,7 @@ class SealedFile(KVFile):
         Raises:
             DocumentKeyError: `cryptography` is not installed.
         """
-        self._inner = inner
+        self.inner = inner
         self.is_direct, self.simulated = inner.is_direct, inner.simulated
         self.sector_bytes = max(inner.sector_bytes, _LEAST_SECTOR_BYTES)
         self._cipher = BlockCipher()
@@ -73,18 +73,18 @@ class SealedFile(KVFile):
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve in the wrapped file."""
-        self._inner.reserve(num_bytes)
+        self.inner.reserve(num_bytes)
 
     @property
     def request_queue(self) -> tuple[AioQueue, int] | None:
         """The wrapped file's: what is read by it must go through `opened`."""
-        return self._inner.request_queue
+        return self.inner.request_queue
 
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
         """Start the reads; they are decrypted when they are waited for."""
-        inner = self._inner.submit_reads(offsets, lengths, addresses, keep_alive)
+        inner = self.inner.submit_reads(offsets, lengths, addresses, keep_alive)
         return self.opened(inner, offsets, lengths, addresses, keep_alive)
 
     def opened(
@@ -111,16 +111,16 @@ class SealedFile(KVFile):
             raise StorageError(f"a sealed write is not aligned to {self.sector_bytes} bytes")
         buffer = AlignedBuffer(1, size)
         self._cipher.encrypt(offset // BLOCK_BYTES, data, buffer.array[0])
-        self._inner.write_at(offset, buffer.array[0])
+        self.inner.write_at(offset, buffer.array[0])
         self._written.note(offset, size, self.sector_bytes)
 
     def sync(self) -> None:
         """Flush the wrapped file."""
-        self._inner.sync()
+        self.inner.sync()
 
     def close(self) -> None:
         """Close the wrapped file."""
-        self._inner.close()
+        self.inner.close()
 
 
 class _Written:
