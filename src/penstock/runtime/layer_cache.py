@@ -377,6 +377,10 @@ class LayerCache:
 
     def drain(self) -> None:
         """Wait for every write of this layer. Raises what the writes raised."""
+        self.drain_writes()
+
+    def drain_writes(self) -> None:
+        """The part of `drain` that is about tokens alone."""
         self.transfer.drain()
         self._window_transfer.drain()
 

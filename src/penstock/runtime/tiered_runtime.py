@@ -381,7 +381,7 @@ class TieredRuntime:
                 self._forget_slots()
                 for layer in self.layers:
                     if isinstance(layer, LayerCache):
-                        layer.drain()  # writes of units that are forgotten below
+                        layer.drain_writes()  # of units that are forgotten below
             for layer in self.layers:
                 if length > 0:
                     layer.crop(length)
