@@ -22,7 +22,7 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "flexgen"},
     {"policy": "dynakv", "must_tier": True},
 ]
-THREADS, CALLS = 8, 40
+THREADS = 8
 
 
 def prompt(number: int) -> torch.Tensor:
@@ -58,20 +58,20 @@ def together(jobs: list[Callable[[], Any]]) -> list[Any]:
         return [each.result() for each in [threads.submit(run, job) for job in jobs]]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_caches_open_and_close_under_running_forwards(family: str) -> None:
+@pytest.mark.parametrize(("family", "calls"), [("llama", 30), ("gemma2", 12)])
+def test_caches_open_and_close_under_running_forwards(family: str, calls: int) -> None:
     model = tiny_model(family)
     before = model.config._attn_implementation
-    numbers = range(CALLS)
+    numbers = range(calls)
     tiered = [with_cache(model, number) for number in numbers]
     plain = [generate(model, number) for number in numbers]
     assert tiered[2] == plain[2]  # of the policy full
 
     def many(job: Callable[[Any, int], list[int]], first: int) -> list[list[int]]:
-        return [job(model, (first + i) % CALLS) for i in numbers]
+        return [job(model, (first + i) % calls) for i in numbers]
 
     def checked(job: Callable[[Any, int], list[int]], right: list[list[int]], first: int) -> bool:
-        return many(job, first) == [right[(first + i) % CALLS] for i in numbers]
+        return many(job, first) == [right[(first + i) % calls] for i in numbers]
 
     jobs: list[Callable[[], Any]] = []
     jobs += [partial(checked, with_cache, tiered, 5 * i) for i in range(THREADS - 2)]
@@ -80,6 +80,34 @@ def test_caches_open_and_close_under_running_forwards(family: str) -> None:
     assert model.config._attn_implementation == before
     assert not any("penstock" in name for name in model.__dict__)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_cache_opens_or_closes_within_a_forward(family: str, own: str) -> None:
+    """The mask was made for one attention function, and another one takes it."""
+    model = tiny_model(family)
+    if own == "eager" or model._supports_sdpa:
+        model.set_attn_implementation(own)
+    ids = prompt(17)
+    mask = torch.ones_like(ids)
+    mask[:, :5] = 0
+    right = model(ids, attention_mask=mask).logits[:, 5:]
+    opened: list[TieredCache] = []
+
+    def change(*_: Any) -> None:
+        hook.remove()  # a cache that opens looks at a forward pass of its own
+        if opened:
+            opened.pop().close()
+        else:
+            opened.append(TieredCache(model, store="memory", max_tokens=MOST, must_tier=True))
+
+    for count in (1, 0):
+        hook = model.model.layers[0].register_forward_pre_hook(change)
+        found = model(ids, attention_mask=mask).logits[:, 5:]
+        assert len(opened) == count
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_seeds_belong_to_their_call() -> None:

@@ -23,7 +23,8 @@ def attention_reference(
         keys: [batch, kv_heads, tokens, head_dim]; heads are shared by consecutive query heads.
         values: like `keys`.
         scaling: factor on the logits, before `softcap`.
-        mask: bool, True where a query may look, broadcastable to [batch, heads, queries, tokens].
+        mask: bool, True where a query may look; or floating, which is added to the logits.
+            Broadcastable to [batch, heads, queries, tokens].
         causal: query i sees keys up to i; needs as many queries as tokens.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
 
@@ -41,8 +42,10 @@ def attention_reference(
     logits = logits.reshape(batch, num_heads, num_queries, tokens)
     if causal:
         visible = torch.ones(num_queries, tokens, dtype=torch.bool, device=query.device).tril()
-        mask = visible if mask is None else mask & visible
-    if mask is not None:
+        logits = logits.masked_fill(~visible, NEGATIVE_INFINITY)
+    if mask is not None and mask.is_floating_point():
+        logits = logits + mask
+    elif mask is not None:
         logits = logits.masked_fill(~mask, NEGATIVE_INFINITY)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
