@@ -34,10 +34,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(text_of(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 def nodes(paths: list[Path], kind: type[Node]) -> Iterator[tuple[Path, Node]]:
     """Every node of the kind, with its file."""
     for path in paths:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, kind):
                 yield path, node
 
@@ -53,7 +58,7 @@ def outside(*packages: str) -> list[Path]:
 
 def is_method(path: Path) -> bool:
     """Whether a file implements a published method: it derives a policy."""
-    classes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     bases = [base.id for c in classes for base in c.bases if isinstance(base, ast.Name)]
     return "SelectionPolicy" in bases
 
@@ -141,7 +146,7 @@ def test_no_state_in_modules() -> None:
 def names_in(path: Path) -> set[str]:
     """Every name that a file uses, looks up, imports or quotes; not those that it defines."""
     names: set[str] = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
                 names.add(name)

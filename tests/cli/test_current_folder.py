@@ -1,5 +1,6 @@
 """No command runs what merely lies in the current folder, whatever it is called."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,17 @@ NAMES = (
     "ast", "runpy", "json", "struct", "pickle", "multiprocessing", "numpy", "torch", "kernels",
     "matplotlib", "penstock", "sitecustomize", "usercustomize", "accelerate", "flash_attn",
 )  # fmt: skip
-COMMAND = "import sys; sys.argv[0] = 'penstock'; from penstock.cli.entry import main; main()"
+COMMANDS = """
+import json, sys
+from penstock.cli.entry import main
+for words in json.loads(sys.argv.pop()):
+    sys.argv[:] = ["penstock", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 SEARCH = (
     "search", "recall", "--prompt", "The grass is green .", "--beams", "2", "--step", "2",
     "--max-new-tokens", "2", "--seed", "1", "--store", "memory",
@@ -36,32 +47,33 @@ def assert_nothing_ran(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("ran-*")) == []
 
 
-def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The command as its script runs it: with the script's folder first, not the current one."""
+def run(folder: Path, *commands: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+    """Commands as their script runs them, in one process, up to the first that fails.
+
+    It has the script's folder first, not the current one. What one command imports is there for the
+    next; a path that a command added would stay as well.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     return subprocess.run(
-        [sys.executable, "-P", "-c", COMMAND, *arguments], cwd=folder, text=True,
+        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands)], cwd=folder, text=True,
         env=environment | {"PYTHONPATH": SOURCE}, capture_output=True, check=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_commands_run_nothing_of_the_folder(hostile: Path) -> None:
+    """With processes beside them: of near-storage attention, of a scorer, of a benchmark."""
+    (hostile / "mine.py").write_text(
+        "import json, torch\ndef rate(texts):\n    return [1.0 for _ in texts]\n"
+    )
+    done = run(
+        hostile,
         ("generate", "recall", "--prompt-file", "prompt.txt", "--max-new-tokens", "2",
          "--disk", "memory", "--policy", "hillinfer"),
         SEARCH,
         (*SEARCH, "--scorer", "mine:rate"),
         ("bench", "accuracy", "--samples", "1", "--tokens", "256", "--tasks", "multi_key_few",
          "--settings", "full", "--workers", "2"),
-    ],
-    ids=["near-storage", "search", "a scorer", "workers"],
-)  # fmt: skip
-def test_a_command_runs_nothing_of_the_folder(arguments: tuple[str, ...], hostile: Path) -> None:
-    (hostile / "mine.py").write_text(
-        "import json, torch\ndef rate(texts):\n    return [1.0 for _ in texts]\n"
-    )
-    done = run(hostile, *arguments)
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert_nothing_ran(hostile)
 
@@ -104,10 +116,14 @@ def test_a_scorer_of_a_file_has_its_folder_behind_all_others(tmp_path: Path) -> 
     (folder / "json.py").write_text(
         "import beside\ndef rate(texts):\n    return [beside.RATING for _ in texts]\n"
     )
-    done = run(tmp_path, *SEARCH, "--scorer", "elsewhere/json.py:rate", "--json")
-    assert done.returncode == 0, done.stderr
-    assert '"scorer": "elsewhere/json.py:rate"' in done.stdout
-    missing = run(tmp_path, *SEARCH, "--scorer", "elsewhere/none.py:rate")
-    assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("error: scorer elsewhere/none.py:rate")
-    assert missing.stderr.count("\n") == 1
+    done = run(
+        tmp_path,
+        (*SEARCH, "--scorer", "elsewhere/json.py:rate", "--json"),
+        (*SEARCH, "--scorer", "elsewhere/none.py:rate"),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.count('"scorer": "elsewhere/json.py:rate"') == 1
+    assert done.stdout.count('"scorer"') == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: scorer elsewhere/none.py:rate")
+    assert done.stderr.endswith(f"{line}\n")

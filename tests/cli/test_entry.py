@@ -21,8 +21,8 @@ def in_use():
     held = info()
     return (held.uordblks + held.hblkhd) / 2**20
 weight = torch.randn(64, 64, dtype=torch.bfloat16)
-for tokens in range(64, 514):
-    if tokens == 214:
+for tokens in range(64, 194):
+    if tokens == 134:
         before = in_use()
     torch.nn.functional.linear(torch.ones(1, tokens, 64, dtype=torch.bfloat16), weight)
 print(in_use() - before)
@@ -30,7 +30,7 @@ print(in_use() - before)
 
 
 def test_products_of_many_shapes_keep_no_memory() -> None:
-    """300 shapes more than the first 150 kept 160 MiB where they are kept."""
+    """60 shapes more than the first 70 keep 31 MiB where they are kept."""
     if sys.platform != "linux":
         pytest.skip("asks glibc what is in use")
     done = subprocess.run(
@@ -39,7 +39,7 @@ def test_products_of_many_shapes_keep_no_memory() -> None:
     if "mallinfo2" in done.stderr:
         pytest.skip("no glibc of 2.33 or newer")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 16
+    assert float(done.stdout) < 6
 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
