@@ -2,21 +2,24 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from penstock.models.model_shape import inspect_model
-from penstock.tuner.engine_run import ROUNDS, STEPS
-from penstock.tuner.kvswap_search import (
-    CHECKS,
-    FINAL_ROUNDS,
-    FINALISTS,
-    POINTS,
-    KVSwapSearch,
-)
+from penstock.tuner import engine_run, kvswap_search, pace
+from penstock.tuner.engine_run import ROUNDS
+from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 
 MakeTask = Callable[..., TuningTask]
+STEPS, FINAL_ROUNDS = 2, 3  # unlike `ROUNDS`
 
 
-def test_what_was_run_is_what_was_wanted(make_task: MakeTask) -> None:
+def test_what_was_run_is_what_was_wanted(
+    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_run, "STEPS", STEPS)
+    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", FINAL_ROUNDS)
+    monkeypatch.setattr(pace, "_PASSES", 1)
     full = inspect_model(make_task().model).kv.full_cache_bytes(1, 1024)
     task = make_task(max_context=1024, store="memory", limit_bytes=int(full * 0.7))
     search = KVSwapSearch(task)

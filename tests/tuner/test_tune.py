@@ -14,7 +14,7 @@ from penstock.core.errors import BudgetError, ConfigError, StorageError
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.policies.tuned_config import TunedConfig
-from penstock.tuner import engine_run, kvswap_search
+from penstock.tuner import engine_run, fetch_survey, kvswap_search, pace
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
 from penstock.tuner.tune import Tuned, tune
@@ -26,9 +26,12 @@ WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go .
 @pytest.fixture(autouse=True, scope="module")
 def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_run, "STEPS", 2)
-        patched.setattr(engine_run, "WARM_STEPS", 1)
-        patched.setattr(kvswap_search, "FINAL_ROUNDS", 5)  # unlike `ROUNDS`
+        for module in (engine_run, fetch_survey):
+            patched.setattr(module, "STEPS", 2)
+            patched.setattr(module, "WARM_STEPS", 1)
+        patched.setattr(kvswap_search, "FINAL_ROUNDS", 3)  # unlike `ROUNDS`
+        patched.setattr(pace, "_PASSES", 1)
+        patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 12)
         yield
 
 
@@ -42,7 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory, recall: LoadedModel) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     assert recall.tokenizer is not None
     vocabulary = recall.tokenizer.get_vocab()
-    sample = make_sample("two_walkers", 2000, random.Random("tune"), vocabulary)
+    sample = make_sample("two_walkers", 1400, random.Random("tune"), vocabulary)
     path.write_text(f"{sample.prompt} {sample.answer}")
     return path
 
@@ -50,7 +53,7 @@ def text(tmp_path_factory: pytest.TempPathFactory, recall: LoadedModel) -> Path:
 @pytest.fixture(scope="module")
 def quick(recall: LoadedModel, text: Path) -> dict[str, Any]:
     return {
-        "model": recall, "max_context": 1536, "memory": "1/2", "disk": "nvme", "texts": [text],
+        "model": recall, "max_context": 1024, "memory": "1/2", "disk": "nvme", "texts": [text],
     }  # fmt: skip
 
 
@@ -62,7 +65,7 @@ def tuned(quick: dict[str, Any]) -> Tuned:
 def test_solutions_cover_the_grid_within_the_budget(tuned: Tuned) -> None:
     config = tuned.config
     picks = [each for each in config.solutions if each.is_pick]
-    assert sorted((each.batch, each.context) for each in picks) == [(1, 1536), (2, 1536)]
+    assert sorted((each.batch, each.context) for each in picks) == [(1, 1024), (2, 1024)]
     for each in config.solutions:
         assert each.limit_bytes == config.limit_for(each.batch)
         assert each.predicted["resident_bytes"] <= each.limit_bytes
@@ -121,7 +124,7 @@ def test_the_config_runs(tuned: Tuned, recall: LoadedModel, tmp_path: Path) -> N
     )
     assert output.run.simulated == "nvme"
     assert output.run.memory.used_bytes <= tuned.config.limit_for(1)
-    assert any("tuned for 1 x 1536" in notice for notice in output.run.notices)
+    assert any("tuned for 1 x 1024" in notice for notice in output.run.notices)
 
 
 def test_the_smallest_budget_that_is_named_would_do(quick: dict[str, Any]) -> None:
@@ -185,7 +188,7 @@ def test_an_interrupted_tuning_within_free_memory_goes_on(
         raise Stop
 
     monkeypatch.setattr(module, "search_kvswap", stop)
-    limits, whole = list[int](), inspect_model(recall.model).kv.full_cache_bytes(1, 1536)
+    limits, whole = list[int](), inspect_model(recall.model).kv.full_cache_bytes(1, 1024)
     for free in (whole, whole // 2):  # which is never the same twice
         monkeypatch.setattr(module, "free_bytes", lambda _, free=free: free)
         with pytest.raises(Stop):
@@ -249,5 +252,5 @@ def test_tables_of_another_model_are_refused(
 
 
 def test_the_budget_is_a_share_of_the_full_cache(tuned: Tuned, recall: LoadedModel) -> None:
-    full = inspect_model(recall.model).kv.full_cache_bytes(2, 1536)
+    full = inspect_model(recall.model).kv.full_cache_bytes(2, 1024)
     assert tuned.config.limit_bytes == full // 2

@@ -9,7 +9,7 @@ from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 
 OPTIONS = "selected_tokens=64,window_tokens=16,sink_tokens=4"
-EXACT = "selected_tokens=600,window_tokens=16,sink_tokens=4"
+EXACT = "selected_tokens=400,window_tokens=16,sink_tokens=4"
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A list of words that comes again and again, so that far keys matter."""
     words = [f"The secret word for patient blanket is social sparrow . {n} 2 ." for n in range(9)]
     path = tmp_path_factory.mktemp("texts") / "text.txt"
-    path.write_text(" ".join(words * 6))
+    path.write_text(" ".join(words * 3))
     return path
 
 
@@ -25,7 +25,7 @@ def test_a_text_is_followed(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "follow.json"
     methods = f"full-dynamic;louiskv:tau=1,{EXACT};louiskv:tau=-1,{OPTIONS};arkvale:{OPTIONS}"
     result = follow.run([
-        "--model", "recall", "--text", str(text), str(text), "--prompt", "400", "--steps", "10",
+        "--model", "recall", "--text", str(text), str(text), "--prompt", "250", "--steps", "4",
         "--methods", methods, "--out", str(out), "--dtype", "float32",
     ])  # fmt: skip
     rows = {(row["text"], row["method"].split(",")[0]): row for row in result.figures["rows"]}

@@ -14,23 +14,28 @@ from penstock.bench.figures.tuning_prediction import draw_predictions
 from penstock.bench.result import Result
 from penstock.bench.tuning import program, setting_runs, sweep, sweep_device
 from penstock.bench.tuning.setting_runs import middle_run
-from penstock.bench.tuning.sweep_device import FINAL_ROUNDS
 from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.policies.kvswap import KVSwap
 from penstock.policies.search_space import policy_from
-from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, run_together
+from penstock.tuner import engine_run, kvswap_search, pace
+from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
 from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS
-from penstock.tuner.kvswap_search import FINAL_ROUNDS as LAST_ROUNDS
 
 Row = dict[str, Any]
-SETTINGS, SITTINGS = 7, 2
+SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 3
+STEPS, LAST_ROUNDS = 2, 3  # of the tuner's own runs; unlike `ROUNDS`
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sweep_device, "SITTINGS", SITTINGS)
+        patched.setattr(sweep_device, "FINAL_ROUNDS", FINAL_ROUNDS)
+        patched.setattr(engine_run, "STEPS", STEPS)
+        patched.setattr(engine_run, "WARM_STEPS", 1)
+        patched.setattr(kvswap_search, "FINAL_ROUNDS", LAST_ROUNDS)
+        patched.setattr(pace, "_PASSES", 1)
         yield
 
 
