@@ -15,7 +15,7 @@ from penstock.models import loader
 
 SENTENCES = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 TEXT = f"{SENTENCES}There and back again . " * 5
-EACH_SEEDS = 8
+EACH_SEEDS = 4
 
 
 def flip(folder: Path, chance: random.Random) -> str:

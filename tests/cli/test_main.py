@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -233,15 +232,18 @@ def test_calibrate_with_nothing_to_read(tmp_path: Path) -> None:
     "command", ["generate --prompt-file -", "doc add recall - --name new"], ids=str
 )
 def test_stdin_that_is_closed(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PENSTOCK_LIBRARY", str(tmp_path))
-    arguments = [sys.executable, "-m", "penstock", *command.split()]
-    done = subprocess.run(
-        ["sh", "-c", f"{shlex.join(arguments)} <&-"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == EXIT_BAD_INPUT
-    assert done.stderr.splitlines()[-1].endswith("was to come on stdin, which is closed")
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it behind a shell's `<&-`
+    with pytest.raises(SystemExit) as done:
+        app(command.split())
+    assert done.value.code == EXIT_BAD_INPUT
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("was to come on stdin, which is closed")
 
 
 def test_what_stdouts_encoding_does_not_have(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def content(held: dict[int, int]) -> bytes:
 def capture(kind: str, disk: Path, seal: str, *, kill: bool) -> bytes:
     """What lies in the files of a run that is killed in its middle, or that has ended."""
     disk.mkdir()
-    process = start(kind, disk, seal, 4000 if kill else 100)
+    process = start(kind, disk, seal, 4000 if kill else 8)
     held: dict[int, int] = {}
     deadline = time.monotonic() + TIMEOUT_S
     try:
@@ -69,7 +69,7 @@ def capture(kind: str, disk: Path, seal: str, *, kill: bool) -> bytes:
             if kill and len(content(held).strip(b"\0")) > ENOUGH_BYTES:
                 process.send_signal(signal.SIGKILL)
                 break
-            time.sleep(0.002)
+            time.sleep(0.005)
         process.wait(TIMEOUT_S)
         assert process.returncode == (-signal.SIGKILL if kill else 0)
         return content(held)

@@ -44,10 +44,15 @@ def make(family: str) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def points(model: Any) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module of every decoder layer, before and behind it."""
+def points(model: Any, *, within: bool = True) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every module of every decoder layer, before and behind it.
+
+    Not `within`: the layer, its attention, and what stands before and behind the cache's update.
+    """
     for number, layer in enumerate(decoder_layers(model)):
         for name, module in layer.named_modules():
+            if not within and name not in ("", "self_attn", "self_attn.v_proj", "self_attn.o_proj"):
+                continue
             for before in (True, False):
                 yield f"{number}.{name or 'layer'}{' before' * before}", module, before
 
@@ -97,7 +102,7 @@ def test_a_step_that_stops_anywhere(family: str, count: int) -> None:
     with TieredCache(
         model, KVSwap(window_tokens=8), exact=True, store="memory", max_tokens=LENGTH
     ) as cache:
-        for name, module, before in points(model):
+        for name, module, before in points(model, within=family in ("llama", "gemma3")):
             cache.reset()
             model(IDS[:, :PROMPT], **cache_argument(model, cache))
             ids = IDS[:, PROMPT : PROMPT + count]

@@ -12,7 +12,7 @@ from penstock.storage import open_files
 FAKED = """
 import asyncio, mmap, os, platform, sys, tempfile
 import concurrent.futures, ctypes, multiprocessing, subprocess
-import numpy as np, torch
+import numpy as np
 fake = sys.argv[1]
 linux_only = ["O_DIRECT", "O_TMPFILE", "posix_fallocate", "posix_fadvise", "memfd_create",
               "fdatasync", "preadv2"]

@@ -162,4 +162,4 @@ class DocumentMachine(RuleBasedStateMachine):
 
 
 TestDocument = DocumentMachine.TestCase
-TestDocument.settings = settings(max_examples=6, stateful_step_count=8, deadline=None)
+TestDocument.settings = settings(max_examples=4, stateful_step_count=8, deadline=None)
