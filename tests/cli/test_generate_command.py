@@ -82,8 +82,10 @@ def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
     inputs = loaded.tokenizer(text, return_tensors="pt")
     plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     memory = "auto" if policy == "full" else "1/2"
-    options = ("--max-new-tokens", 12, "--policy", policy, "--memory", memory, "--exact", "--json")
-    options += ("--dtype", "float32")
+    options = (
+        "--max-new-tokens", 12, "--policy", policy, "--memory", memory, "--exact", "--json",
+        "--dtype", "float32",
+    )  # fmt: skip
     assert json.loads(run("--prompt", text, *options).stdout)["token_ids"] == plain.tolist()
 
 

@@ -254,9 +254,8 @@ def test_a_crop_forgives_what_could_not_be_read_behind_the_last_step(
 
     for layer in layers(runtime):
         monkeypatch.setattr(layer.follower, "follow", refuse)
-    with pytest.raises(FetchError, match="on purpose"):  # which step hears of it is the threads'
-        for _ in range(2):
-            script.run(runtime, 1)
+    with pytest.raises(FetchError, match="on purpose"):
+        script.run_steps(runtime, 2)  # which of them hears of it is the threads'
     monkeypatch.undo()
     runtime.crop(93)
     assert not runtime.is_torn

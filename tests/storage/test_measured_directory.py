@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.errors import ConfigError, StorageError
+from penstock.core.errors import ConfigError
 from penstock.storage.measured_directory import measure_directory
 
 

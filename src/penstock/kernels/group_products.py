@@ -1,5 +1,7 @@
 """group_products(): each group's best product of its quantised key codes with a few queries."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -64,10 +66,28 @@ def _integer_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     quantised = (queries / scale).round_().to(torch.int8).transpose(1, 2)
     # The integer product takes matrices only; one call per row is bound by its codes, not by us.
     best = [
-        torch._int_mm(codes[b].flatten(0, 2), quantised[b])
+        _whole_products(codes[b].flatten(0, 2), quantised[b])
         .view(blocks, group_tokens, groups, -1)
         .amax(dim=1)
         for b in range(batch)
     ]
     stacked = best[0].unsqueeze(0) if batch == 1 else torch.stack(best)
     return stacked.flatten(1, 2).float().mul_(scale.transpose(1, 2))
+
+
+def _whole_products(codes: Tensor, queries: Tensor) -> Tensor:
+    """int8 [tokens, rank] times int8 [rank, heads]: exact, as int32 or float32."""
+    if _multiplies_exactly():
+        return torch._int_mm(codes, queries)
+    return codes.float() @ queries.float()  # whole numbers below 2**24
+
+
+@functools.cache
+def _multiplies_exactly() -> bool:
+    """Whether torch's int8 product is right here.
+
+    With AVX2 but without VNNI, oneDNN adds pairs of products in 16 bits, which saturate.
+    """
+    ones = torch.full((32, 64), 127, dtype=torch.int8)
+    found = torch._int_mm(ones, ones.t().contiguous())
+    return bool((found == 64 * 127 * 127).all())

@@ -310,6 +310,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         Raises:
             CacheStateError: a sliding window has moved too far on to go back; nothing is removed.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some releases give a tensor
         length = max(layer.get_seq_length() for layer in self.layers)
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         keep = max(0, min(keep, self._runtime.sound_length()))
