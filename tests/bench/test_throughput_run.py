@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import penstock.models
-from penstock.bench import throughput
+from penstock.bench import decode_loop, read_burst, throughput
 from penstock.bench.accuracy_settings import parse_settings
 from penstock.bench.prefill_run import as_figures, run_prefill
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes
@@ -34,6 +34,7 @@ from penstock.models.plain_model import (
     tokens_of,
 )
 from penstock.policies import FlexGen
+from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 from penstock.workloads.recorded_stream import Recording
 from penstock.workloads.selection_streams import OverlapStream
 from penstock.workloads.synthetic_kv import SyntheticKV
@@ -42,6 +43,20 @@ SHAPE = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
 )  # fmt: skip
 RECALL = Path(penstock.models.__file__).parent / "recall"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are timed for less: the figures need not be good."""
+    monkeypatch.setattr(read_burst, "ROUNDS", 1)
+    monkeypatch.setattr(decode_loop, "WARM_STEPS", 1)
+
+    def quick(store: str, *, file_bytes: int, seconds_per_cell: float) -> DirectoryMeasurement:
+        return measure_directory(
+            store, file_bytes=file_bytes, seconds_per_cell=seconds_per_cell / 10
+        )
+
+    monkeypatch.setattr(throughput, "measure_directory", quick)
 
 
 @pytest.fixture(scope="module")
