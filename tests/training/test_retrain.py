@@ -224,7 +224,8 @@ def here_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(module: str, words: Sequence[str]) -> int:
         if words[words.index("--seed") + 1] == "0":
             return real(module, words)
-        return (train if module == "training.train" else evaluate).main(words)
+        status: int = (train if module == "training.train" else evaluate).main(words)
+        return status
 
     monkeypatch.setattr(retrain, "call", call)
 
