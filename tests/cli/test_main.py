@@ -1,10 +1,11 @@
 """What goes wrong is one line on stderr and an exit code; nothing of it is a traceback."""
 
+import io
 import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from penstock.cli.entry import main
 from penstock.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, app
 from penstock.kernels.native import compiled
 
@@ -246,14 +248,25 @@ def test_stdin_that_is_closed(
     assert line.endswith("was to come on stdin, which is closed")
 
 
-def test_what_stdouts_encoding_does_not_have(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "penstock", "doc", "ls", "--library"]
-    done = subprocess.run(
-        [*arguments, str(tmp_path / "caf\xe9")], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "caf\\xe9;" in done.stdout
+def test_what_stdouts_encoding_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which gets back what the entry point changes of it."""
+    raw = io.BytesIO()
+    words = ["penstock", "doc", "ls", "--library", str(tmp_path / "caf\xe9")]
+    former = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())
+        patch.setattr(sys, "path", sys.path[:])
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii", write_through=True))
+        try:
+            with pytest.raises(SystemExit) as done:
+                main()
+        finally:
+            signal.signal(signal.SIGINT, former)
+        assert not done.value.code
+        assert b"caf\\xe9;" in raw.getvalue()
 
 
 def test_a_home_folder_that_is_not_there() -> None:
