@@ -3,6 +3,7 @@ whose advice works."""
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -254,3 +255,20 @@ def stopping(layer: Any, place: str, *, after: bool) -> Iterator[None]:
         yield
     finally:
         owner.__dict__.pop(name, None)
+
+
+@pytest.mark.parametrize("policy", ["hillinfer", "dynakv"])
+def test_work_behind_a_step_that_was_cancelled_is_no_error_of_close(policy: str) -> None:
+    """An interrupt may close the worker before a layer has asked for its answer."""
+    model = tiny_model("llama")
+    cancelled: Future[Any] = Future()
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    with TieredCache(model, policy, store="memory", max_tokens=128, must_tier=True) as cache:
+        with torch.no_grad():
+            model(torch.arange(3, 73)[None], **cache_argument(model, cache))
+        name = {"hillinfer": "_begun", "dynakv": "_following"}[policy]
+        for layer in cache._runtime.layers:
+            assert hasattr(layer, name)
+            setattr(layer, name, cancelled)
+    assert not cache._open

@@ -125,11 +125,12 @@ class NearDevice:
         self.scores, self.reads, self.writes = state.channels
         handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
         try:
-            state.process = subprocess.Popen(
-                python_command(*self.program, *map(str, handed)),
-                pass_fds=[*handed, *self._descriptors], stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            with HeldInterrupts():  # a process that was begun must be known, to be ended
+                state.process = subprocess.Popen(
+                    python_command(*self.program, *map(str, handed)),
+                    pass_fds=[*handed, *self._descriptors], stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
         except OSError as error:
             raise StorageError(f"cannot start a near-storage device: {error}") from error
         finally:

@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -349,7 +350,7 @@ class ClusterLayer(RetrievalLayer):
         """See `LayerCache.forget_slots`; what follows the last step still needs them."""
         following = self._following
         if following is not None:
-            following.exception()  # whoever settles learns of it
+            wait([following])  # whoever settles learns of what it raised
         super().forget_slots()
 
     def take_rows_from(self, other: LayerCache, rows: Tensor) -> None:
@@ -371,12 +372,14 @@ class ClusterLayer(RetrievalLayer):
         """See `LayerCache.reset`."""
         following, self._following = self._following, None
         if following is not None:
-            following.exception()
+            wait([following])
         super().reset()
         self._begin_anew()
 
     def close(self) -> None:
         """See `LayerCache.close`."""
         following = self._following
-        wait = () if following is None else (following.exception,)
-        close_all(*wait, super().close)
+        if following is not None:
+            close_all(partial(wait, [following]), super().close)
+        else:
+            super().close()

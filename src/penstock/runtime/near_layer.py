@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -342,7 +342,7 @@ class NearLayer(RetrievalLayer):
         self.pools.clear()
 
     def _settle_quietly(self) -> None:
-        with contextlib.suppress(PenstockError):
+        with contextlib.suppress(PenstockError, CancelledError):  # of a step that was given up
             self._settle()
 
     def close(self) -> None:
