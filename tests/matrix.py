@@ -173,7 +173,8 @@ def without_compiler(folder: Path) -> str:
 def environment(line: Line, scratch: Path) -> dict[str, str]:
     """What the processes of a line see; `scratch` is an empty folder of its own."""
     unset = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "PYTEST_ADDOPTS", "OMP_NUM_THREADS",
-             "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHONPATH", "VIRTUAL_ENV")  # fmt: skip
+             "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PENSTOCK_KERNELS", "PYTHONPATH",
+             "VIRTUAL_ENV")  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in unset}
     given = {"--shuffle": line.shuffle, "--other-sums": line.other_sums}
     options = [f"{name}={seed}" for name, seed in given.items() if seed is not None]

@@ -109,6 +109,7 @@ def test_no_compiler_is_on_the_path_and_all_else_is(
 def test_a_line_is_what_its_processes_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("PENSTOCK_KERNELS", "plain")
     monkeypatch.setenv("MAKEFLAGS", "-j")
     line = Line(name="a", onednn="AVX2", kernels="plain", shuffle=3, other_sums=4,
                 long_folder=True, columns=60)  # fmt: skip

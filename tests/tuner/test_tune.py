@@ -120,7 +120,7 @@ def test_the_config_runs(tuned: Tuned, recall: LoadedModel, tmp_path: Path) -> N
     tuned.save(path)
     assert TunedConfig.load(path) == tuned.config
     [output] = penstock.LLM(recall, config=path, policy="auto").generate(
-        WORDS * 20, penstock.SamplingParams(max_tokens=4)
+        WORDS * 50, penstock.SamplingParams(max_tokens=4)
     )
     assert output.run.simulated == "nvme"
     assert output.run.memory.used_bytes <= tuned.config.limit_for(1)

@@ -1,5 +1,6 @@
 """Seeded: draws of one call from a generator of its own, whatever other threads draw."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,18 +21,28 @@ class _Scores(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        generator = next(each.generator for each in (*args, *kwargs.values()) if type(each) is cls)
+        generator = _generator_in((args, *kwargs.values()))
         if func is torch.multinomial:
             kwargs["generator"] = generator
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if func is torch.multinomial:
-            return out.as_subclass(Tensor)
-        return _marked(out, generator)
+        return out if generator is None else _marked(out, generator)
+
+
+def _generator_in(values: Sequence[Any]) -> torch.Generator | None:
+    """That of the first scores among arguments, which may lie in lists."""
+    for each in values:
+        if type(each) is _Scores:
+            return each.generator
+        if isinstance(each, list | tuple) and (found := _generator_in(each)) is not None:
+            return found
+    return None
 
 
 def _marked(out: Any, generator: torch.Generator) -> Any:
     if isinstance(out, Tensor):
+        if not out.is_floating_point():  # tokens and their order: nothing is drawn by them
+            return out.as_subclass(Tensor)
         out = out.as_subclass(_Scores)
         out.generator = generator
         return out
