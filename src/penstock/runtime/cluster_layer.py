@@ -378,8 +378,5 @@ class ClusterLayer(RetrievalLayer):
 
     def close(self) -> None:
         """See `LayerCache.close`."""
-        following = self._following
-        if following is not None:
-            close_all(partial(wait, [following]), super().close)
-        else:
-            super().close()
+        following = [] if self._following is None else [self._following]
+        close_all(partial(wait, following), super().close)
