@@ -1,5 +1,6 @@
 """The process's entry point bounds what libraries keep beside the cache."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -40,6 +41,45 @@ def test_products_of_many_shapes_keep_no_memory() -> None:
         pytest.skip("no glibc of 2.33 or newer")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 6
+
+
+MANY_THREADS = """
+import ctypes, threading
+from penstock.cli.entry import set_defaults
+set_defaults()
+import numpy as np
+from penstock.bench.process_memory import anonymous_bytes, settle
+np.ones(20 << 20, dtype=np.uint8)  # freed: from here on glibc keeps tops of up to 40 MiB
+before = anonymous_bytes()
+together = threading.Barrier(8)
+def use():
+    blocks = [np.ones(100 << 10, dtype=np.uint8) for _ in range(300)]
+    together.wait()
+    del blocks
+    together.wait()
+threads = [threading.Thread(target=use) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+settle()
+print((anonymous_bytes() - before) / 2**20)
+"""
+
+
+def test_threads_keep_no_memory_that_they_freed() -> None:
+    """Eight threads that free 29 MiB each leave most of it in arenas of their own."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("is about glibc's arenas")
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 30
 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
