@@ -61,7 +61,7 @@ def test_figures_that_are_not_of_a_disk_are_marked(
 ) -> None:
     cells = [Cell(4096, 1, 1e9, 4e-6, 5), Cell(65536, 32, 5e9, 4e-4, 5)]
     measured = DirectoryMeasurement("/somewhere (tmpfs)", False, 512, 1e9, cells)
-    monkeypatch.setattr(devices, "measure_directory", lambda path, **settings: measured)
+    monkeypatch.setattr(measured_directory, "measure_directory", lambda path, **settings: measured)
     devices.devices_command()
     assert "not of a disk" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +90,33 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     set_defaults()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+SHORT_ANSWERS = """
+import sys
+from penstock.cli.main import app
+library = sys.argv[1]
+for arguments, code in (
+    (["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["plan", "--help"], 0),
+    (["doc", "ls", "--library", library], 0), (["doc", "gc", "--library", library], 0),
+    (["generat"], 2), (["generate", "tiny", "--tokens", "9"], 2), (["devices", "--size"], 2),
+):
+    try:
+        app(arguments)
+    except SystemExit as leave:
+        assert leave.code == code, (arguments, leave.code)
+    heavy = {"torch", "transformers"} & set(sys.modules)
+    assert not heavy, (arguments, heavy)
+"""
+
+
+def test_what_needs_no_model_imports_no_torch(tmp_path: Path) -> None:
+    """Torch alone takes seconds; help, lists of documents and bad usage answer at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_ANSWERS, str(tmp_path / "library")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no documents in" in done.stdout

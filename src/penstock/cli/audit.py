@@ -2,7 +2,6 @@
 
 import typer
 
-from penstock.bench.audit import program
 from penstock.cli.console import plain_output
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -10,5 +9,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def audit_command(context: typer.Context) -> None:
     """How close policies stay to full attention on a text (--help lists the options)."""
+    from penstock.bench.audit import program
+
     with plain_output():
         program.run(context.args)

@@ -3,7 +3,7 @@
 import json
 import time
 from types import TracebackType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,10 +15,11 @@ from penstock.cli.console import PlainConsole
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
-from penstock.devices.measure import Cell, fit_profile
-from penstock.devices.presets import PRESETS
-from penstock.devices.profile import DeviceProfile
-from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
+
+if TYPE_CHECKING:
+    from penstock.devices.measure import Cell
+    from penstock.devices.profile import DeviceProfile
+    from penstock.storage.measured_directory import DirectoryMeasurement
 
 _PATIENCE_S = 2.0
 """A measurement that takes longer than this shows its progress."""
@@ -72,6 +73,10 @@ def devices_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the disk that a KV cache would lie on, and list the simulated devices."""
+    from penstock.devices.measure import fit_profile
+    from penstock.devices.presets import PRESETS
+    from penstock.storage.measured_directory import measure_directory
+
     if path in ("memory", *PRESETS):
         raise ConfigError(f"{path} is not a directory; write ./{path} to measure one of that name")
     file_bytes = parse_bytes(size) // 4096 * 4096
@@ -88,7 +93,7 @@ def devices_command(
 
 
 def _show_measured(
-    console: Console, measured: DirectoryMeasurement, fitted: DeviceProfile, file_bytes: int
+    console: Console, measured: "DirectoryMeasurement", fitted: "DeviceProfile", file_bytes: int
 ) -> None:
     where = f"Measured: {measured.description}, a file of {format_bytes(file_bytes)}"
     console.print(Text(where), soft_wrap=True)
@@ -104,7 +109,7 @@ def _show_measured(
     )
 
 
-def _read_table(cells: list[Cell]) -> Table:
+def _read_table(cells: "list[Cell]") -> Table:
     """Random reads in MB/s: a row for each request size, a column for each depth."""
     depths = sorted({cell.depth for cell in cells})
     table = Table(title="random reads, MB/s (reads submitted and awaited together)")
@@ -123,6 +128,8 @@ def _read_table(cells: list[Cell]) -> Table:
 
 def _preset_table() -> Table:
     """The simulated devices and what they would read, in MB/s."""
+    from penstock.devices.presets import PRESETS
+
     table = Table(title="devices to simulate (--disk NAME), MB/s by request size")
     table.add_column("name", no_wrap=True)
     table.add_column("device", no_wrap=True)
@@ -136,9 +143,11 @@ def _preset_table() -> Table:
 
 
 def _as_dict(
-    measured: DirectoryMeasurement, fitted: DeviceProfile, file_bytes: int
+    measured: "DirectoryMeasurement", fitted: "DeviceProfile", file_bytes: int
 ) -> dict[str, Any]:
     """Everything as plain data; bandwidths in bytes per second, times in seconds."""
+    from penstock.devices.presets import PRESETS
+
     return {
         "measured": {
             "where": measured.description,

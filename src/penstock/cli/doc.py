@@ -34,6 +34,7 @@ from penstock.cli.generate import (
     as_document,
     read_stdin,
 )
+from penstock.cli.torch_command import TorchCommand
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
 
@@ -252,11 +253,11 @@ def _limits_of(max_disk: str | None, max_writes: str | None) -> dict[str, int | 
     return limits
 
 
-doc_app.command("add")(add_command)
-doc_app.command("ask")(ask_command)
+doc_app.command("add", cls=TorchCommand)(add_command)
+doc_app.command("ask", cls=TorchCommand)(ask_command)
 doc_app.command("ls")(list_command)
 doc_app.command("show")(show_command)
-doc_app.command("verify")(verify_command)
+doc_app.command("verify", cls=TorchCommand)(verify_command)
 doc_app.command("rm")(remove_command)
 doc_app.command("gc")(gc_command)
 doc_app.command("key")(key_command)

@@ -10,8 +10,7 @@ import sys
 from penstock.core.child_python import import_path
 
 EXIT_INTERRUPTED = 130
-_SAID = "interrupted; nothing is left of what was not finished"
-
+INTERRUPTED = "interrupted; nothing is left of what was not finished"
 
 _M_ARENA_MAX = -8
 """`mallopt`'s number for it, in glibc's malloc.h."""
@@ -47,13 +46,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     code: object = 0
     try:
-        # An exception inside the import of torch's own code ends the process with an abort.
-        former = signal.getsignal(signal.SIGINT)
-        if former is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _leave_at_once)
         from penstock.cli.main import app
 
-        signal.signal(signal.SIGINT, former)
         app()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -62,16 +56,10 @@ def main() -> None:
     # From here on nothing takes time, and a second Ctrl-C must not turn it into a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == EXIT_INTERRUPTED:
-        print(_SAID, file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # The stores are closed and their files had no names. Leaving at once keeps the exit code,
         # which Python replaces by SIGINT itself if the interrupt fell into an `eval`.
         os._exit(EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int | None) else 1)
-
-
-def _leave_at_once(*_: object) -> None:
-    """Nothing has been opened yet."""
-    os.write(2, f"{_SAID}\n".encode())
-    os._exit(EXIT_INTERRUPTED)

@@ -22,6 +22,7 @@ from penstock.cli.fetch import fetch_command
 from penstock.cli.generate import generate_command
 from penstock.cli.plan import plan_command
 from penstock.cli.search import SearchCommand, search_command
+from penstock.cli.torch_command import TorchCommand
 from penstock.cli.tune import tune_command
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.kernels.native import compiled
@@ -65,15 +66,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo_command)
-app.command("generate")(generate_command)
+app.command("demo", cls=TorchCommand)(demo_command)
+app.command("generate", cls=TorchCommand)(generate_command)
 app.command("search", cls=SearchCommand)(search_command)
-app.command("calibrate")(calibrate_command)
+app.command("calibrate", cls=TorchCommand)(calibrate_command)
 app.command("fetch")(fetch_command)
 app.command("devices")(devices_command)
-app.command("plan")(plan_command)
-app.command("tune")(tune_command)
-app.command("audit", context_settings=PASS_ON)(audit_command)
+app.command("plan", cls=TorchCommand)(plan_command)
+app.command("tune", cls=TorchCommand)(tune_command)
+app.command("audit", cls=TorchCommand, context_settings=PASS_ON)(audit_command)
 app.add_typer(doc_app)
 app.add_typer(bench_app)
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -13,12 +13,10 @@ from penstock.cli.console import PlainConsole
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
-from penstock.devices.presets import PRESETS
-from penstock.tuner.advice import advise, fastest
-from penstock.tuner.cost_model import Prediction, Workload, check_weights, predict
-from penstock.tuner.hardware import Hardware, hardware
-from penstock.tuner.model_sizes import model_sizes
-from penstock.tuner.step_work import PAPER_REUSE_RATE, PREDICTABLE, make_policy
+
+if TYPE_CHECKING:
+    from penstock.tuner.cost_model import Prediction, Workload
+    from penstock.tuner.hardware import Hardware
 
 _GROUP_TOKENS = {"emmc": 8}
 """KVSwap's group by disk (section 5.1: 8 on eMMC, 4 on NVMe)."""
@@ -43,11 +41,22 @@ def plan_command(
         int, typer.Option("--group", help="KVSwap's G (default: 8 on emmc, 4 elsewhere).")
     ] = 0,
     reuse: Annotated[
-        float, typer.Option("--reuse", help="Share of a selection that was there a step before.")
-    ] = PAPER_REUSE_RATE,
+        float | None,
+        typer.Option(
+            "--reuse",
+            help="Share of a selection that was there a step before (default: KVSwap's paper's).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict speed, memory and traffic on a machine that need not be present."""
+    from penstock.devices.presets import PRESETS
+    from penstock.tuner.advice import advise, fastest
+    from penstock.tuner.cost_model import Workload, check_weights
+    from penstock.tuner.hardware import hardware
+    from penstock.tuner.model_sizes import model_sizes
+    from penstock.tuner.step_work import PAPER_REUSE_RATE, PREDICTABLE
+
     if disk not in PRESETS:
         raise ConfigError(f"--disk {disk} is not known; choose from {', '.join(PRESETS)}")
     if group < 0:
@@ -59,7 +68,8 @@ def plan_command(
     free = max(0, where.memory_bytes - sizes.weight_bytes)
     load = Workload(
         model=sizes, hardware=where, disk=PRESETS[disk], context=context, batch=batch,
-        limit_bytes=parse_memory(memory, full, free), reuse_rate=reuse,
+        limit_bytes=parse_memory(memory, full, free),
+        reuse_rate=PAPER_REUSE_RATE if reuse is None else reuse,
     )  # fmt: skip
     check_weights(load)
     names = [policy] if policy else list(PREDICTABLE)
@@ -79,14 +89,17 @@ def plan_command(
 
 
 def predictions(
-    load: Workload, names: list[str], group_tokens: int | None = None
-) -> tuple[list[Prediction], dict[str, BudgetError]]:
+    load: "Workload", names: list[str], group_tokens: int | None = None
+) -> "tuple[list[Prediction], dict[str, BudgetError]]":
     """Predict policies, the fastest first; and the errors of those that do not fit.
 
     Raises:
         ConfigError: a policy without a cost model.
         BudgetError: none fits; names the smallest budget that would do.
     """
+    from penstock.tuner.cost_model import predict
+    from penstock.tuner.step_work import make_policy
+
     made, refused = [], {}
     for name in names:
         try:
@@ -99,7 +112,7 @@ def predictions(
     return sorted(made, key=lambda prediction: -prediction.tokens_per_s), refused
 
 
-def _headline(load: Workload) -> str:
+def _headline(load: "Workload") -> str:
     return (
         f"{load.model.name} on {load.hardware.title} with {load.disk.title}: {load.batch} x "
         f"{load.context:,} tokens\nKV in full: {format_bytes(load.full_bytes)}; memory for KV: "
@@ -107,7 +120,7 @@ def _headline(load: Workload) -> str:
     )
 
 
-def _table(made: list[Prediction]) -> Table:
+def _table(made: "list[Prediction]") -> Table:
     table = Table(box=SIMPLE_HEAD, border_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for title in ("tokens/s", "first s", "stall", "memory", "read/token", "written"):
@@ -125,7 +138,7 @@ def _needed(error: BudgetError) -> str:
     return "more" if error.needed_bytes is None else format_bytes(error.needed_bytes)
 
 
-def _fine_print(load: Workload) -> str:
+def _fine_print(load: "Workload") -> str:
     return (
         f"Predicted, nothing measured: presets of {load.hardware.name} and {load.disk.name}, "
         f"{100 * load.reuse_rate:.0f} % of a selection reused. --json has every constant's source."
@@ -133,8 +146,8 @@ def _fine_print(load: Workload) -> str:
 
 
 def _as_dict(
-    load: Workload,
-    made: list[Prediction],
+    load: "Workload",
+    made: "list[Prediction]",
     refused: dict[str, BudgetError],
     sentences: list[str],
 ) -> dict[str, Any]:
@@ -156,6 +169,6 @@ def _as_dict(
     }
 
 
-def _hardware_dict(machine: Hardware) -> dict[str, Any]:
-    names = [name for name in Hardware.__slots__ if name != "source"]
+def _hardware_dict(machine: "Hardware") -> dict[str, Any]:
+    names = [name for name in type(machine).__slots__ if name != "source"]
     return {name: getattr(machine, name) for name in names} | {"source": dict(machine.source)}

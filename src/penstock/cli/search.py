@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from penstock.cli.console import PlainConsole, for_reader
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable
+from penstock.cli.torch_command import TorchCommand, import_torch
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Strategy(StrEnum):
     LAYERWISE = "layerwise"
 
 
-class SearchCommand(TyperCommand):
+class SearchCommand(TorchCommand):
     """`penstock search`, and `penstock search plan` under the same name."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
@@ -52,6 +52,7 @@ class SearchCommand(TyperCommand):
 
 def _plan_command() -> Any:
     """`penstock search plan` as a command."""
+    import_torch()
     from penstock.cli.search_plan import search_plan_command
 
     plans = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -2,8 +2,7 @@
 
 import re
 from fractions import Fraction
-
-import numpy as np
+from numbers import Integral
 
 from penstock.core.errors import ConfigError
 
@@ -44,7 +43,7 @@ def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) ->
     """
     if isinstance(memory, bool):
         raise ConfigError("memory must be a size such as 512MiB, 1/13 or auto")
-    if isinstance(memory, int | np.integer):
+    if isinstance(memory, int | Integral):
         size = int(memory)
     elif isinstance(memory, float):
         if not 0 < memory <= 1:
