@@ -24,7 +24,6 @@ SHAPES = [  # sets, points, clusters, dim
     (2, 5, 9, 4),
     (3, 33, 7, 16),
     (1, 130, 65, 24),
-    (2, 257, 70, 64),
     (2, 100, 31, 128),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -138,14 +137,16 @@ def test_any_strides() -> None:
     for points in (by_head, parts, parts[:, :, 5:], by_head.flip(-1).transpose(1, 2)):
         flat = points.reshape(-1, *points.shape[-2:]).contiguous()
         centroids = made(flat.shape[0], 5, flat.shape[2], seed=1)
+        straight, wanted = (
+            form(flat, centroids, cosine=False, scratch_bytes=AMPLE)
+            for form in (kmeans_triton.nearest, kmeans_triton.means)
+        )
         for bytes_ in (6000, AMPLE):
             ids, means = (
                 form(points, centroids, cosine=False, scratch_bytes=bytes_)
                 for form in (kmeans_triton.nearest, kmeans_triton.means)
             )
-            straight = kmeans_triton.nearest(flat, centroids, cosine=False, scratch_bytes=AMPLE)
             assert torch.equal(ids, straight)
-            wanted = kmeans_triton.means(flat, centroids, cosine=False, scratch_bytes=AMPLE)
             assert torch.allclose(means, wanted, atol=1e-5)
 
 
@@ -157,7 +158,7 @@ def test_whole_algorithm_equals_the_twin(cosine: bool, monkeypatch: pytest.Monke
     points[:, :, :7] *= 1.01  # no even sets
 
     def both(room: int) -> tuple[Tensor, Tensor]:
-        means = kmeans(points, 12, iterations=3, cosine=cosine, seed=5, elements=room)
+        means = kmeans(points, 12, iterations=2, cosine=cosine, seed=5, elements=room)
         return means, nearest(points, means, cosine=cosine, elements=room)
 
     monkeypatch.setattr(twin, "uses_triton", lambda tensor: False)
@@ -170,7 +171,7 @@ def test_whole_algorithm_equals_the_twin(cosine: bool, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(twin, "uses_triton", yes)
     means, ids = both(AMPLE)
-    assert len(calls) == 4
+    assert len(calls) == 3
     assert means.shape == (2, 1, 12, 32)
     assert ids.shape == (2, 1, 240)
     assert torch.equal(ids, plain_ids)

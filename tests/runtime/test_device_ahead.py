@@ -13,14 +13,14 @@ from penstock.policies import Quest, SelectionPolicy
 from penstock.policies.baselines.arkvale import ArkVale
 from penstock.policies.louiskv import LouisKV
 from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.device_tier import device_layer
+from penstock.runtime.device_tier import device_layer, device_steps
 from penstock.runtime.device_tier.device_layer import DeviceLayer
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
 
-SHAPE = KVShape(num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PROMPT_TOKENS, STEPS, MAX_TOKENS = 120, 75, 400
+PROMPT_TOKENS, STEPS, MAX_TOKENS = 90, 40, 140
 BUDGET: dict[str, Any] = {
     "selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4, "predict": True,
 }  # fmt: skip
@@ -29,7 +29,7 @@ POLICIES: dict[str, SelectionPolicy] = {
     "arkvale": ArkVale(group_tokens=4, reuse_tokens=40, **BUDGET),
     "louiskv": LouisKV(tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET),
     "louiskv-spread": LouisKV(tau=0.5, cluster_tokens=8, summary="mean+spread", **BUDGET),
-    "louiskv-segments": LouisKV(boundaries="stride:1", cluster_tokens=8, **BUDGET),
+    "louiskv-segments": LouisKV(boundaries="stride:1", cluster_tokens=16, **BUDGET),
 }
 
 
@@ -98,8 +98,9 @@ def layer_of(runtime: TieredRuntime, number: int) -> DeviceLayer:
 def test_true_predictions_change_nothing(
     feed: Feed, staying: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over two tidyings of the units, which come before the first layer that is begun."""
+    """Over tidyings of the units, which come before the first layer that is begun."""
     monkeypatch.setattr(device_layer, "STAYING_GATHER", staying)
+    monkeypatch.setattr(device_steps, "SETTLE_STEPS", 16)
     for _ in range(STEPS):
         feed.step()
     for number in range(SHAPE.num_layers):

@@ -150,7 +150,7 @@ STEPS = st.lists(
         ),
     ),
     min_size=2,
-    max_size=9,
+    max_size=7,
 )
 
 
@@ -174,7 +174,7 @@ def play(twins: Twins, first: int, steps: list[tuple[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=9, suppress_health_check=[HealthCheck.too_slow])
 @given(
     padding=st.sampled_from([[0], [0, 0], [0, 5], [7, 2, 0], [0, 13]]),
     first=st.integers(14, 40),
@@ -211,5 +211,5 @@ def test_a_long_answer_to_a_short_prompt(setting: str) -> None:
     """Sinks and units come from decoding alone."""
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 1, **options)
-    play(Twins(runtime, [0], 0), 2, [("decode", 25), ("predicted", 60)])
+    play(Twins(runtime, [0], 0), 2, [("decode", 15), ("predicted", 30)])
     runtime.close()

@@ -57,7 +57,7 @@ def test_prefill_is_stored(
     assert (host[:, first + new :] == -9).all()
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 7, 12, 30])
+@pytest.mark.parametrize("prompt", [0, 7, 30])
 @pytest.mark.parametrize(
     ("group", "sinks", "ring", "dtype"),
     [
@@ -77,7 +77,7 @@ def test_steps_are_the_rolling_window_s(
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(prompt)
-    rows, heads, dim, steps, num_slots = 3, 2, 16, 26, 5
+    rows, heads, dim, steps, num_slots = 3, 2, 16, 18, 5
     padding = torch.tensor([0, min(prompt, 2), max(0, prompt - 1)])
     places, slot_places = (sinks + ring) * group, num_slots * group
     keys = torch.randn(rows, heads, prompt + steps, dim).to(dtype)

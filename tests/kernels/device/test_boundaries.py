@@ -64,9 +64,8 @@ class Finder:
         (3, 2, 4, 32, torch.bfloat16, 0),
         (2, 3, 1, 24, torch.float32, 0),
         (1, 4, 3, 16, torch.float16, 0),
-        (4, 1, 8, 64, torch.float32, 0),
-        (2, 2, 2, 16, torch.float32, 3),
-        (2, 2, 2, 16, torch.bfloat16, 1),
+        (4, 1, 8, 64, torch.float32, 3),
+        (1, 2, 2, 16, torch.bfloat16, 1),
     ],
 )
 def test_boundaries_are_the_hosts(
@@ -84,7 +83,7 @@ def test_boundaries_are_the_hosts(
     finder = Finder(sequences, rows_per_sequence, heads, dim, dtype, device)
     walk = torch.randn(rows, heads, dim)
     cuts = torch.zeros(sequences, dtype=torch.int64)
-    for position in range(50, 90):
+    for position in range(50, 70):
         kept = (1 - 0.4 * torch.rand(sequences)).repeat_interleave(rows_per_sequence)
         kept = kept[:, None, None]
         walk = kept * walk + (1 - kept.square()).sqrt() * torch.randn(rows, heads, dim)
@@ -97,11 +96,11 @@ def test_boundaries_are_the_hosts(
         assert finder.due_rows.tolist() == spread
         assert torch.equal(finder.previous, query)
         assert bool(finder.known.all())
-    assert finder.counters.tolist() == [[40, int(cut), int(cut)] for cut in cuts]
+    assert finder.counters.tolist() == [[20, int(cut), int(cut)] for cut in cuts]
     assert finder.last.tolist() == host._last.tolist()
     if stride == 0:
-        assert int(cuts.min()) >= 4
-        assert int(cuts.max()) <= 36
+        assert int(cuts.min()) >= 2
+        assert int(cuts.max()) <= 18
 
 
 def test_first_steps_and_every_step(form: Form, device: torch.device) -> None:
@@ -135,13 +134,14 @@ def leave(form: Form, unit_of: Tensor, state: UnitState, end: int, sequences: in
     rows, device = len(unit_of), unit_of.device
     finder = Finder(sequences, rows // sequences, 1, 16, torch.float32, device)
     query = torch.ones(rows, 1, 16, device=device)
-    finder.step(form, query, 0)
+    finder.previous.copy_(query)
+    finder.known.fill_(True)
     leaving = Leaving(
         unit_of, state, torch.tensor([end], device=device), state.start,
         torch.tensor([3], device=device), 1,
     )  # fmt: skip
     assert finder.step(form, query, 1, tau=0.5, leaving=leaving) == [False] * sequences
-    assert finder.counters.tolist() == [[2, 1, 1]] * sequences
+    assert finder.counters.tolist() == [[1, 0, 0]] * sequences
     return [bool(due) for due in finder.due_rows.tolist()]
 
 
@@ -188,7 +188,7 @@ def test_units_grow_as_a_loop_says(
 ) -> None:  # fmt: skip
     """Two sequences of two rows; padding, sinks, a window of 4, tables that fill up or are full."""
     random = torch.Generator().manual_seed(capacity)
-    rows, prompt, tokens, window = 4, 6, 40, 4
+    rows, prompt, tokens, window = 4, 6, 30, 4
     state = UnitState.allocate(rows, capacity, device)
     starts = [2, 2, 8, 8]
     state.start.copy_(torch.tensor(starts))
@@ -244,7 +244,7 @@ def test_a_segments_spread_is_that_of_its_keys(
 ) -> None:  # fmt: skip
     """Two sequences of two rows; in tables that fill up the last segment goes on, in full ones
     none begins."""
-    random, rows, tokens = torch.Generator().manual_seed(capacity), 4, 40
+    random, rows, tokens = torch.Generator().manual_seed(capacity), 4, 30
     state = UnitState.allocate(rows, capacity, device)
     state.count.fill_(clusters)
     spread = UnitSpread.allocate(rows, capacity, device)
@@ -287,7 +287,7 @@ def test_nothing_has_left(form: Form, device: torch.device) -> None:
         form.grow_units(keys, boundary, means, open_sum, state, unit_of, at, 4)
     assert state.first.tolist() == [[2, 2, 2]] * 40
     assert unit_of.tolist() == [[0, 1, 2, 0, 0]] * 40
-    for end in (-3, -1, 0, 1):
+    for end in (-3, 1):
         leave(form, unit_of, state, end, 10)
     assert not state.sizes.any()
     leave(form, unit_of, state, 2, 10)
