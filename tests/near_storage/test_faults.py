@@ -26,6 +26,8 @@ NONSENSE = (
     "out of order", "duplicate", "late", "unasked", "garbage", "another version", "unknown kind",
     "too long",
 )  # fmt: skip
+RECOVERED = ("out of range", "unasked", "garbage")
+"""What a restart is tried behind: a bad number, a bad message, and what is no message."""
 BAD = ("penstock.testing.bad_device",)
 PATIENCE_S = 120.0
 """Longer than anything takes on a loaded machine: whoever waits for it to end has not noticed."""
@@ -50,6 +52,8 @@ def test_nonsense_is_refused_at_once(
         with pytest.raises(ScorerError):
             rig.score_for(6.0)  # an unasked message comes with the next request at the latest
         assert time.monotonic() < start + PATIENCE_S / 2
+        if how not in RECOVERED:
+            return
         monkeypatch.setattr(NearDevice, "program", good)
         rig.store.scorer.ensure_alive()
         np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)

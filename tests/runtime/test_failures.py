@@ -41,35 +41,36 @@ from penstock.policies import KVSwap
 from penstock.runtime.attention_call import AttentionCall
 from penstock.runtime.runtime_config import RuntimeConfig
 from penstock.runtime.tiered_runtime import TieredRuntime
-phase, store = sys.argv[1:]
 shape = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
 )
-runtime = TieredRuntime(RuntimeConfig(
-    shape=shape, policy=KVSwap(window_tokens=8, selected_tokens=16, rank=4), limit_bytes=1 << 22,
-    store=store, max_tokens=500, exact=False, adapter=None, device=torch.device("cpu"),
-), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-def step(count):
-    for layer in range(3):
-        keys = torch.randn(1, 2, count, 16)
-        runtime.attend(layer, AttentionCall(torch.randn(1, 4, count, 16), keys, keys, 0.25))
-try:
-    step({"prefill": 400, "decode": 30}[phase])
-    for _ in range(400):
+for prompt_tokens in (400, 30):  # the prompt is too long, or the answer
+    runtime = TieredRuntime(RuntimeConfig(
+        shape=shape, policy=KVSwap(window_tokens=8, selected_tokens=16, rank=4),
+        limit_bytes=1 << 22, store=sys.argv[1], max_tokens=500, exact=False, adapter=None,
+        device=torch.device("cpu"),
+    ), 1)
+    def step(count):
+        for layer in range(3):
+            keys = torch.randn(1, 2, count, 16)
+            runtime.attend(layer, AttentionCall(torch.randn(1, 4, count, 16), keys, keys, 0.25))
+    try:
+        step(prompt_tokens)
+        for _ in range(400):
+            step(1)
+    except StoreFullError as error:
+        print("full")
+    try:
         step(1)
-except StoreFullError as error:
-    print("full")
-try:
-    step(1)
-except CacheStateError as error:
-    print("lost" if "reset()" in str(error) else error)
-runtime.reset()
-step(20)
-for _ in range(20):
-    step(1)
-print(runtime.length)
-runtime.close()
+    except CacheStateError as error:
+        print("lost" if "reset()" in str(error) else error)
+    runtime.reset()
+    step(20)
+    for _ in range(20):
+        step(1)
+    print(runtime.length)
+    runtime.close()
 """
 
 
@@ -123,7 +124,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     rig.runtime.close()
 
 
-@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
+@pytest.mark.parametrize("layer", [0, SHAPE.num_layers - 1])
 @pytest.mark.parametrize("predict", [False, True])
 def test_failing_reads_in_decode(rig: Rig, layer: int, predict: bool) -> None:
     """The step raises; going on is refused until the cache is cropped or reset; then it works."""
@@ -220,15 +221,14 @@ def test_a_fork_that_finds_the_disk_full(rig: Rig) -> None:
         reorder_on(60)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_limit_on_file_size(phase: str, tmp_path: Path) -> None:
+def test_a_limit_on_file_size(tmp_path: Path) -> None:
     """Real files that may not grow: the error reaches the caller of the model."""
     answer = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, phase, str(tmp_path)],
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    assert answer.stdout.split() == ["full", "lost", "40"], answer.stderr
+    assert answer.stdout.split() == ["full", "lost", "40"] * 2, answer.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -182,8 +182,8 @@ def test_a_basis_is_of_this_text_and_not_of_a_first_word_or_another(
 
     text = Text(1, seed=1)
     runtime = fresh()
-    text.feed(runtime, 0, 400)
-    least = error(runtime, text, 400)
+    text.feed(runtime, 0, 240)
+    least = error(runtime, text, 240)
     assert least < 0.1
 
     other = Text(1, seed=2)
@@ -192,21 +192,21 @@ def test_a_basis_is_of_this_text_and_not_of_a_first_word_or_another(
         each[:, :, :, :12] = there[:, :, :, :12]
     text.feed(turns, 0, 9)
     text.decode(turns, 9, 3)
-    text.feed(turns, 12, 200)
-    text.feed(turns, 200, 400)
-    assert error(turns, text, 400) < least + 0.1
+    text.feed(turns, 12, 120)
+    text.feed(turns, 120, 240)
+    assert error(turns, text, 240) < least + 0.1
 
     answer = fresh()  # a greeting, and a long answer
     text.feed(answer, 0, 9)
-    text.decode(answer, 9, 391)
-    assert error(answer, text, 400) < least + 0.1
+    text.decode(answer, 9, 231)
+    assert error(answer, text, 240) < least + 0.1
 
     again = fresh()
-    other.feed(again, 0, 400)
-    other.decode(again, 400, 2)
+    other.feed(again, 0, 240)
+    other.decode(again, 240, 2)
     again.reset()
-    text.feed(again, 0, 400)
-    assert error(again, text, 400) < least + 0.1
+    text.feed(again, 0, 240)
+    assert error(again, text, 240) < least + 0.1
     for used in (runtime, turns, answer, again):
         used.close()
 
@@ -275,6 +275,6 @@ def test_another_batch_keeps_the_index_or_is_refused(
         rows = list(range(before))
     for each in (text.keys, text.values, text.queries):
         each.set_(each[:, rows].contiguous())  # type: ignore[call-overload]
-    assert text.decode(runtime, 302, 20).isfinite().all()
+    assert text.decode(runtime, 302, 8).isfinite().all()
     assert runtime.batch == len(rows)
     runtime.close()

@@ -23,7 +23,7 @@ from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=7)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 
 
@@ -54,7 +54,7 @@ def create(model: PreTrainedModel, path: Path, **kwargs: Any) -> Document:
     return Document.create(model, path=path, **wanted)
 
 
-def answers(document: Document, questions: Any = QUESTIONS, **kwargs: Any) -> list[list[int]]:
+def answers(document: Document, questions: Any = QUESTIONS[:2], **kwargs: Any) -> list[list[int]]:
     return [output.token_ids for output in document.ask(questions, GREEDY, **kwargs)]
 
 
@@ -82,7 +82,7 @@ def fresh(model: Any, document: Document, question: list[int], text: list[int] =
 def test_answers_are_those_of_a_fresh_cache(model: PreTrainedModel, tmp_path: Path) -> None:
     with create(model, tmp_path / "d", title="a contract") as document:
         first = answers(document)
-    assert first == [fresh(model, document, question) for question in QUESTIONS]
+    assert first == [fresh(model, document, question) for question in QUESTIONS[:2]]
     with Document.open(model, tmp_path / "d", settings=SETTINGS) as again:
         assert again.about.title == "a contract"
         assert again.about.tokens == len(TEXT)
@@ -97,7 +97,7 @@ def test_one_prefill_whatever_is_asked(model: PreTrainedModel, tmp_path: Path) -
     with create(model, tmp_path / "d", on_tokens=lambda done, _: seen.append(done)) as document:
         assert seen[-1] == len(TEXT)
         size = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
-        outputs = document.ask([ids(9, seed=seed) for seed in range(10)], GREEDY)
+        outputs = document.ask([ids(9, seed=seed) for seed in range(4)], GREEDY)
         assert sum(path.stat().st_size for path in (tmp_path / "d").iterdir()) == size
     for output in outputs:
         assert output.run.stats.prefill.tokens == 9
@@ -111,15 +111,15 @@ def test_one_prefill_whatever_is_asked(model: PreTrainedModel, tmp_path: Path) -
 def test_other_families(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     with create(model, tmp_path / "d") as document:
-        expected = [fresh(model, document, question) for question in QUESTIONS[:2]]
-        assert answers(document, QUESTIONS[:2]) == expected
+        expected = [fresh(model, document, QUESTIONS[0])]
+        assert answers(document, QUESTIONS[:1]) == expected
     with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
-        assert answers(document, QUESTIONS[:2]) == expected
+        assert answers(document, QUESTIONS[:1]) == expected
 
 
 def test_a_cache_for_generate_and_a_batch(model: Any, tmp_path: Path) -> None:
     with create(model, tmp_path / "d") as document:
-        alone = answers(document)
+        alone = answers(document, QUESTIONS)
         tokens = torch.tensor([[*TEXT, *question] for question in QUESTIONS])
         with document.cache(new_tokens=40, batch_size=3) as cache:
             out = model.generate(
@@ -293,7 +293,7 @@ def test_a_damaged_unit_is_prefilled_again(
         expected = answers(document)
     flip(tmp_path / "d" / "kv-1.units", unit * 4096 + 100)
     with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
-        outputs = document.ask(QUESTIONS, GREEDY)
+        outputs = document.ask(QUESTIONS[:2], GREEDY)
         assert [output.token_ids for output in outputs] == expected
         tokens = 8 if unit < 25 else len(TEXT) - 25 * 8
         assert outputs[0].run.recomputed_tokens == tokens

@@ -26,7 +26,7 @@ from penstock.storage.documents import DocumentWriter, StoredDocument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-GREEDY = SamplingParams(temperature=0, max_tokens=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=2)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 KEY = bytes(range(32))
 QUESTION = [5, 6, 7]
@@ -89,7 +89,7 @@ def spoil(path: Path, how: str, share: float) -> None:
             file.write(bytes(min(64, size - place)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     which=st.integers(0, 99),
     how=st.sampled_from(["cut", "cut near the end", "lengthened", "zeroed"]),

@@ -90,12 +90,12 @@ def test_programs_share_the_rows_that_are_due(
 
     monkeypatch.setattr(units_triton, "_PROGRAMS", programs)
     torch.manual_seed(4)
-    query, means = torch.randn(5, 4, 16, device=device), torch.randn(5, 700, 16, device=device)
-    sizes = torch.randint(0, 3, (5, 700), dtype=torch.int32, device=device)
-    count = torch.tensor([690, 130, 700, 64, 65], dtype=torch.int32, device=device)
+    query, means = torch.randn(5, 4, 16, device=device), torch.randn(5, 300, 16, device=device)
+    sizes = torch.randint(0, 3, (5, 300), dtype=torch.int32, device=device)
+    count = torch.tensor([290, 130, 300, 64, 65], dtype=torch.int32, device=device)
     due = torch.zeros(5, dtype=torch.bool, device=device)
     due[due_rows] = True
-    out, expected = torch.full((5, 700), 7.0, device=device), torch.full((5, 700), 7.0).to(device)
+    out, expected = torch.full((5, 300), 7.0, device=device), torch.full((5, 300), 7.0).to(device)
     units_triton.score_units(query, means, sizes, count, 0.25, due, out)
     score_units_reference(query, means, sizes, count, 0.25, due, expected)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -147,7 +147,7 @@ def _units(
     return scores, first, sizes, count, members
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_tokens_are_the_hosts(select: Kernel, device: torch.device, seed: int) -> None:
     capacity, largest, levels, budget = (
         (37, 5, 4, 40), (64, 3, 1000, 16), (1, 9, 2, 4), (33, 4, 1, 31), (100, 2, 10**6, 200),

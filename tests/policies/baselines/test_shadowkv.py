@@ -17,10 +17,11 @@ from penstock.indexes.shadow_keys import ShadowKeyIndex
 from penstock.models.cache_argument import cache_argument
 from penstock.policies.base import IndexRequest
 from penstock.policies.baselines.shadowkv import ShadowKV
+from penstock.testing.pairs import covering
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 TOLERANCE = 1e-4
-PROMPT_TOKENS, ANSWER_TOKENS = 90, 30
+PROMPT_TOKENS, ANSWER_TOKENS = 90, 18
 PADDING = (0, 37, 61)
 CPU = torch.device("cpu")
 ALL = {"selected_tokens": 10**6, "window_tokens": 8}
@@ -104,9 +105,10 @@ def generate(model: PreTrainedModel, cache: Any, **changes: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "opt"])
-@pytest.mark.parametrize("landmark_units", [1, 3])
-@pytest.mark.parametrize("reuse_tokens", [None, 0])
+@pytest.mark.parametrize(
+    ("family", "landmark_units", "reuse_tokens"),
+    covering(["llama", "qwen2", "gpt_neox", "opt"], [1, 3], [None, 0]),
+)
 def test_equals_the_plain_model(family: str, landmark_units: int, reuse_tokens: int | None) -> None:
     """Keys of at most 48 components have their full rank; gpt_neox rotates a part of its heads,
     opt nothing."""

@@ -19,6 +19,7 @@ from penstock.runtime.beams.file_tier import FileTier
 from penstock.runtime.beams.layer_tier import FileLayers
 from penstock.runtime.beams.layerwise_memory import LayerwiseMemory
 from penstock.runtime.beams.scheduled_memory import ScheduledMemory
+from penstock.testing.pairs import covering
 
 LAYERS, HEADS, KV_HEADS, DIM, BEAMS, WIDTH, STEP, MOST = 2, 4, 2, 16, 8, 2, 10, 96
 CPU = torch.device("cpu")
@@ -141,9 +142,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("num_slots", [25, 45, 110])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "num_slots", "window"), covering(list(OPTIONS), [25, 45, 110], [None, 9])
+)
 def test_scheduled_equals_plain_attention(name: str, num_slots: int, window: int | None) -> None:
     memory = scheduled(block_shape(window), num_slots, **OPTIONS[name])
     search = Search(memory, seed=num_slots)

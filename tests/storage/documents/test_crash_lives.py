@@ -40,7 +40,7 @@ from penstock.testing.document_state import DocumentState, read_state, state_of
 FOLDER = Path("/disk/document")
 KEY = bytes(range(32))
 SHAPE = Shape(layers=2, unit_bytes=3000)
-NUM_LIVES = 200
+NUM_LIVES = 100
 SHORT_LIFE_SEED = 7
 """Of two sessions with three commits."""
 GONE, UNFINISHED = "gone", "unfinished"
@@ -392,6 +392,6 @@ def test_any_order_of_events(machine: type[DocumentMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120, stateful_step_count=30, deadline=None, derandomize=True, database=None
+            max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
         ),
     )
