@@ -11,7 +11,7 @@ INTERPRETER := $(VENV)/interpreter.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep check format bench soak clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -53,6 +53,11 @@ sanitize: $(INSTALLED) ## Run what calls the compiled kernels under ASan and UBS
 
 sweep: $(INSTALLED) ## Run every policy over every model family; the table is docs/families.md.
 	OMP_NUM_THREADS=1 $(PY) -m penstock.testing.family_sweep --json docs/families.json --table docs/families.md
+
+# SNAPSHOT='write FILE' before a change, SNAPSHOT='compare FILE' behind it; '--device cuda' where there is one.
+SNAPSHOT ?= --help
+snapshot: $(INSTALLED) ## What every policy selects, reads and answers: SNAPSHOT='write FILE' or 'compare FILE'.
+	OMP_NUM_THREADS=1 $(PY) tests/snapshot.py $(SNAPSHOT)
 
 check: $(INSTALLED) ## Formatting, lint and types.
 	$(PY) -m ruff format --check .
