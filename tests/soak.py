@@ -47,6 +47,7 @@ from penstock.cli.entry import set_defaults
 from penstock.models.loader import BUNDLED, load
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
+from tests.mallinfo import Malloc
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "phi3", BUNDLED)
 BUNDLED_SCALE = 8
@@ -302,15 +303,6 @@ class Soak:
             for path in self.folder.iterdir():
                 if path not in kept and path.name.startswith("document-"):
                     shutil.rmtree(path, ignore_errors=True)
-
-
-class Malloc(ctypes.Structure):
-    """What glibc's `mallinfo2` says."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-        "fordblks", "keepcost",
-    )]  # fmt: skip
 
 
 def sample(folder: Path, begun: float) -> dict[str, float]:

@@ -207,7 +207,9 @@ def test_version() -> None:
 def test_calibrate_says_what_it_did(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(PROMPT * 100)
     adapter = tmp_path / "adapter.safetensors"
-    result = run("calibrate", "recall", "--text", tmp_path / "text", "--output", adapter)
+    result = run(
+        "calibrate", "recall", "--text", tmp_path / "text", "--output", adapter, "--rank", 64
+    )
     assert result.exit_code == 0, result.output
     assert str(adapter) in result.stderr.replace("\n", "")
     ranks = re.search(r"by what each layer needs, rank 32 is ([\d ]+)", result.stderr)

@@ -12,16 +12,22 @@ from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
 from penstock.models.loader import load
-from penstock.tuner import engine_run, kvswap_search
+from penstock.tuner import engine_run, fetch_survey, kvswap_search
 
 RUN = CliRunner()
-QUICK = ["tune", "recall", "--max-context", "1536", "--memory", "1/2", "--disk", "memory"]
+QUICK = ["tune", "recall", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "STEPS", 2)
+    monkeypatch.setattr(engine_run, "WARM_STEPS", 1)
+    monkeypatch.setattr(fetch_survey, "STEPS", 2)
+    monkeypatch.setattr(fetch_survey, "WARM_STEPS", 1)
+    monkeypatch.setattr(kvswap_search, "POINTS", 4)
+    monkeypatch.setattr(kvswap_search, "CHECKS", 2)
     monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 5)
+    monkeypatch.setattr("penstock.tuner.tune.FORCED_TOKENS", 12)
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def text(tmp_path: Path) -> Path:
     tokenizer = load("recall").tokenizer
     assert tokenizer is not None
     vocabulary = tokenizer.get_vocab()
-    sample = make_sample("two_walkers", 1800, random.Random("tune"), vocabulary)
+    sample = make_sample("two_walkers", 1400, random.Random("tune"), vocabulary)
     path.write_text(f"{sample.prompt} {sample.answer}")
     return path
 

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_command_says_so(folder: Path, tmp_path: Path) -> None:
-    options = ["--text", str(tmp_path / "text"), "-o", str(tmp_path / "adapter")]
+    options = ["--text", str(tmp_path / "text"), "-o", str(tmp_path / "adapter"), "--rank", "16"]
     for given, is_said in (([], True), (["--window", "256"], False)):
         done = CliRunner().invoke(app, ["calibrate", str(folder), *options, *given])
         assert done.exit_code == 0, done.output

@@ -58,7 +58,7 @@ def prompts(batch: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> dict[str,
 
 def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
     return model.generate(
-        **inputs, **cache_argument(model, cache), max_new_tokens=8, do_sample=False,
+        **inputs, **cache_argument(model, cache), max_new_tokens=5, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
         **kwargs,
     )  # fmt: skip

@@ -29,6 +29,9 @@ def _short() -> Iterator[None]:
         for module in (engine_run, fetch_survey):
             patched.setattr(module, "STEPS", 2)
             patched.setattr(module, "WARM_STEPS", 1)
+        patched.setattr(kvswap_search, "POINTS", 4)
+        patched.setattr(kvswap_search, "CHECKS", 2)
+        patched.setattr(kvswap_search, "CORNER_POINTS", 3)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", 3)  # unlike `ROUNDS`
         patched.setattr(pace, "_PASSES", 1)
         patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 12)
