@@ -34,6 +34,7 @@ from penstock import (
     POLICIES,
     BeamSearcher,
     BudgetError,
+    PenstockError,
     SearchMemory,
     SearchParams,
     SelectionPolicy,
@@ -305,7 +306,10 @@ def take(device: str, chosen: Iterable[Case]) -> Record:
             if case.family not in models:
                 models[case.family] = cast(Any, tiny_model(case.family)).to(device)
             began_s = time.process_time()
-            records[case.name] = run(case, models[case.family])
+            try:
+                records[case.name] = run(case, models[case.family])
+            except (PenstockError, AssertionError) as error:
+                records[case.name] = {"failed": f"{type(error).__name__}: {error}"}
             sys.stderr.write(f"{time.process_time() - began_s:6.2f} s  {case.name}\n")
     return {
         "format": FORMAT,
@@ -347,7 +351,7 @@ def _places(old: Any, new: Any, path: str) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or compare; 1 where something differs."""
+    """Write or compare; 1 where a case fails or differs."""
     parser = argparse.ArgumentParser(prog="snapshot", description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("write", "compare"))
     parser.add_argument("file", type=Path)
@@ -355,7 +359,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="cases, as family/policy/store/options; *")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="run them in another order")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     chosen = [case for case in cases(args.device) if fnmatch.fnmatch(case.name, args.only)]
     if args.shuffle is not None:
         random.Random(args.shuffle).shuffle(chosen)
@@ -363,7 +366,11 @@ def main(arguments: list[str] | None = None) -> int:
     if args.action == "write":
         found["cases"] = dict(sorted(found["cases"].items()))
         args.file.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-        return 0
+        failed = [
+            (name, case["failed"]) for name, case in found["cases"].items() if "failed" in case
+        ]
+        sys.stdout.writelines(f"{name}: {why}\n" for name, why in failed)
+        return int(bool(failed))
     before = json.loads(args.file.read_text(encoding="utf-8"))
     before["cases"] = {
         name: case for name, case in before["cases"].items() if fnmatch.fnmatch(name, args.only)
@@ -375,4 +382,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(main())

@@ -1,13 +1,17 @@
 """The snapshot: a comparison finds what changed, and a case does the same twice."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import BudgetError
 from penstock.policies import POLICIES
 from penstock.testing.tiny_models import tiny_model
-from tests.snapshot import FAMILIES, FORMAT, Case, cases, differences, run
+from tests import snapshot
+from tests.snapshot import FAMILIES, FORMAT, Case, cases, differences, main, run
 
 BEFORE: dict[str, Any] = {
     "format": FORMAT,
@@ -93,3 +97,24 @@ def test_a_case_does_the_same_twice() -> None:
     assert first == again
     assert {"selected", "missing", "attended"} <= {*first["selections"]["step 1, layer 0"]}
     assert first["counters"]["decode"]["read_bytes"] > 0
+
+
+def test_the_program_ends_with_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, only = tmp_path / "taken.json", ("--only", "llama/full/memory/*")
+    assert main(["write", str(file), *only]) == 0
+    assert main(["compare", str(file), *only]) == 0
+    taken = json.loads(file.read_text())
+    [case] = taken["cases"].values()
+    case["tokens"][1][0] += 1
+    file.write_text(json.dumps(taken))
+    assert main(["compare", str(file), *only]) == 1
+    assert "full/memory/rows=2,tight: tokens: 1 differ\n    [1] [0]: was" in capsys.readouterr().out
+
+    def refuse(case: Case, model: Any) -> None:
+        raise BudgetError("too little", needed_bytes=5)
+
+    monkeypatch.setattr(snapshot, "run", refuse)
+    assert main(["write", str(file), *only]) == 1
+    assert capsys.readouterr().out == "llama/full/memory/rows=2,tight: BudgetError: too little\n"
