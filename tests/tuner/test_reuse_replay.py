@@ -39,7 +39,7 @@ def recordings(reference: Reference) -> tuple[Recording, ...]:
     return reference.measure(POLICY, memory=None, record=True).selections
 
 
-@pytest.mark.parametrize("capacity", [120, 180, 240, 480])
+@pytest.mark.parametrize("capacity", [120, 180, 480])
 def test_the_engine_counts_the_same(
     reference: Reference, recordings: tuple[Recording, ...], capacity: int
 ) -> None:
