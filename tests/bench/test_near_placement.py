@@ -216,9 +216,9 @@ def test_tiers_and_what_leaves_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result_file(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("near") / "near-placement-small.json"
-    program.run([*SMALL, f"--out={out}"])
+    program.run([*SMALL, f"--model={shallow}", f"--out={out}"])
     return out
 
 
@@ -228,7 +228,7 @@ def test_a_run(result_file: Path, tmp_path: Path) -> None:
     assert document["command"].startswith("python -m penstock.bench.near_storage placement --task")
     found = document["figures"]
     assert (found["model"], found["output"], found["output_tokens"]) == (
-        "recall",
+        "shallow",
         "ring_walk",
         30,
     )

@@ -50,9 +50,9 @@ def heights(axes: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result_file(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("end") / "small.json"
-    end_to_end.run([*SMALL, "--lengths=256,320", f"--out={out}"])
+    end_to_end.run([*SMALL, f"--model={shallow}", "--lengths=256,320", f"--out={out}"])
     return out
 
 
@@ -61,7 +61,7 @@ def test_rows(result_file: Path) -> None:
     assert document["kind"] == "clusters.end_to_end"
     assert document["command"].startswith("python -m penstock.bench.clusters.end_to_end --dev")
     found = document["figures"]
-    assert (found["model"], found["disk"]) == ("recall", None)
+    assert (found["model"], found["disk"]) == ("shallow", None)
     rows = found["rows"]
     assert [(row["length"], row["method"]) for row in rows] == [
         (length, method) for length in (256, 320) for method in ("dynakv", "pqcache", NO_CLUSTERS)
@@ -74,8 +74,8 @@ def test_rows(result_file: Path) -> None:
         assert sum(row["round_ms"]) / 2 == pytest.approx(row["mean_ms"])
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["mean_ms"])
         assert row["prompt_tokens"] <= row["length"] - 8
-        # 8 layers of 4 heads want as many tokens each; what they miss is useful.
-        missed = (1 - row["hit_rate"]) * 8 * 4 * selected
+        # 4 layers of 4 heads want as many tokens each; what they miss is useful.
+        missed = (1 - row["hit_rate"]) * 4 * 4 * selected
         assert row["useful_bytes"] == pytest.approx(missed * 2 * 64 * 2)
         assert row["read_bytes"] >= row["useful_bytes"] > 0
         assert row["read_kib"] * 1024 * row["reads"] == pytest.approx(row["read_bytes"])
@@ -99,15 +99,17 @@ def test_its_figure(result_file: Path, tmp_path: Path) -> None:
     )
 
 
-def test_it_goes_on(result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    former = Result.load(result_file)
+def test_it_goes_on(
+    result_file: Path, shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former, small = Result.load(result_file), [*SMALL, f"--model={shallow}"]
     out = tmp_path / "again.json"
     broken = {"error": "gone", **{k: former.figures["rows"][1][k] for k in (
         "section", "device", "length", "ratio", "method", "reuse")}}  # fmt: skip
     kept = former.figures["rows"][3:]
     former.figures["rows"] = [former.figures["rows"][0], broken, *kept]
     former.save(out)
-    again = end_to_end.run([*SMALL, "--lengths=256", "--resume", f"--out={out}", "--json"])
+    again = end_to_end.run([*small, "--lengths=256", "--resume", f"--out={out}", "--json"])
     said = capsys.readouterr()
     *_, last = said.out.splitlines()
     assert json.loads(last) == again.as_dict() == json.loads(out.read_text())
@@ -118,8 +120,8 @@ def test_it_goes_on(result_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert rows[3] != former.figures["rows"][0], "the whole group is"
     assert again.settings["lengths"] == [256, 320]
     with pytest.raises(ConfigError, match="steps=4"):
-        end_to_end.run([*SMALL, "--lengths=256", "--steps=2", "--resume", f"--out={out}"])
-    time_up = end_to_end.run([*SMALL, "--lengths=256", "--minutes=0"])
+        end_to_end.run([*small, "--lengths=256", "--steps=2", "--resume", f"--out={out}"])
+    time_up = end_to_end.run([*small, "--lengths=256", "--minutes=0"])
     assert time_up.figures["rows"] == []
 
 
@@ -170,7 +172,7 @@ def test_pieces_become_one(result_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_row_that_fails_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shallow: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_round = LiveRow.run_round
 
@@ -181,7 +183,7 @@ def test_a_row_that_fails_says_why(
 
     monkeypatch.setattr(LiveRow, "run_round", failing)
     methods = "--methods=dynakv;pqcache@1KiB;clusterkv"
-    result = end_to_end.run([*SMALL, methods, "--lengths=256"])
+    result = end_to_end.run([*SMALL, f"--model={shallow}", methods, "--lengths=256"])
     first, second, third = result.figures["rows"]
     assert first["error"] == "RuntimeError: no such cluster"
     assert "too little" in second["error"]
@@ -214,23 +216,25 @@ def test_a_text_on_the_real_disk(tmp_path: Path) -> None:
         end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
 
 
-def test_caches_of_several_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(end_to_end, "REUSES", (0.0, 1.0, 4.0))
+def test_caches_of_several_sizes(
+    shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(end_to_end, "REUSES", (0.0, 1.0, 8.0))
     result = end_to_end.run([
-        *SMALL, "--lengths=", "--cache-length=224", "--steps=2", "--warm=1",
+        *SMALL, f"--model={shallow}", "--lengths=", "--cache-length=224", "--steps=2", "--warm=1",
         write_text(tmp_path), f"--out={tmp_path}/text.json",
     ])  # fmt: skip
     caches = result.figures["rows"]
     assert not any("error" in row for row in caches)
     by_slots = {row["reuse"]: row for row in caches if row["method"] not in LAYER_WISE}
     assert by_slots[0.0]["shared_pools"]
-    assert [by_slots[reuse]["slots"] for reuse in (1.0, 4.0)] == [22, 88]
-    assert by_slots[4.0]["ledger_bytes"] > by_slots[1.0]["ledger_bytes"]
+    assert [by_slots[reuse]["slots"] for reuse in (1.0, 8.0)] == [22, 176]
+    assert by_slots[8.0]["ledger_bytes"] > by_slots[1.0]["ledger_bytes"]
     *_, largest = result.figures["cache"]
     less = largest["layer_wise"]
-    assert less[VIRTUAL]["memory"] > 1.1, "two pools instead of one for each layer"
+    assert less[VIRTUAL]["memory"] > 1.05, "two pools instead of one for each of four layers"
     assert less[BOTH]["memory"] > less[VIRTUAL]["memory"]
-    assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 4.0]
+    assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 8.0]
     assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
     bars = heights(draw_cluster_cache(result).axes[0])
     held = by_slots[0.0]["ledger_items"]
