@@ -1,9 +1,16 @@
 """The accuracy program at toy size: settings, shared prefill, time limit, result."""
 
+import contextlib
+import io
 import json
+import multiprocessing
 import os
+import queue
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,18 +88,27 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
         assert pair[0].tokens == pair[1].tokens
 
 
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "toy.json"
-    arguments = [
-        "--tokens=300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
-        "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory", f"--out={out}", "--json",
-    ]  # fmt: skip
-    accuracy.run(arguments)
-    printed = capsys.readouterr().out
-    saved = json.loads(out.read_text())
+WHOLE = (
+    "--tokens=280,300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
+    "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """A result in one process, as its file has it, and what was printed."""
+    out, printed = tmp_path_factory.mktemp("accuracy") / "toy.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accuracy.run([*WHOLE, "--workers=1", f"--out={out}", "--json"])
+    saved: dict[str, Any] = json.loads(out.read_text())
+    return saved, printed.getvalue()
+
+
+def test_a_run(whole: tuple[dict[str, Any], str]) -> None:
+    saved, printed = whole
     assert json.loads(printed.splitlines()[-1]) == saved
     cells = saved["figures"]["cells"]
-    assert [len(cell["scores"]) for cell in cells] == [3, 3, 3, 3, 0, 0]
+    assert [len(cell["scores"]) for cell in cells] == [3, 3, 3, 3, 0, 0] * 2
     assert saved["figures"]["summary"][0]["mean"] >= 0.5
     assert "too little" in cells[-1]["refused"]
     assert {cell["setting"] for cell in saved["figures"]["not_run"]} == {"kvswap@1/999"}
@@ -138,29 +154,22 @@ def test_an_interrupted_run_is_taken_up(
 
 
 def test_workers_answer_as_one_process_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: tuple[dict[str, Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And it says how far prompts are read before the first answer."""
+    """And they say how far prompts are read before the first answer."""
     out = tmp_path / "spread.json"
-    arguments = [
-        "--tokens=280,300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
-        "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory", f"--out={out}",
-    ]  # fmt: skip
-    alone = accuracy.run([*arguments, "--workers=1"]).figures["cells"]
-    out.unlink()
-    capsys.readouterr()
-    spread = accuracy.run([*arguments, "--workers=2"]).figures["cells"]
+    spread = accuracy.run([*WHOLE, "--workers=2", f"--out={out}"]).figures["cells"]
     told = capsys.readouterr().err.splitlines()
     for task in ("single_essay", "multi_value"):
         ours = [line for line in told if task in line]
         assert "the prompts are being read" in ours[0]
         assert "took" in ours[-1]
     timeless = [
-        [{**c, "seconds": 0, "ledger_bytes": 0} for c in cells] for cells in (alone, spread)
+        [{**c, "seconds": 0, "ledger_bytes": 0} for c in cells]
+        for cells in (whole[0]["figures"]["cells"], spread)
     ]
     assert timeless[0] == timeless[1]
     assert {cell["length"] for cell in spread} == {280, 300}
-    assert [len(cell["scores"]) for cell in spread] == [3, 3, 3, 3, 0, 0] * 2
     summary = json.loads(out.read_text())["figures"]["summary"]
     assert [(s["length"], s["setting"]) for s in summary[:4]] == [
         (280, "full"), (280, "kvswap@1/2"), (280, "kvswap@1/999"), (300, "full"),
@@ -185,22 +194,43 @@ def test_it_says_how_far_prompts_are_read(
         assert "tokens read" in ours[1]
 
 
-def test_a_worker_that_dies_is_an_error_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    how = Examination(
-        model="recall", device="cpu", dtype=None, data=None, haystack=(), chat=False, chunk=100,
-        own_prefill=False, store="memory", seed=0,
-    )  # fmt: skip
-    job = Job(length=300, task="single_essay", first=0, count=1, settings=("full",))
+JOB = Job(length=300, task="single_essay", first=0, count=1, settings=("full",))
+
+
+HOW = Examination(
+    model="recall", device="cpu", dtype=None, data=None, haystack=(), chat=False, chunk=100,
+    own_prefill=False, store="memory", seed=0,
+)  # fmt: skip
+
+
+def run_as(process: Callable[..., Any], queues: Callable[[], Any], job: Job) -> None:
+    """Do a job in one process of another kind."""
+    context = SimpleNamespace(Process=process, Queue=queues)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(multiprocessing, "get_context", lambda _: context)
+        patched.setattr(accuracy_workers, "_LOOK_S", 0.1)
+        run_jobs([[job]], HOW, 1, lambda *_: None, lambda _: None)
+
+
+class Thread(threading.Thread):
+    """In place of a process, which would import torch and the model's library."""
+
+    exitcode, terminate = None, threading.Thread.join
+
+
+def test_what_a_worker_cannot_do_is_told() -> None:
     with pytest.raises(PenstockError, match="no policy 'magic'"):
-        run_jobs([[replace(job, settings=("magic",))]], how, 1, lambda *_: None, lambda _: None)
-    monkeypatch.setattr(accuracy_workers, "_work", _die)
-    monkeypatch.setattr(accuracy_workers, "_LOOK_S", 0.1)
+        run_as(Thread, queue.Queue, replace(JOB, settings=("magic",)))
+
+
+def test_a_worker_that_dies_is_an_error_not_a_wait() -> None:
+    spawn = multiprocessing.get_context("spawn")
+
+    def dying(**others: Any) -> Any:
+        return spawn.Process(target=os._exit, args=(7,), daemon=True)
+
     with pytest.raises(PenstockError, match=r"code 7.*--resume"):
-        run_jobs([[job]], how, 1, lambda *_: None, lambda _: None)
-
-
-def _die(*_: Any) -> None:
-    os._exit(7)
+        run_as(dying, spawn.Queue, JOB)
 
 
 def test_long_answers_end_where_they_cannot_be_right_any_more(loaded: LoadedModel) -> None:

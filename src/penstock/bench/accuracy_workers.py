@@ -91,6 +91,7 @@ def run_jobs(
         for process in processes:
             if process.is_alive():
                 process.terminate()
+                process.join()
 
 
 def _send(chain: list[Job], jobs: Any, going_on: Callable[[], bool]) -> int:
