@@ -35,7 +35,7 @@ from penstock.workloads.selection_streams import (
 )
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-CONTEXT, STEPS, OVERLAP = 2200, 5, 0.77
+CONTEXT, STEPS = 1500, 4
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
 SLOTS: dict[str, Any] = {"hillinfer": {"selected_tokens": 400, "hot_tokens": 2}}
@@ -102,7 +102,7 @@ def shares(selections: list[Selection]) -> NDArray[np.float64]:
     return np.array(out)
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("overlap", [0.0, 0.77, 1.0])
 @pytest.mark.parametrize("name", REPLACED)
 def test_every_method_overlaps_as_much_as_it_says(
     name: str, overlap: float, model: CausalLM
@@ -286,7 +286,7 @@ def test_a_stream_follows_its_sequences(model: CausalLM) -> None:
         decode(model, cache, steps=2, batch=2)
         cache.reorder_cache(torch.tensor([1, 0]))
         decode(model, cache, steps=1, batch=2)
-        cache.crop(CONTEXT - 1000)
+        cache.crop(CONTEXT - 700)
         decode(model, cache, steps=1, batch=2)
         cache.reset()
         SyntheticKV(inspect_model(model).kv, 2, torch.device("cpu"), seed=5).fill(cache, CONTEXT)
