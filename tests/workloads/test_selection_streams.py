@@ -35,7 +35,7 @@ from penstock.workloads.selection_streams import (
 )
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-CONTEXT, STEPS = 1500, 4
+CONTEXT, STEPS = 2200, 5
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
 SLOTS: dict[str, Any] = {"hillinfer": {"selected_tokens": 400, "hot_tokens": 2}}
@@ -286,7 +286,7 @@ def test_a_stream_follows_its_sequences(model: CausalLM) -> None:
         decode(model, cache, steps=2, batch=2)
         cache.reorder_cache(torch.tensor([1, 0]))
         decode(model, cache, steps=1, batch=2)
-        cache.crop(CONTEXT - 700)
+        cache.crop(CONTEXT - 1000)
         decode(model, cache, steps=1, batch=2)
         cache.reset()
         SyntheticKV(inspect_model(model).kv, 2, torch.device("cpu"), seed=5).fill(cache, CONTEXT)
