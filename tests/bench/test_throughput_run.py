@@ -78,7 +78,7 @@ def test_a_run_measures_every_row_and_saves_it(
 ) -> None:
     out = tmp_path / "results" / "toy.json"
     arguments = [
-        "--config=tiny", "--context=1400", "--batch=1", "--memory=1/2", "--steps=2", "--rounds=2",
+        "--config=tiny", "--context=2200", "--batch=1", "--memory=1/2", "--steps=2", "--rounds=2",
         "--devices=real,emmc", "--prefill-tokens=128", "--prefill-chunks=64", "--json",
         "--prefill-rounds=1", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
         "--methods=quest,loki:key_ratio=0.25",
@@ -100,7 +100,7 @@ def test_a_run_measures_every_row_and_saves_it(
         else:
             assert [len(steps) for steps in row["rounds_ms"]] == [2, 2]
         assert len(row["floors_ms"]) == (2 if row["name"] in on_disk else 0)
-    full_context = 1400 * SHAPE.num_layers * SHAPE.token_bytes
+    full_context = 2200 * SHAPE.num_layers * SHAPE.token_bytes
     assert rows["flexgen"]["figures"]["read_bytes_per_token"] > 0.9 * full_context
     assert rows["kvswap, no reuse"]["figures"]["hit_rate"] == 0
     overlap = rows["kvswap, 77 % overlap"]["figures"]
@@ -141,7 +141,7 @@ def test_a_folder_and_a_recording_can_be_measured(
         source={"model": "toy", "task": "drift"},
     ).save(played)  # fmt: skip
     throughput.run([
-        f"--config={tiny_folder}", "--context=1400", "--batch=2", "--memory=1/2", "--steps=3",
+        f"--config={tiny_folder}", "--context=2200", "--batch=2", "--memory=1/2", "--steps=3",
         "--rounds=2", "--devices=real", "--rows=kvswap;flexgen", "--methods=infinigen-star-reuse",
         "--prefill-tokens=0", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
         "--stream", str(played),
