@@ -60,7 +60,7 @@ def prompt(batch: int = 2) -> dict[str, Tensor]:
 
 def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor]) -> Any:
     return model.generate(
-        **inputs, **cache_argument(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0,
+        **inputs, **cache_argument(model, cache), max_new_tokens=5, do_sample=False, pad_token_id=0,
         eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
 
@@ -160,15 +160,15 @@ def test_units_partition_the_past(name: str) -> None:
     try:
         twins = Twins(runtime, 2)
         twins.step(37)
-        twins.decode(9)
+        twins.decode(6)
         twins.select([1, 0])
         twins.decode(2)
         twins.crop(31)
         twins.decode(3)
         twins.step(21)
-        twins.decode(20)
+        twins.decode(12)
         twins.select([0, 1, 1])
-        twins.decode(8)
+        twins.decode(5)
         report = runtime.report()
         assert report.used_bytes <= report.limit_bytes
     finally:
@@ -226,7 +226,7 @@ def test_crop_reorder_and_reset_leave_a_usable_cache(
         inputs = {"input_ids": prompt(1)["input_ids"].repeat(2, 1)}
         first = generate(model, cache, inputs)
         cache.crop(-20)
-        assert cache.get_seq_length() == PROMPT_TOKENS + 7 - 20
+        assert cache.get_seq_length() == PROMPT_TOKENS + 4 - 20
         decode(cache, 4)
         cache.reorder_cache(torch.tensor([1, 1]))
         decode(cache, 4)

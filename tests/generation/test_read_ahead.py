@@ -21,16 +21,15 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "opt"])
-@pytest.mark.parametrize("chunk", [2, 7, 30, 59, 60, 100])
-def test_chunks_change_no_answer(family: str, chunk: int) -> None:
+def test_chunks_change_no_answer(family: str) -> None:
     """Rows of one batch, two of them padded; chunks that leave one token over, and two."""
-    told = []
-    for size in (chunk, 1000):
+    told = {}
+    for size in (1000, 2, 7, 30, 59, 60, 100):
         llm = LLM(tiny_model(family), policy="full", store="memory", prefill_chunk_size=size)
-        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=12))
-        told.append([output.token_ids for output in outputs])
-    assert told[0] == told[1]
-    assert len(set(map(tuple, told[0]))) == len(LENGTHS)
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=8))
+        told[size] = [output.token_ids for output in outputs]
+        assert told[size] == told[1000], size
+    assert len(set(map(tuple, told[1000]))) == len(LENGTHS)
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 10, 20, 30, 59, 60])

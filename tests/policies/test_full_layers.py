@@ -150,7 +150,7 @@ def test_padded_rows_of_real_models_on_the_device_tier(family: str, name: str) -
         assert cache._config.device_tier
         for held in (cache, DynamicCache(config=model.config)):
             out = model.generate(
-                ids, attention_mask=mask, **cache_argument(model, held), max_new_tokens=40,
+                ids, attention_mask=mask, **cache_argument(model, held), max_new_tokens=12,
                 do_sample=False, pad_token_id=0, eos_token_id=None, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip

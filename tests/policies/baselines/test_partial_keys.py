@@ -19,6 +19,7 @@ from penstock.policies.baselines.infinigen import InfiniGen, InfiniGenStar, Infi
 from penstock.policies.baselines.leoam import LeoAM
 from penstock.policies.baselines.loki import Loki
 from penstock.policies.baselines.retrieval import BaselinePolicy
+from penstock.testing.pairs import covering
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 CLASSES: list[type[BaselinePolicy]] = [Loki, InfiniGen, InfiniGenStar, InfiniGenStarReuse, LeoAM]
@@ -52,9 +53,9 @@ def policy_of(policy_class: type[BaselinePolicy], **options: Any) -> BaselinePol
     return policy_class(**{"window_tokens": 8, **changes(policy_class), **options})
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("policy_class", CLASSES)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "policy_class", "beams"), covering(["llama", "qwen2"], CLASSES, [1, 2])
+)
 def test_selecting_all_equals_the_plain_model(
     family: str, policy_class: type[BaselinePolicy], beams: int
 ) -> None:
