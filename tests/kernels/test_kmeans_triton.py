@@ -24,6 +24,7 @@ SHAPES = [  # sets, points, clusters, dim
     (2, 5, 9, 4),
     (3, 33, 7, 16),
     (1, 130, 65, 24),
+    (2, 257, 70, 64),
     (2, 100, 31, 128),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -124,7 +124,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     rig.runtime.close()
 
 
-@pytest.mark.parametrize("layer", [0, SHAPE.num_layers - 1])
+@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
 @pytest.mark.parametrize("predict", [False, True])
 def test_failing_reads_in_decode(rig: Rig, layer: int, predict: bool) -> None:
     """The step raises; going on is refused until the cache is cropped or reset; then it works."""
