@@ -200,6 +200,13 @@ def test_a_key_that_is_not_finite_is_refused() -> None:
     assert life.clusters.length == 8
 
 
+def test_more_tokens_than_there_is_room_for_are_refused() -> None:
+    life = two_groups()
+    with pytest.raises(CacheStateError, match=f"room for {MAX_TOKENS} tokens, not 81"):
+        life.clusters.append(torch.zeros(1, MAX_TOKENS - 7, 2))
+    assert life.clusters.length == 8
+
+
 # Comparisons, crops -------------------------------------------------------------------------------
 
 

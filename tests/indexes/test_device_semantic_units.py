@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
 from penstock.indexes.device_tier import semantic_units
+from penstock.indexes.device_tier.segment_runs import SegmentRuns
 from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits, DeviceUnitSizes
 from penstock.kernels.device.clusters import cluster_keys
 from penstock.kernels.kmeans import kmeans, nearest
@@ -97,3 +98,13 @@ def test_a_prompt_stays_within_the_ledger(rows: int, block: int, tokens: int) ->
     )
     booked = DeviceSemanticUnits.scratch_bytes(shape, sizes, rows=rows, max_tokens=tokens)
     assert booked / 4 < taken <= 1.05 * booked
+
+
+def test_a_run_that_clusters_end_is_merged_apart_from_the_open_one() -> None:
+    runs = SegmentRuns()
+    runs.put_clusters(0, 4)
+    runs.put_clusters(7, 9)  # behind segments 4, 5 and 6
+    merge = runs.merge(torch.tensor([14], dtype=torch.int32), 16)
+    assert merge.targets[0, :9].tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert merge.targets[0, 9:14].tolist() == [8, 8, 9, 9, 10], "the last one stays alone"
+    assert merge.counts.tolist() == [11]

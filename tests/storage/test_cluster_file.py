@@ -49,6 +49,13 @@ def pooled(
     return layout, file, tokens
 
 
+def test_an_append_of_nothing_changes_nothing() -> None:
+    layout, _, tokens = pooled(8, 4)
+    layout.append(1, tokens[:0])
+    assert layout.num_entries(1) == 4
+    assert layout.counters == LayoutCounters()
+
+
 def test_neighbours_are_read_in_one_access() -> None:
     layout, _, tokens = pooled(8, 8, 8, 8, 8)
     found = layout.read([2, 1])
