@@ -146,8 +146,8 @@ def cases(device: str = "cpu") -> list[Case]:
 
 def _watch(cache: TieredCache, note: Note) -> None:
     """Tell what each layer selects, lacks and attends to. All that is private is in here."""
-    from penstock.runtime.device_tier.device_layer import DeviceLayer
-    from penstock.runtime.retrieval_layer import RetrievalLayer
+    from penstock.engine.device_tier.device_layer import DeviceLayer
+    from penstock.engine.retrieval_layer import RetrievalLayer
 
     def rows(ids: Any, valid: Any) -> list[list[int]]:
         valid = ids >= 0 if valid is None else valid & (ids >= 0)
@@ -261,7 +261,10 @@ def _generate(case: Case, model: PreTrainedModel, cache: TieredCache) -> Record:
         raise AssertionError(f"{case.name}: no selection was seen")
     return {
         "tokens": out[:, PROMPT_TOKENS:].tolist(), "selections": steps.selections,
-        "counters": {phase: _timeless(counted) for phase, counted in asdict(stats).items()},
+        "counters": {
+            "prefill": _timeless(stats.prefill.as_dict()),
+            "decode": _timeless(stats.decode.as_dict()),
+        },
         "ledger": asdict(cache.report()),
     }  # fmt: skip
 
@@ -286,7 +289,10 @@ def _search(case: Case, model: PreTrainedModel, store: str) -> Record:
 
 
 def _timeless(counters: Record) -> Record:
-    return {key: n for key, n in counters.items() if key != "seconds" and not key.endswith("_s")}
+    """Counts that are not of time; what was not counted is left out."""
+    return {
+        key: n for key, n in counters.items() if n and key != "seconds" and not key.endswith("_s")
+    }
 
 
 def _prompt(rows: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Imports go one way along the ladder, and third-party libraries stay behind their walls."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,9 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 LADDER = (  # a package may import only from earlier rungs; packages on one rung are strangers
     {"core"},
     {"devices", "kernels"},
-    {"storage", "tiers", "indexes"},
-    {"near_storage"},
-    {"policies"},
-    {"runtime"},
+    {"storage"},
+    {"engine"},
+    {"methods"},
     {"models"},
     {"generation"},
     {"workloads"},
@@ -45,6 +45,18 @@ def imported_names(source: str) -> set[str]:
             assert node.level == 0, "relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+METHODS = ROOT / "methods"
+STRANGERS = sorted(path.name for path in METHODS.iterdir() if (path / "__init__.py").exists())
+"""Folders of methods, which import nothing of each other."""
+GENERAL = ("core", "engine", "storage", "kernels")
+"""Packages that know no method."""
+NAMES = re.compile(
+    r"(?<![a-z])(kv_?swap|dyna_?kv|hill_?infer|louis_?kv|quest(?![a-z])|arkvale|infinigen"
+    r"|shadow_?kv|pq_?cache|cluster_?kv|h2o|raas|snap_?kv|loki|leoam|flexgen|streaming_?llm)",
+    re.IGNORECASE,
+)
 
 
 def broken_rules(package: str, source: str) -> list[str]:
@@ -91,14 +103,69 @@ def test_walls_are_opened_for_those_who_go_through() -> None:
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        ("storage", "from penstock.runtime.writer import Writer"),
-        ("storage", "def later():\n    import penstock.tiers.pool"),
-        (
-            "policies",
-            "if TYPE_CHECKING:\n    import transformers",
-        ),
-        ("runtime", "from penstock import TieredCache"),
+        ("storage", "from penstock.engine.writer import Writer"),
+        ("storage", "def later():\n    import penstock.engine.tiers.token_pool"),
+        ("methods", "if TYPE_CHECKING:\n    import transformers"),
+        ("engine", "from penstock import TieredCache"),
     ],
 )
 def test_a_broken_rule_is_seen(package: str, source: str) -> None:
     assert len(broken_rules(package, source)) == 1
+
+
+def named_methods(source: str) -> list[str]:
+    """Names of methods in a module's code; its comments and docstrings may cite papers."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        words: list[str] = []
+        if isinstance(node, ast.Name):
+            words = [node.id]
+        elif isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            words = [node.name]
+        elif isinstance(node, ast.arg):
+            words = [node.arg]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            words = [alias.name for alias in node.names]
+            words.append(getattr(node, "module", None) or "")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # a docstring
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = [node.value]
+        found += [word for word in words if NAMES.search(word)]
+    return found
+
+
+def test_engine_and_core_know_no_method() -> None:
+    assert [
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] in GENERAL and (found := named_methods(path.read_text()))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from penstock.methods.dynakv.layer import ClusterLayer",
+        "if isinstance(policy, HillInfer):\n    pass",
+        "if policy.name == 'louiskv':\n    pass",
+        "def plan(kvswap): pass",
+    ],
+)
+def test_a_named_method_is_seen(source: str) -> None:
+    assert named_methods(f'"""Source: KVSwap, section 3."""\nrequest = "a question"\n{source}')
+
+
+def test_methods_are_strangers() -> None:
+    assert len(STRANGERS) > 3
+    broken = []
+    for path in METHODS.rglob("*.py"):
+        folder = path.relative_to(METHODS).parts[0]
+        for name in imported_names(path.read_text()):
+            there = name.removeprefix("penstock.methods.").split(".")[0]
+            is_other = name.startswith("penstock.methods.") and there in STRANGERS
+            if folder in STRANGERS and is_other and there != folder:
+                broken.append(f"{path.relative_to(METHODS)} imports {name}")
+    assert broken == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import BudgetError
-from penstock.policies import POLICIES
+from penstock.methods import POLICIES
 from penstock.testing.tiny_models import tiny_model
 from tests import snapshot
 from tests.snapshot import FAMILIES, FORMAT, Case, cases, differences, main, run

@@ -26,6 +26,7 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from penstock.engine.policy import SelectionPolicy
     from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
     from penstock.generation.documents.document import Document
     from penstock.generation.documents.settings import DocumentSettings
@@ -33,11 +34,10 @@ if TYPE_CHECKING:
     from penstock.generation.sampling import SamplingParams
     from penstock.generation.search_params import SearchParams
     from penstock.generation.step_scorer import Candidate, StepScorer
+    from penstock.methods import POLICIES
+    from penstock.methods.kvswap.policy import KVSwap
+    from penstock.methods.tuned_config import TunedConfig
     from penstock.models.cache_adapter import TieredCache
-    from penstock.policies import POLICIES
-    from penstock.policies.base import SelectionPolicy
-    from penstock.policies.kvswap import KVSwap
-    from penstock.policies.tuned_config import TunedConfig
     from penstock.tuner.tune import tune
 
 __version__ = "0.1.0"
@@ -82,15 +82,15 @@ _HOMES = {
     "Document": "penstock.generation.documents.document",
     "DocumentSettings": "penstock.generation.documents.settings",
     "LLM": "penstock.generation.engine",
-    "POLICIES": "penstock.policies",
-    "KVSwap": "penstock.policies.kvswap",
+    "POLICIES": "penstock.methods",
+    "KVSwap": "penstock.methods.kvswap.policy",
     "SamplingParams": "penstock.generation.sampling",
     "SearchMemory": "penstock.generation.beam_searcher",
     "SearchParams": "penstock.generation.search_params",
-    "SelectionPolicy": "penstock.policies.base",
+    "SelectionPolicy": "penstock.engine.policy",
     "StepScorer": "penstock.generation.step_scorer",
     "TieredCache": "penstock.models.cache_adapter",
-    "TunedConfig": "penstock.policies.tuned_config",
+    "TunedConfig": "penstock.methods.tuned_config",
     "tune": "penstock.tuner.tune",
 }
 

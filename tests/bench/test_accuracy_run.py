@@ -25,8 +25,8 @@ from penstock.bench.answers import SharedPrefill, WrongAlready, answer, ask
 from penstock.bench.tasks import GeneratedTasks, Sample
 from penstock.bench.tasks.recall import DEFAULT_TASKS
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.methods import FlexGen, Full, KVSwap
 from penstock.models.loader import LoadedModel, load
-from penstock.policies import FlexGen, Full, KVSwap
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import PromptBatch, make_batch
 from penstock.kernels.divergence import kl_divergence
+from penstock.methods.baselines.streaming_llm import StreamingLLM
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
-from penstock.policies.baselines.streaming_llm import StreamingLLM
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 LENGTHS = (120, 83)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 import penstock.models
 from penstock.bench.bench_model import ADAPTER_FILE, open_model
 from penstock.core.errors import AdapterError, ConfigError, ModelLoadError
-from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
+from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.plain_model import random_adapter, random_model

@@ -42,7 +42,7 @@ from penstock.bench.near_storage.decode_table import (
 from penstock.bench.process_memory import anonymous_bytes
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
-from penstock.policies.hillinfer import HillInfer
+from penstock.methods.hillinfer.policy import HillInfer
 
 LENGTH, TOKEN_BYTES, LAYERS = 512, 1024, 4
 METHODS = ("full", "h2o", "leoam", OURS, PLAIN, f"{OURS}:devices=2")

@@ -20,11 +20,11 @@ from penstock.bench.search.speed_table import speed_table
 from penstock.bench.search.totals import comparison, request_totals
 from penstock.bench.search.variants import BASELINE, IN_MEMORY, VARIANTS, SearchCase
 from penstock.core.errors import ConfigError
+from penstock.engine.beams.file_tier import FileTier
+from penstock.engine.beams.layer_tier import FileLayers
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_model
-from penstock.runtime.beams.file_tier import FileTier
-from penstock.runtime.beams.layer_tier import FileLayers
 
 SMALL = (
     "--config=tiny", "--layers=2", "--beams=8", "--steps=16,32", "--prompt-tokens=32",

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from penstock.bench.figures.search_tree import draw_search_tree, write_search_tree
 from penstock.core.errors import ConfigError, StorageError
+from penstock.engine.beams.decoding import StepTraffic
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import (
     Fate,
@@ -22,7 +23,6 @@ from penstock.generation.search_tree import (
     SearchTree,
     StepRecord,
 )
-from penstock.runtime.beams.decoding import StepTraffic
 
 
 def made_up(beams: int, steps: int, text: str = "and so on", **settings: Any) -> SearchOutput:

@@ -20,7 +20,7 @@ from penstock.bench.settings.methods import (
 from penstock.bench.settings.table import rate_of, ratios_of, ratios_text
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.policies import KVSwap, Quest
+from penstock.methods import KVSwap, Quest
 
 LLAMA = KVShape(
     num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16

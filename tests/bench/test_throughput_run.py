@@ -23,6 +23,7 @@ from penstock.bench.throughput_table import prefill_table
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.devices.presets import PRESETS
+from penstock.methods import FlexGen
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
@@ -33,7 +34,6 @@ from penstock.models.plain_model import (
     share_weights,
     tokens_of,
 )
-from penstock.policies import FlexGen
 from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 from penstock.workloads.recorded_stream import Recording
 from penstock.workloads.selection_streams import OverlapStream

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.indexes.adapter import FORMAT
+from penstock.engine.adapter import FORMAT
 
 PROMPT = ("--prompt", "The grass is green .")
 LEAST: dict[str, tuple[object, ...]] = {

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from penstock.bench.tasks.recall import make_sample
 from penstock.bench.tasks.sample import Sample
 from penstock.cli.main import app
+from penstock.methods.tuned_config import Figures, Solution, TunedConfig
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import load
-from penstock.policies.tuned_config import Figures, Solution, TunedConfig
 
 LIMIT_BYTES = 2_000_000
 FIGURES: Figures = {

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from penstock.cli.main import app
 from penstock.cli.search_screen import SearchScreen, search_rows, tail
 from penstock.core.ledger import MemoryReport
+from penstock.engine.beams.decoding import GroupDone, StepTraffic
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import (
     SearchNode,
@@ -25,7 +26,6 @@ from penstock.generation.search_tree import (
     SearchTree,
     StepRecord,
 )
-from penstock.runtime.beams.decoding import GroupDone, StepTraffic
 
 PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go ."
 SMALL = (

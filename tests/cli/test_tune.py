@@ -126,7 +126,7 @@ def test_names() -> None:
 
 
 def test_the_pick_names_what_was_chosen_even_where_it_is_the_default() -> None:
-    from penstock.policies.tuned_config import Figures, Solution
+    from penstock.methods.tuned_config import Figures, Solution
 
     figures: Figures = {
         "tokens_per_s": 1.0, "first_token_s": 1.0, "resident_bytes": 1, "read_bytes_per_token": 1.0,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.methods import POLICIES
 from penstock.models.model_shape import FULL
-from penstock.policies import POLICIES
 from penstock.testing.family_sweep import SETTINGS, run, sweep_family, table
 from penstock.testing.tiny_families import decoder_families, tiny_config, tiny_family
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock import KVSwap, SamplingParams, TieredCache
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
+from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -12,12 +12,12 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock import TieredCache
 from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.reference import attention_reference
+from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES, SelectionPolicy
-from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.runtime_config import RuntimeConfig
-from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 ALL = 10**6

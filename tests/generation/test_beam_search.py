@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.core.errors import CacheStateError, VerifierError
+from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 from penstock.generation.beam_search import BeamSearch
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import SearchOutput, SearchStep
@@ -19,7 +20,6 @@ from penstock.generation.step_scorer import (
 )
 from penstock.generation.step_texts import StepTexts
 from penstock.models.loader import LoadedModel, load
-from penstock.runtime.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 from penstock.testing.plain_decoder import PlainDecoder
 from penstock.testing.tiny_models import tiny_model
 

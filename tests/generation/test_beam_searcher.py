@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
+from penstock.engine.beams.decoding import Beam, StepRequest, StepResult
 from penstock.generation import beam_searcher
 from penstock.generation.beam_search import BeamSearch
 from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
@@ -20,7 +21,6 @@ from penstock.generation.search_tree import SearchOutput, SearchStep
 from penstock.generation.step_scorer import CallableScorer, LogProbabilityScorer
 from penstock.generation.step_texts import StepTexts
 from penstock.models.loader import LoadedModel, load
-from penstock.runtime.beams.decoding import Beam, StepRequest, StepResult
 from penstock.testing.plain_decoder import PlainDecoder
 from penstock.testing.tiny_models import tiny_model
 

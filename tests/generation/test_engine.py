@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.core.errors import BudgetError, ConfigError, PromptError
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
+from penstock.methods import POLICIES
+from penstock.methods.dynakv.policy import DynaKV
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES
-from penstock.policies.dynakv import DynaKV
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [[5 + i % 90 for i in range(150)], [7 + i % 50 for i in range(37)]]

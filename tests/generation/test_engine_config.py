@@ -11,11 +11,11 @@ from penstock.core.errors import AdapterError, ConfigError
 from penstock.generation.engine import LLM
 from penstock.generation.output import RunReport
 from penstock.generation.sampling import SamplingParams
+from penstock.methods import KVSwap, Quest, SelectionPolicy
+from penstock.methods.search_space import fields_of
+from penstock.methods.tuned_config import Figures, Solution, TunedConfig
 from penstock.models.calibrate import calibrate
 from penstock.models.fingerprint import fingerprint
-from penstock.policies import KVSwap, Quest, SelectionPolicy
-from penstock.policies.search_space import fields_of
-from penstock.policies.tuned_config import Figures, Solution, TunedConfig
 from penstock.testing.tiny_models import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

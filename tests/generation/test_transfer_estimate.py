@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger
 from penstock.core.shape import KVShape
+from penstock.engine.beams.beam_memory import BlockShape
+from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.block_tree import Path
+from penstock.engine.beams.scheduled_memory import ScheduledMemory
+from penstock.engine.beams.slow_tier import Move, SlowTier
 from penstock.generation.transfer_estimate import random_parents, with_shared_blocks
 from penstock.generation.transfer_model import TransferRequest, step_by_step
-from penstock.runtime.beams.beam_memory import BlockShape
-from penstock.runtime.beams.beam_schedule import ScheduleOptions
-from penstock.runtime.beams.block_tree import Path
-from penstock.runtime.beams.scheduled_memory import ScheduledMemory
-from penstock.runtime.beams.slow_tier import Move, SlowTier
 
 KV = KVShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 BLOCK_BYTES = 16 * KV.token_bytes

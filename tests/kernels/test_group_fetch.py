@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.core.selection import Selection
+from penstock.engine.fetch_plan import FetchPlan, plan_fetch_reference
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.group_fetch import Fetched, GroupFetch, SlotArrays
 from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.native import compiled
-from penstock.runtime.fetch_plan import FetchPlan, plan_fetch_reference
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.coalesce import coalesce_plainly
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import SlotTable
 
 pytestmark = pytest.mark.skipif(
     compiled.kernel("fetch_groups") is None, reason="no VNNI here, or kernels were not compiled"

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.selection import Selection
+from penstock.engine import fetch_plan
+from penstock.engine.tiers import fifo
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels import decode_attention as attention
 from penstock.kernels import group_scores as scores
 from penstock.kernels import low_rank, query_steps
@@ -17,13 +21,10 @@ from penstock.kernels import top_units as top
 from penstock.kernels.group_products import group_products
 from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.native import compiled
-from penstock.runtime import fetch_plan
 from penstock.storage import coalesce as coalescing
 from penstock.storage import native_aio
 from penstock.testing.integrity import check_slots
 from penstock.testing.pairs import covering
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import SlotTable
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs = pytest.mark.skipif(compiled.kernel("top_units") is None, reason="kernels were not compiled")
@@ -268,7 +269,7 @@ def test_coalescing(pairs: list[tuple[int, int]], most: int) -> None:
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every caller has a plain way, which is what runs where nothing was compiled."""
     none: Callable[[str], None] = lambda name: None  # noqa: E731
-    for module in (attention, scores, low_rank, query_steps, top, fetch_plan, coalescing):
+    for module in (attention, scores, low_rank, query_steps, top, fifo, coalescing):
         monkeypatch.setattr(module, "kernel", none)
     test_results = (
         top.top_units(torch.tensor([[3.0, 1.0, 2.0]]), 0, 2).tolist(),
@@ -284,8 +285,8 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_are_stored_as_by_torch(bits: int) -> None:
     from penstock.core.shape import KVShape
-    from penstock.indexes.adapter import fit_layer
-    from penstock.indexes.low_rank import LowRankIndex
+    from penstock.engine.adapter import fit_layer
+    from penstock.methods.kvswap.index import LowRankIndex
 
     torch.manual_seed(bits)
     shape = KVShape(

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from penstock import TieredCache
+from penstock.engine.tiered_runtime import TieredRuntime
+from penstock.methods.hillinfer.policy import HillInfer
+from penstock.methods.louiskv.policy import LouisKV
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
-from penstock.policies.hillinfer import HillInfer
-from penstock.policies.louiskv import LouisKV
-from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import FAMILIES, tiny_model
 
 

@@ -5,8 +5,8 @@ import torch
 
 from penstock import TieredCache
 from penstock.core.errors import BudgetError
+from penstock.methods import POLICIES
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES
 from penstock.testing.tiny_models import tiny_model
 
 LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200, 300]

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.core.errors import BudgetError, ConfigError, FetchError, StoreFullError
+from penstock.engine.beams.decoding import BeamDecoder, StepRequest
 from penstock.generation.beam_search import BeamSearch
 from penstock.generation.draws import make_choose
 from penstock.generation.search_params import SearchParams
@@ -21,7 +22,6 @@ from penstock.generation.step_texts import StepTexts
 from penstock.generation.transfer_model import TransferRequest, step_by_step, token_by_token
 from penstock.models.beam_cache import block_shape
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
-from penstock.runtime.beams.decoding import BeamDecoder, StepRequest
 from penstock.storage.store import KVStore
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.plain_decoder import PlainDecoder

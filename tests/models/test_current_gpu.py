@@ -12,20 +12,20 @@ from torch import Tensor
 from penstock import TieredCache
 from penstock.core.on_device import on_device
 from penstock.core.shape import KVShape
+from penstock.engine import cache_health
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.beams.decoding import StepRequest
+from penstock.engine.cache_health import CacheHealth
+from penstock.engine.device_tier import device_steps
+from penstock.engine.device_tier.device_steps import DeviceSteps
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.generation.draws import make_choose
+from penstock.methods import Quest
 from penstock.models import attention_adapter, beam_decoder, graph_decoder
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_argument import cache_argument
 from penstock.models.graph_decoder import GraphDecoder
-from penstock.policies import Quest
-from penstock.runtime import cache_health
-from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.beams.decoding import StepRequest
-from penstock.runtime.cache_health import CacheHealth
-from penstock.runtime.device_tier import device_steps
-from penstock.runtime.device_tier.device_steps import DeviceSteps
-from penstock.runtime.runtime_config import RuntimeConfig
-from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")

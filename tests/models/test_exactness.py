@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
+from penstock.methods import FlexGen, Full, Quest, SelectionPolicy
+from penstock.methods.louiskv.policy import LouisKV
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import FlexGen, Full, Quest, SelectionPolicy
-from penstock.policies.louiskv import LouisKV
 from penstock.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
 
 CHUNK = None if version.parse(transformers.__version__) < version.parse("5.21") else 31

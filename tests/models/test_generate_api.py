@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, UnsupportedModelError
+from penstock.methods import FlexGen, Full, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import FlexGen, Full, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICIES: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {

@@ -7,11 +7,11 @@ import torch
 from transformers import DynamicCache
 
 from penstock import KVSwap, TieredCache
+from penstock.methods import Quest, SelectionPolicy
+from penstock.methods.baselines.arkvale import ArkVale
+from penstock.methods.louiskv.policy import LouisKV
 from penstock.models import fused_step
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import Quest, SelectionPolicy
-from penstock.policies.baselines.arkvale import ArkVale
-from penstock.policies.louiskv import LouisKV
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import CacheStateError
+from penstock.methods import POLICIES
 from penstock.models.cache_argument import cache_argument
 from penstock.models.query_projection import decoder_layers
-from penstock.policies import POLICIES
 from penstock.testing.tiny_models import _SIZES, tiny_model
 
 PROMPT = 60

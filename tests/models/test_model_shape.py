@@ -25,10 +25,10 @@ from transformers import (
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import UnsupportedModelError
+from penstock.methods import Quest
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
-from penstock.policies import Quest
 from penstock.testing.tiny_models import POSITIONS, tiny_model
 
 SIZES: dict[str, Any] = {

@@ -7,8 +7,8 @@ import torch
 
 from penstock import TieredCache
 from penstock.core.errors import CacheStateError
+from penstock.methods import POLICIES
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES
 from penstock.testing.tiny_models import tiny_model
 
 

@@ -10,14 +10,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import AdapterError
+from penstock.engine.tiered_runtime import TieredRuntime
+from penstock.methods import Quest
+from penstock.methods.baselines.arkvale import ArkVale
+from penstock.methods.louiskv.policy import LouisKV
 from penstock.models.attention_adapter import Attachment
 from penstock.models.cache_argument import cache_argument
 from penstock.models.calibrate import calibrate
 from penstock.models.query_projection import QueryProjection, decoder_layers
-from penstock.policies import Quest
-from penstock.policies.baselines.arkvale import ArkVale
-from penstock.policies.louiskv import LouisKV
-from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.testing.tiny_models import tiny_model
 
 SMALL = KVSwap(window_tokens=4, selected_tokens=16, rank=8)
@@ -84,7 +84,7 @@ def test_predicted_fetches_are_begun_before_their_layer(
     def begin_fetch(runtime: TieredRuntime, layer: int, query: Tensor) -> None:
         events.append(("begin", layer))
         begin(runtime, layer, query)
-        assert runtime.layers[layer].fetch_begun  # type: ignore[union-attr]
+        assert runtime.layers[layer].fetch_begun  # type: ignore[attr-defined]
 
     def attend_seen(runtime: TieredRuntime, layer: int, call: Any) -> Tensor:
         events.append(("attend", layer))

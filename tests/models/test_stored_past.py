@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from penstock import ConfigError, KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, FetchError
+from penstock.engine.stored_past import StoredPast, group_rows
+from penstock.methods import POLICIES, FlexGen, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES, FlexGen, SelectionPolicy
-from penstock.runtime.stored_past import StoredPast, group_rows
 from penstock.storage.memory_file import MemoryFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -156,7 +156,7 @@ def test_the_index_is_the_same_kept_or_made_from_the_keys(index: bool) -> None:
     model = tiny_model("llama")
     with open_cache(model, SWAP) as cache:
         read(model, cache, TEXT)
-        cache._runtime.layers[0].make_index()  # type: ignore[union-attr]
+        cache._runtime.layers[0].make_index()
         past = store(cache, DOCUMENT)
     if not index:
         past = replace(past, index_state=lambda layer: None)

@@ -10,11 +10,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock import Document, KVSwap, SamplingParams, TieredCache
 from penstock.core.errors import DocumentMismatchError, UnsupportedModelError
+from penstock.methods import FlexGen
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity
 from penstock.models.weight_access import is_plain, model_device
-from penstock.policies import FlexGen
 from penstock.testing.tiny_models import tiny_model
 
 TOKENS = list(range(10, 80))

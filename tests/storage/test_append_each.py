@@ -6,11 +6,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import StorageError, StoreFullError
-from penstock.storage.cluster_file import ClusterFile
-from penstock.storage.cluster_reads import LayoutCounters
+from penstock.methods.dynakv.cluster_file import ClusterFile
+from penstock.methods.dynakv.cluster_reads import LayoutCounters
+from penstock.methods.dynakv.naive_clusters import PackedClusters, TokenOrder
+from penstock.methods.dynakv.pooled_clusters import PooledClusters
 from penstock.storage.file import ByteArray, Int64Array
-from penstock.storage.naive_clusters import PackedClusters, TokenOrder
-from penstock.storage.pooled_clusters import PooledClusters
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.integrity import check_pools
 from penstock.testing.late_file import LateFile

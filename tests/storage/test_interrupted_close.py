@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods.baselines.quest import Quest
+from penstock.methods.dynakv.policy import DynaKV
+from penstock.methods.hillinfer.policy import HillInfer
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.baselines.quest import Quest
-from penstock.policies.dynakv import DynaKV
-from penstock.policies.hillinfer import HillInfer
 from penstock.storage import open_files
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument

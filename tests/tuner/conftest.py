@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.devices.presets import NVME
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import BudgetError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import settings_of
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.model_shape import inspect_model
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import settings_of
 from penstock.tuner.candidates import CalibratedTables, Candidate, PaperTables, candidates
 from penstock.tuner.lookup_tables import CAPACITIES, LookupTables, TableEntry
 from penstock.tuner.tuning_task import TuningTask

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.devices.presets import EMMC, NVME
-from penstock.policies.kvswap import KVSwap
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.tuner.advice import advise, everything_in_memory, largest_smaller_model
 from penstock.tuner.cost_model import (
     COMPUTE_EFFICIENCY,

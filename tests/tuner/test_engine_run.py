@@ -1,7 +1,7 @@
 """EngineRun: what a decode by hand counts, within the plan, and medians at one pace."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from penstock.core.errors import BudgetError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods import FlexGen, KVSwap, SelectionPolicy
+from penstock.methods.baselines.quest import Quest
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import share_weights
-from penstock.policies import FlexGen, KVSwap, SelectionPolicy
-from penstock.policies.baselines.quest import Quest
 from penstock.tuner.engine_run import (
     SLOW_ROUND_S,
     WARM_STEPS,
@@ -87,7 +87,7 @@ def by_hand(work: Workpiece, policy: SelectionPolicy, store: str, limit: int) ->
         document(work.model, work.batch).fill(cache, CONTEXT)
         token = torch.ones(work.batch, 1, dtype=torch.int64)
         for at in range(CONTEXT, CONTEXT + WARM_STEPS + STEPS):
-            before = asdict(cache.stats.decode)
+            before = cache.stats.decode.as_dict()
             with torch.no_grad():
                 logits = model(
                     token,
@@ -95,7 +95,7 @@ def by_hand(work: Workpiece, policy: SelectionPolicy, store: str, limit: int) ->
                     position_ids=torch.full((work.batch, 1), at),
                 ).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
-            after = asdict(cache.stats.decode)
+            after = cache.stats.decode.as_dict()
             rows.append({name: after[name] - before[name] for name in COUNTED})
         assert cache.report().used_bytes <= cache.plan.total_bytes
         resident = cache.plan.total_bytes

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.shape import KVShape
-from penstock.indexes.low_rank import LowRankIndex
+from penstock.methods import KVSwap
+from penstock.methods.kvswap.index import LowRankIndex
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
-from penstock.policies import KVSwap
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, Workpiece
 from penstock.tuner.fetch_survey import Fetches, FetchSetting, Rankings, survey

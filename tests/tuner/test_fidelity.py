@@ -6,11 +6,11 @@ from torch import Tensor
 
 from penstock.core.errors import BudgetError, PromptError
 from penstock.kernels.divergence import kl_divergence
+from penstock.methods import FlexGen, Full, KVSwap
+from penstock.methods.baselines.streaming_llm import StreamingLLM
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
-from penstock.policies import FlexGen, Full, KVSwap
-from penstock.policies.baselines.streaming_llm import StreamingLLM
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.fidelity import KL_FLOOR, Reference

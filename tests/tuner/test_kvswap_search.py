@@ -11,8 +11,8 @@ import pytest
 from penstock.core.errors import BudgetError
 from penstock.devices.presets import EMMC, NVME
 from penstock.devices.profile import DeviceProfile
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.model_shape import inspect_model
-from penstock.policies.kvswap import KVSwap
 from penstock.tuner import kvswap_search
 from penstock.tuner.block_profile import BlockProfile, Work, work_of
 from penstock.tuner.candidates import Candidate, Seat, lighter_twin

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError, PromptError, StorageError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods import KVSwap
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
-from penstock.policies import KVSwap
 from penstock.tuner import build_tables as building
 from penstock.tuner.build_tables import build_tables
 from penstock.tuner.calibration_texts import calibration_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.policies import POLICIES, KVSwap, Quest
+from penstock.methods import POLICIES, KVSwap, Quest
 from penstock.tuner.engine_run import StepFigures
 from penstock.tuner.other_policies import MOST_SETTINGS, OtherPolicies, PolicySetting, varied
 from penstock.tuner.tune import _others

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.methods import KVSwap
+from penstock.methods.baselines.loki import Loki
 from penstock.models.loader import LoadedModel, load
-from penstock.policies import KVSwap
-from penstock.policies.baselines.loki import Loki
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.fidelity import Reference
 from penstock.tuner.reuse_replay import reuse_rates

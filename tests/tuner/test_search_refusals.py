@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.core.errors import BudgetError, PenstockError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.model_shape import inspect_model
-from penstock.policies.kvswap import KVSwap
 from penstock.tuner.kvswap_search import KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 

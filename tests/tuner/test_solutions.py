@@ -2,7 +2,7 @@
 
 import random
 
-from penstock.policies.tuned_config import Figures, Solution
+from penstock.methods.tuned_config import Figures, Solution
 from penstock.tuner.solutions import pareto_front, with_picks
 
 

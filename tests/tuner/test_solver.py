@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.slot_plan import SlotPlan
 from penstock.devices.profile import DeviceProfile
-from penstock.policies.kvswap import KVSwap
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.tuner.block_profile import BlockProfile, work_of
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.solver import (

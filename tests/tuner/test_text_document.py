@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.methods import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
-from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from penstock.tuner.text_document import TextDocument
 from penstock.workloads.prefilled import PrefilledText

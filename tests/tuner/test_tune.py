@@ -11,9 +11,9 @@ import pytest
 import penstock
 from penstock.bench.tasks.recall import make_sample
 from penstock.core.errors import BudgetError, ConfigError, StorageError
+from penstock.methods.tuned_config import TunedConfig
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
-from penstock.policies.tuned_config import TunedConfig
 from penstock.tuner import engine_run, fetch_survey, kvswap_search, pace
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR

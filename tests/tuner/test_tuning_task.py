@@ -13,10 +13,10 @@ from penstock.core.errors import ConfigError, UnsupportedModelError
 from penstock.devices.presets import PRESETS
 from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.native.compiled import kernel
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.query_projection import decoder_layers
-from penstock.policies.kvswap import KVSwap
 from penstock.storage.measured_directory import MIN_FILE_BYTES
 from penstock.testing.tiny_models import tiny_model
 from penstock.tuner import tuning_task

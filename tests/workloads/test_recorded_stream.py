@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from penstock.bench import record_selections
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
+from penstock.methods import POLICIES, KVSwap, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
-from penstock.policies import POLICIES, KVSwap, SelectionPolicy
 from penstock.workloads.recorded_stream import (
     FORMAT,
     RecordedStream,
@@ -52,7 +52,7 @@ def decode(
         SyntheticKV(inspect_model(model).kv, batch, torch.device("cpu")).fill(cache, context)
         chosen: Chosen = []
         for layer in cache._runtime.layers:
-            watch(layer.index, chosen)  # type: ignore[union-attr]
+            watch(layer.index, chosen)  # type: ignore[attr-defined]
         ids = torch.ones((batch, 1), dtype=torch.int64)
         for _ in range(steps):
             with torch.no_grad():

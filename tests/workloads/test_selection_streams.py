@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
-from penstock.indexes.base import KeyIndex
-from penstock.indexes.low_rank import LowRankIndex
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import IndexRequest
+from penstock.methods import POLICIES, FlexGen, Full, KVSwap, SelectionPolicy
+from penstock.methods.kvswap.index import LowRankIndex
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
-from penstock.policies import POLICIES, FlexGen, Full, KVSwap, SelectionPolicy
-from penstock.policies.base import IndexRequest
 from penstock.testing.integrity import check_slots
 from penstock.workloads.selection_streams import (
     LayerStream,
@@ -141,7 +141,7 @@ def test_what_cannot_be_replaced_stays_as_it_is(name: str) -> None:
 def test_the_first_step_is_the_methods_own(model: CausalLM) -> None:
     watched = Watched(OverlapStream(overlap=0.5))
     with filled(model, streamed(KVSwap(selected_tokens=160), watched)) as cache:
-        index = cache._runtime.layers[1].index  # type: ignore[union-attr]
+        index = cache._runtime.layers[1].index  # type: ignore[attr-defined]
         assert isinstance(index, StreamedIndex)
         seen: list[torch.Tensor] = []
         score = type(index.inner).score
@@ -199,7 +199,7 @@ def test_rows_of_different_lengths(model: CausalLM) -> None:
             input_ids=ids, attention_mask=mask, **cache_argument(model, cache), max_new_tokens=6,
             do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
-        check_slots(cache._runtime.layers[0].table)  # type: ignore[union-attr]
+        check_slots(cache._runtime.layers[0].table)  # type: ignore[attr-defined]
     for steps in watched.steps.values():
         assert len(steps) == 5
         for step, selection in steps:
@@ -250,7 +250,7 @@ def test_all_work_is_done(name: str, model: CausalLM, monkeypatch: pytest.Monkey
         calls.clear()
         with filled(model, policy, memory=MEMORY.get(name, "1/2")) as cache:
             if number == 0:
-                inner = type(cache._runtime.layers[0].index)  # type: ignore[union-attr]
+                inner = type(cache._runtime.layers[0].index)  # type: ignore[attr-defined]
                 for method in (ranks, "fit", "look", "append"):
                     count(inner, method)
             decode(model, cache)

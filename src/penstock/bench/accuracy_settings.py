@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from penstock.policies import POLICIES, SelectionPolicy
+from penstock.methods import POLICIES, SelectionPolicy
 
 _OPTION = re.compile(r"^\s*[a-z_]+\s*=")
 _WORDS: Mapping[str, Any] = MappingProxyType({"none": None, "true": True, "false": False})

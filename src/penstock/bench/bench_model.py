@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from penstock.core.errors import ConfigError, ModelLoadError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import CausalLM, load

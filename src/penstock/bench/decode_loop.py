@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.bench.process_memory import anonymous_bytes, cached_file_bytes, settle
 from penstock.bench.throughput_rows import FLOOR_TOKENS, Row
 from penstock.core.stats import PhaseStats
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
@@ -176,7 +176,7 @@ class LiveRow:
         if not isinstance(self.cache, TieredCache):
             return {}
         phase: PhaseStats = self.cache.stats.decode
-        return asdict(phase)
+        return phase.as_dict()
 
     def close(self) -> None:
         """Give everything back."""

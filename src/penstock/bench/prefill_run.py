@@ -12,7 +12,7 @@ from penstock.bench.process_memory import PeakMemory
 from penstock.bench.targets import Target
 from penstock.bench.throughput_run import Say
 from penstock.core.errors import PenstockError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM

@@ -6,8 +6,8 @@ from typing import Literal
 
 from penstock.bench.accuracy_settings import Setting
 from penstock.core.errors import ConfigError
+from penstock.methods import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.models.plain_model import PlainKind
-from penstock.policies import FlexGen, Full, KVSwap, SelectionPolicy
 from penstock.workloads.selection_streams import (
     PAPER_OVERLAP,
     OverlapStream,

@@ -26,8 +26,8 @@ from penstock.bench.throughput_rows import (
 from penstock.core.errors import PenstockError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
-from penstock.policies import SelectionPolicy
 from penstock.workloads.selection_streams import SelectionStream
 
 BURST_ROWS = (KVSWAP, NO_REUSE, OVERLAP, GROUPS_OF_8, OVERLAP_OF_8)

@@ -10,7 +10,7 @@ from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable, written
 
 if TYPE_CHECKING:
-    from penstock.indexes.adapter import LowRankAdapter
+    from penstock.engine.adapter import LowRankAdapter
 
 TOLD_RANK = 32
 """The mean rank whose division among the layers is told: what a tight budget takes."""
@@ -48,8 +48,8 @@ def calibrate_command(
 
     from penstock.cli.screen import TokenProgress
     from penstock.core.errors import ConfigError, PromptError
+    from penstock.engine.adapter import ADAPTER
     from penstock.generation.prompts import encode, read_text_file
-    from penstock.indexes.adapter import ADAPTER
     from penstock.models.calibrate import calibrate
     from penstock.models.loader import load
     from penstock.models.model_shape import inspect_model

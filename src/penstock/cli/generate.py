@@ -183,7 +183,7 @@ def as_document(model: str, output: "RequestOutput") -> dict[str, object]:
 
 def _phase(stats: "PhaseStats") -> dict[str, object]:
     return {
-        **asdict(stats),
+        **stats.as_dict(),
         "hit_rate": stats.hit_rate,
         "stall_share": stats.stall_share,
         "read_bytes_per_token": stats.read_bytes_per_token,

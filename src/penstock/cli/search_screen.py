@@ -14,9 +14,9 @@ from penstock.cli.console import plain
 from penstock.cli.screen import TokenProgress
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
+from penstock.engine.beams.decoding import GroupDone, StepTraffic
 from penstock.generation.search_params import SearchParams
 from penstock.generation.search_tree import SearchNode, SearchOutput, SearchPlace, SearchStep
-from penstock.runtime.beams.decoding import GroupDone, StepTraffic
 
 _SHOWN_BEAMS = 8
 _REFRESHES_PER_S = 6

@@ -20,7 +20,7 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.policies.tuned_config import Solution
+    from penstock.methods.tuned_config import Solution
     from penstock.tuner.tune import Tuned
 
 DEFAULT_NAME = "penstock-tuned.json"
@@ -123,8 +123,8 @@ def tune_command(
     The config that comes out is for `penstock generate --config`. Measurements are kept beside it
     until it is done: the same command goes on where an interrupted one was.
     """
+    from penstock.methods import POLICIES
     from penstock.models.loader import load
-    from penstock.policies import POLICIES
     from penstock.tuner.fidelity import KL_FLOOR
     from penstock.tuner.tune import tune
 
@@ -154,8 +154,8 @@ def _check_outputs(output: Path, save_tables: Path | None, *, force: bool) -> Pa
     Raises:
         ConfigError: see `check_writable`.
     """
-    from penstock.indexes.adapter import ADAPTER
-    from penstock.policies.config_file import CONFIG
+    from penstock.engine.adapter import ADAPTER
+    from penstock.methods.config_file import CONFIG
     from penstock.tuner.journal import JOURNAL
     from penstock.tuner.lookup_tables import TABLES
     from penstock.tuner.tune import adapter_beside

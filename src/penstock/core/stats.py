@@ -1,6 +1,7 @@
 """RunStats: bytes, reads, hits and stall time of prefill and of the decode steps."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,21 +24,25 @@ class PhaseStats:
     """Of those, already resident."""
     units_reused: int = 0
     """Units attended to as an earlier step had selected and fetched them, nothing being asked;
-    neither wanted nor hit (LouisKV between semantic boundaries)."""
-    units_promoted: int = 0
-    """Units that became hot (HillInfer)."""
-    units_demoted: int = 0
-    """Units that became cold again."""
+    neither wanted nor hit."""
     stall_s: float = 0.0
     """Time that attention waited for reads."""
     predict_s: float = 0.0
     """Time in query prediction, scoring and selection."""
     index_s: float = 0.0
     """Time in which indexes were made from a whole prompt (clusters, codes)."""
-    follow_s: float = 0.0
-    """Time behind the attention in which an index took the output in and laid it out (DynaKV)."""
-    adapt_s: float = 0.0
-    """Of that, in the clusters themselves: without the disk."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """What the method counts beside, by name; see `SelectionPolicy.counters`."""
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to a counter of the method."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def as_dict(self) -> dict[str, float]:
+        """Every counter by its name, the method's beside the engine's."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        del own["counters"]
+        return own | self.counters
 
     @property
     def hit_rate(self) -> float:
@@ -61,3 +66,10 @@ class RunStats:
 
     prefill: PhaseStats = field(default_factory=PhaseStats)
     decode: PhaseStats = field(default_factory=PhaseStats)
+
+    def begin(self, counters: Iterable[str]) -> None:
+        """Count from 0; counters: the method's own."""
+        self.prefill, self.decode = PhaseStats(), PhaseStats()
+        for name in counters:
+            self.prefill.count(name, 0)
+            self.decode.count(name, 0)

@@ -18,6 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from penstock.core.errors import VerifierError
+from penstock.engine.beams.decoding import (
+    Beam,
+    BeamDecoder,
+    GroupDone,
+    StepRequest,
+    StepResult,
+)
 from penstock.generation.draws import candidate_uniforms, make_choose
 from penstock.generation.search_params import SearchParams, check_room
 from penstock.generation.search_tree import (
@@ -32,13 +39,6 @@ from penstock.generation.search_tree import (
 )
 from penstock.generation.step_scorer import Candidate, StepScorer, checked_scores
 from penstock.generation.step_texts import StepTexts, text_kept
-from penstock.runtime.beams.decoding import (
-    Beam,
-    BeamDecoder,
-    GroupDone,
-    StepRequest,
-    StepResult,
-)
 
 OnStep = Callable[[SearchStep], None]
 OnGroup = Callable[[GroupDone], None]

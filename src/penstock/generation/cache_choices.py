@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import AdapterError, ConfigError
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.tuned_config import AUTO, TunedConfig
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods.tuned_config import AUTO, TunedConfig
 
 DEFAULT_POLICY = "kvswap"
 

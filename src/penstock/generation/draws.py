@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.engine.beams.decoding import Choose
 from penstock.generation.sampling import check_temperature
-from penstock.runtime.beams.decoding import Choose
 
 _ONE = float(1 << 40)
 """Weight of the most probable token. Weights are whole numbers, whose sums are exact in any order;

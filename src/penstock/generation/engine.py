@@ -11,6 +11,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
+from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_watch import AnswerWatch, OnText
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.output import RequestOutput, RunReport
@@ -19,6 +20,7 @@ from penstock.generation.read_ahead import read_ahead
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.seeded import Seeded
 from penstock.generation.token_text import own_stop_texts
+from penstock.methods.tuned_config import TunedConfig
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
@@ -30,8 +32,6 @@ from penstock.models.loader import (
     check_own_tokenizer,
     load,
 )
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.tuned_config import TunedConfig
 from penstock.storage.store import Sealing
 
 OnProgress = Callable[[int, int], None]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from penstock.core.ledger import MemoryReport
-from penstock.runtime.beams.decoding import StepTraffic
+from penstock.engine.beams.decoding import StepTraffic
 
 Fate = Literal["kept", "finished", "pruned"]
 """ "kept" goes on in the next step; "finished" was selected and is complete."""

@@ -1,7 +1,7 @@
 """What a search will load where beams share blocks: an estimate, by playing the schedule through.
 
 The blocks of every beam are followed from step to step, and grouped, kept and loaded by the very
-functions on sets of blocks that the engine calls (`runtime/beams/beam_schedule.py`).
+functions on sets of blocks that the engine calls (`engine/beams/beam_schedule.py`).
 
 Source: Wang et al., "Locality-Aware Beam Scheduling for Efficient Test-Time Compute with a
 Consumer-Grade GPU", inter-beam locality (4.1); the paper gives no equation for it.
@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
-from penstock.generation.transfer_model import TransferRequest, Transfers, require_one_beam
-from penstock.runtime.beams.beam_schedule import (
+from penstock.engine.beams.beam_schedule import (
     DEFAULT_OPTIONS,
     Blocks,
     ScheduleOptions,
@@ -26,6 +25,7 @@ from penstock.runtime.beams.beam_schedule import (
     schedule_beams,
     slots_needed,
 )
+from penstock.generation.transfer_model import TransferRequest, Transfers, require_one_beam
 
 Parents: TypeAlias = Sequence[Sequence[int] | NDArray[np.int64]]
 """For each step but the first: which candidate of the step before each candidate goes on from."""

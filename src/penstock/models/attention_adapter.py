@@ -15,9 +15,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.core.on_device import on_device
+from penstock.engine.attention_call import AttentionCall
 from penstock.kernels.reference import add_attention_sink, attention_reference
 from penstock.models.shared_part import SharedPart, Undo
-from penstock.runtime.attention_call import AttentionCall
 
 IMPLEMENTATION = "penstock"
 """The name under which transformers knows our attention; additive, nothing is replaced."""

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.core.errors import CacheStateError, UnsupportedModelError
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.beams.beam_memory import BeamMemory, BlockShape
 from penstock.models.attention_adapter import mark_keys
 from penstock.models.model_shape import decoder_config, inspect_model
-from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.beams.beam_memory import BeamMemory, BlockShape
 
 
 def block_shape(model: PreTrainedModel, block_tokens: int) -> BlockShape:

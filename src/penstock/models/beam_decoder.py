@@ -15,6 +15,11 @@ from penstock.core.errors import ConfigError
 from penstock.core.ledger import MemoryReport
 from penstock.core.on_device import on_device
 from penstock.core.trace import Tracer
+from penstock.engine.beams.beam_memory import BeamMemory
+from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.block_tree import Path
+from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
+from penstock.engine.beams.make_memory import STRATEGIES, MemoryRequest, make_memory
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
 from penstock.models.cache_argument import cache_argument
@@ -22,11 +27,6 @@ from penstock.models.cache_options import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
 from penstock.models.model_shape import check_rope, decoder_config
 from penstock.models.weight_access import model_device
-from penstock.runtime.beams.beam_memory import BeamMemory
-from penstock.runtime.beams.beam_schedule import ScheduleOptions
-from penstock.runtime.beams.block_tree import Path
-from penstock.runtime.beams.decoding import Beam, GroupDone, StepRequest, StepResult
-from penstock.runtime.beams.make_memory import STRATEGIES, MemoryRequest, make_memory
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")

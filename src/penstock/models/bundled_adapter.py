@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from penstock.core.errors import AdapterError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.released import released_models
 
 _BUNDLED = Path(__file__).parent / "recall"

@@ -17,7 +17,12 @@ from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.stored_past import StoredPast
+from penstock.engine.tiered_runtime import TieredRuntime
+from penstock.methods import SelectionPolicy
 from penstock.models.attention_adapter import (
     Attachment,
     attention_dtype,
@@ -40,11 +45,6 @@ from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.rotary import rotary_of
-from penstock.policies import SelectionPolicy
-from penstock.runtime.attention_call import AttentionCall
-from penstock.runtime.runtime_config import RuntimeConfig
-from penstock.runtime.stored_past import StoredPast
-from penstock.runtime.tiered_runtime import TieredRuntime
 from penstock.storage.store import Sealing
 
 LIMIT_TRIES = 8

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import ConfigError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.model_shape import ModelShape
-from penstock.policies import POLICIES, SelectionPolicy
 
 
 def named_policy(policy: str | SelectionPolicy) -> SelectionPolicy:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
-from penstock.indexes.adapter import LayerAdapter, LowRankAdapter, fit_basis
+from penstock.engine.adapter import LayerAdapter, LowRankAdapter, fit_basis
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.last_queries import LastQueries

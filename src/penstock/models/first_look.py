@@ -10,11 +10,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import PenstockError, UnsupportedModelError
 from penstock.core.shape import KVShape
+from penstock.engine.attention_call import AttentionCall
 from penstock.models.attention_adapter import Attachment, attention_dtype, mark_keys
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import ModelShape
 from penstock.models.weight_access import model_device
-from penstock.runtime.attention_call import AttentionCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FAULTS = (

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.core.on_device import on_device
-from penstock.indexes.device_tier.base import SETTLE_STEPS
+from penstock.engine.device_tier.device_index import SETTLE_STEPS
+from penstock.engine.device_tier.device_steps import make_ready
+from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_argument import (
     CACHE_NAMES,
     OUTPUT_NAME,
@@ -21,8 +23,6 @@ from penstock.models.cache_argument import (
 from penstock.models.fused_step import fused_parts
 from penstock.models.recording import recording
 from penstock.models.weight_access import model_device
-from penstock.runtime.device_tier.device_steps import make_ready
-from penstock.runtime.tiered_runtime import TieredRuntime
 
 if TYPE_CHECKING:
     from penstock.models.cache_adapter import TieredCache

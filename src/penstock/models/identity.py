@@ -11,7 +11,7 @@ import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.core.errors import DocumentMismatchError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.model_shape import decoder_config, inspect_model
 from penstock.models.weight_access import readable_weights
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from penstock.core.errors import ConfigError
-from penstock.indexes.adapter import LayerAdapter, LowRankAdapter
+from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.model_shape import decoder_config, inspect_model
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.attention_adapter import without_autocast, without_gradients
 from penstock.models.cache_argument import cache_name_in
 from penstock.models.model_shape import ModelShape
@@ -18,8 +20,6 @@ from penstock.models.query_projection import (
     decoder_layers,
 )
 from penstock.models.shared_part import SharedPart, Undo
-from penstock.policies.base import SelectionPolicy
-from penstock.runtime.tiered_runtime import TieredRuntime
 
 
 def can_predict(shape: ModelShape, layer: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from penstock.indexes.rank_shares import UNIT
+from penstock.engine.rank_shares import UNIT
 from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
 from penstock.models.weight_access import model_device

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.engine.policy import Rotary
 from penstock.models.weight_access import model_device
-from penstock.policies.base import Rotary
 
 
 def rotary_of(model: PreTrainedModel) -> Rotary | None:

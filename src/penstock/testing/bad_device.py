@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from penstock.near_storage import protocol
-from penstock.near_storage.cold_keys import ScoredBlock
-from penstock.near_storage.device_process import Device, Server, main
+from penstock.methods.hillinfer.near_storage import protocol
+from penstock.methods.hillinfer.near_storage.cold_keys import ScoredBlock
+from penstock.methods.hillinfer.near_storage.device_process import Device, Server, main
 
 SLOW_S = 0.3
 
@@ -80,7 +80,7 @@ class BadServer(Server):
 
 if __name__ == "__main__":
     BadDevice.HOW = BadServer.HOW = sys.argv[1]
-    import penstock.near_storage.device_process as process
+    import penstock.methods.hillinfer.near_storage.device_process as process
 
     process.Device = BadDevice  # type: ignore[misc]
     sys.exit(main(sys.argv[2:], BadServer))

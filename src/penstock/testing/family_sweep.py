@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from penstock.core.errors import BudgetError, UnsupportedModelError
+from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import POLICIES, SelectionPolicy
 from penstock.testing.tiny_families import VOCABULARY, decoder_families, tiny_family
 
 Setting = Literal["fetched", "exact", "full"]

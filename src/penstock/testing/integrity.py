@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.storage.cluster_pools import EMPTY, ClusterPools, Half
-from penstock.tiers.slot_table import ABSENT, SlotTable
+from penstock.engine.tiers.slot_table import ABSENT, SlotTable
+from penstock.methods.dynakv.cluster_pools import EMPTY, ClusterPools, Half
 
 
 def check_slots(table: SlotTable) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.near_storage.near_store import NearStore
-from penstock.near_storage.scorer import Moved
-from penstock.near_storage.settings import Rule, ScoreSettings
+from penstock.methods.hillinfer.near_storage.near_store import NearStore
+from penstock.methods.hillinfer.near_storage.scorer import Moved
+from penstock.methods.hillinfer.near_storage.settings import Rule, ScoreSettings
 from penstock.storage.aligned_buffer import AlignedBuffer
 
 KV_HEADS, HEADS, DIM = 2, 4, 16

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from penstock.core.errors import BudgetError, CacheStateError
 from penstock.core.ledger import MemoryReport
+from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult, StepTraffic
 from penstock.models.model_shape import inspect_model
-from penstock.runtime.beams.decoding import Beam, GroupDone, StepRequest, StepResult, StepTraffic
 
 
 class PlainBeam(Beam):

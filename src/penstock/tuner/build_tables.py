@@ -9,12 +9,12 @@ from typing import Literal
 from torch import Tensor
 
 from penstock.core.errors import PromptError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
-from penstock.policies.kvswap import KVSwap
 from penstock.tuner.fidelity import Reference
 from penstock.tuner.lookup_tables import CAPACITIES, LookupTables, TableEntry
 from penstock.tuner.reuse_replay import reuse_rates

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import penstock.models
 from penstock.core.errors import ConfigError, PromptError
+from penstock.engine.adapter import LowRankAdapter
 from penstock.generation.prompts import encode, read_text_file
-from penstock.indexes.adapter import LowRankAdapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, LoadedModel
 

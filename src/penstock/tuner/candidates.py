@@ -8,10 +8,10 @@ from typing import Protocol
 from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.kvswap import PAPER_SELECTED_TOKENS, KVSwap
-from penstock.policies.search_space import settings_of
-from penstock.runtime.head_rows import HeadRows
+from penstock.engine.head_rows import HeadRows
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods.kvswap.policy import PAPER_SELECTED_TOKENS, KVSwap
+from penstock.methods.search_space import settings_of
 from penstock.tuner.block_profile import Work, work_of
 from penstock.tuner.fetch_survey import FetchSetting
 from penstock.tuner.lookup_tables import LookupTables

@@ -10,8 +10,8 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.devices.profile import DeviceProfile
-from penstock.policies.base import SelectionPolicy
-from penstock.runtime.head_rows import HeadRows
+from penstock.engine.head_rows import HeadRows
+from penstock.engine.policy import SelectionPolicy
 from penstock.tuner.hardware import Hardware
 from penstock.tuner.model_sizes import ModelSizes
 from penstock.tuner.step_work import PAPER_REUSE_RATE, StepWork, work_of

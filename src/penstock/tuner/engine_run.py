@@ -7,7 +7,7 @@ engine's own counters say the same. The paper's boards were idle; here every rou
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,13 +16,13 @@ import torch
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.engine.policy import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import share_weights, vocabulary_size
 from penstock.models.weight_access import model_device
-from penstock.policies.base import SelectionPolicy
 from penstock.tuner.pace import Pace
 from penstock.workloads.selection_streams import SelectionStream, streamed
 
@@ -265,7 +265,7 @@ def at_one_pace(figures: Sequence[StepFigures]) -> list[StepFigures]:
 
 def _counted(cache: TieredCache) -> dict[str, float]:
     phase: PhaseStats = cache.stats.decode
-    return asdict(phase)
+    return phase.as_dict()
 
 
 def as_dict(figures: StepFigures) -> dict[str, Any]:

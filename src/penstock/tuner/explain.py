@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.core.byte_size import format_bytes
-from penstock.policies.kvswap import KVSwap
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.tuner.block_profile import BlockProfile
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.kvswap_search import Found

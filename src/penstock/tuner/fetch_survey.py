@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.selection import Selection
-from penstock.indexes.base import KeyIndex
-from penstock.indexes.low_rank import LowRankIndex
-from penstock.policies.base import ceil_div
-from penstock.policies.kvswap import PAPER_SELECTED_TOKENS, KVSwap
-from penstock.runtime.fetch_plan import plan_fetch
+from penstock.engine.fetch_plan import plan_fetch
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import ceil_div
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import SlotTable
+from penstock.methods.kvswap.index import LowRankIndex
+from penstock.methods.kvswap.policy import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.storage.coalesce import coalesce
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import SlotTable
 from penstock.tuner.engine_run import ROUNDS, STEPS, WARM_STEPS, EngineRun, Workpiece
 
 _UNLIMITED = 1 << 30

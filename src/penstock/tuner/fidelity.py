@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import PromptError
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.engine.policy import SelectionPolicy
 from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.weight_access import model_device
-from penstock.policies.base import SelectionPolicy
 from penstock.workloads.prefilled import EXACT_TAIL, PrefilledText
 from penstock.workloads.recorded_stream import Recorder, Recording
 from penstock.workloads.selection_streams import streamed

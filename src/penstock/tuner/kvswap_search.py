@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import AdapterError, BudgetError
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
 from penstock.tuner.block_profile import BlockProfile, Work, fit_profile, work_of
 from penstock.tuner.candidates import Candidate, Seat, candidates, lighter_twin
 from penstock.tuner.engine_run import (

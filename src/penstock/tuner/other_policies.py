@@ -11,10 +11,10 @@ from functools import partial
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError, ConfigError, PenstockError
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods import POLICIES
+from penstock.methods.search_space import fields_of
 from penstock.models.model_shape import inspect_model
-from penstock.policies import POLICIES
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.search_space import fields_of
 from penstock.tuner.engine_run import (
     EngineRun,
     StepFigures,

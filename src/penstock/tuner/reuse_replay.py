@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.fetch_plan import plan_fetch
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import SlotTable
+from penstock.engine.fetch_plan import plan_fetch
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import SlotTable
 from penstock.workloads.recorded_stream import Recording
 from penstock.workloads.selection_streams import NOTHING, as_selection
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.core.errors import BudgetError
 from penstock.devices.presets import PRESETS
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
+from penstock.methods.tuned_config import Figures, Solution, TunedConfig
 from penstock.models.model_shape import inspect_model
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
-from penstock.policies.tuned_config import Figures, Solution, TunedConfig
 from penstock.tuner.block_profile import BlockProfile
 from penstock.tuner.engine_run import StepFigures
 from penstock.tuner.explain import paragraph, reason

@@ -7,10 +7,10 @@ from types import MappingProxyType
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
-from penstock.policies import POLICIES
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.baselines.shadowkv import ShadowKV
-from penstock.policies.kvswap import KVSwap
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods import POLICIES
+from penstock.methods.baselines.shadowkv import ShadowKV
+from penstock.methods.kvswap.policy import KVSwap
 
 PAPER_REUSE_RATE = 0.77
 """Share of a selection that is in the reuse buffer (KVSwap, Table 5: 76.2 to 77.6 % on average)."""

@@ -23,10 +23,10 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.whole_file import json_kind, require_own, write_whole
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
-from penstock.policies import POLICIES
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.baselines.shadowkv import ShadowKV
-from penstock.policies.kvswap import PAPER_SELECTED_TOKENS, KVSwap
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods import POLICIES
+from penstock.methods.baselines.shadowkv import ShadowKV
+from penstock.methods.kvswap.policy import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.tuner.cost_model import Workload, plan_of, predict, predict_work
 from penstock.tuner.hardware import hardware
 from penstock.tuner.model_sizes import model_sizes

@@ -14,7 +14,11 @@ from torch import Tensor
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.devices.profile import DeviceProfile
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods import POLICIES
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
+from penstock.methods.tuned_config import TunedConfig
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.cache_options import free_bytes
 from penstock.models.calibrate import calibrate
@@ -22,10 +26,6 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.models.weight_access import model_device
-from penstock.policies import POLICIES
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
-from penstock.policies.tuned_config import TunedConfig
 from penstock.tuner.build_tables import build_tables
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.candidates import CalibratedTables

@@ -12,13 +12,13 @@ from penstock.core.shape import KVShape
 from penstock.devices.measure import fit_profile as fit_device
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.cache_options import true_query_layers
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.prefetch_hooks import predictor_bytes
 from penstock.models.weight_access import model_device
-from penstock.policies.kvswap import KVSwap
 from penstock.storage.measured_directory import measure_directory
 from penstock.storage.open_files import find_directory
 from penstock.storage.store import KVStore, parse_location

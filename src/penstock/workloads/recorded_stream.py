@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError, StorageError
 from penstock.core.regular_file import open_regular
 from penstock.core.selection import Selection
 from penstock.core.whole_file import FileKind, write_whole
-from penstock.policies.base import IndexRequest, ceil_div
+from penstock.engine.policy import IndexRequest, ceil_div
 from penstock.workloads.selection_streams import (
     NOTHING,
     LayerStream,

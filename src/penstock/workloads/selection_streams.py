@@ -19,8 +19,8 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.slot_plan import SizingRequest, SlotPlan
-from penstock.indexes.base import KeyIndex
-from penstock.policies.base import IndexRequest, SelectionPolicy
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import IndexRequest, SelectionPolicy
 
 PAPER_OVERLAP = 0.77
 """Share of the selected groups that the step before had selected too (KVSwap section 3.4.3)."""

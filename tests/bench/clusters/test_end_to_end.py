@@ -34,10 +34,10 @@ from penstock.bench.figures.cluster_speed import (
 from penstock.bench.figures.report import draw_all
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PromptError
+from penstock.methods.dynakv.policy import DynaKV
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import random_model
-from penstock.policies.dynakv import DynaKV
 
 SMALL = (
     "--devices=ufs", "--ratios=0.1", "--steps=4", "--rounds=2", "--warm=2", "--cache-length=0",

@@ -19,13 +19,13 @@ from penstock.bench.device_tier.plain_kernels import as_flagged, without_triton
 from penstock.bench.device_tier.speed_table import ratio_lines, speed_table
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
+from penstock.engine.device_tier import device_layer
+from penstock.engine.device_tier.streams import on_link
 from penstock.kernels.device import available
+from penstock.methods import KVSwap
+from penstock.methods.baselines.arkvale import ArkVale
+from penstock.methods.louiskv.policy import LouisKV
 from penstock.models import fused_step
-from penstock.policies import KVSwap
-from penstock.policies.baselines.arkvale import ArkVale
-from penstock.policies.louiskv import LouisKV
-from penstock.runtime.device_tier import device_layer
-from penstock.runtime.device_tier.streams import on_link
 
 SMALL = ":selected_tokens=48,window_tokens=16,sink_tokens=4"
 METHODS = (

@@ -11,7 +11,7 @@ from penstock.bench.device_tier.stated_units import StatedUnits
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SlotPlan
-from penstock.indexes.device_tier.base import Wanted
+from penstock.engine.device_tier.device_index import Wanted
 
 SEGMENT = 8
 OPTIONS = "selected_tokens=64,window_tokens=16,sink_tokens=4"

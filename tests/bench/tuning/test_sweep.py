@@ -16,8 +16,8 @@ from penstock.bench.tuning import program, setting_runs, sweep, sweep_device
 from penstock.bench.tuning.setting_runs import middle_run
 from penstock.bench.tuning.table import predict_table, sweep_table
 from penstock.core.errors import ConfigError, PenstockError, StorageError
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import policy_from
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import policy_from
 from penstock.tuner import engine_run, kvswap_search, pace
 from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
 from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS

@@ -13,11 +13,11 @@ from penstock.bench.result import Result
 from penstock.bench.tuning.held_out import HeldOutQuality, held_out_texts, quality_key
 from penstock.bench.tuning.summary import errors_of, fastest, keeps_all, sweep_summary
 from penstock.core.errors import ConfigError
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.journal import Journal
 

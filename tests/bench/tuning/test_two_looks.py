@@ -7,8 +7,8 @@ from typing import Any, cast
 from penstock.bench.tuning.held_out import HeldOutQuality, quality_key
 from penstock.bench.tuning.summary import TOP
 from penstock.bench.tuning.two_looks import TwoLooks
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
 from penstock.tuner.candidates import Candidate
 
 Row = dict[str, Any]

@@ -14,11 +14,11 @@ from penstock import ConfigError, KVSwap, PromptError, SamplingParams, TieredCac
 from penstock.core.errors import DocumentDamagedError, DocumentError, DocumentMismatchError
 from penstock.generation.documents.document import Document
 from penstock.generation.documents.settings import DocumentSettings
+from penstock.methods import Quest
+from penstock.methods.baselines.h2o import H2O
 from penstock.models.cache_argument import cache_argument
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
-from penstock.policies import Quest
-from penstock.policies.baselines.h2o import H2O
 from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 

@@ -19,7 +19,7 @@ from penstock.core.errors import (
 from penstock.generation.documents import shelf as module
 from penstock.generation.documents.settings import DocumentSettings
 from penstock.generation.documents.shelf import Added, Shelf
-from penstock.policies.baselines.h2o import H2O
+from penstock.methods.baselines.h2o import H2O
 from penstock.storage.documents.document_library import Entry
 from penstock.storage.documents.quota import LibrarySettings
 from penstock.testing.tiny_models import VOCABULARY, tiny_model

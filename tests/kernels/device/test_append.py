@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.kernels.device import append
-from penstock.tiers.rolling_window import RollingWindow
 
 
 def kernel(name: str, form: str) -> Any:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.shape import KVShape
-from penstock.indexes.semantic_boundaries import SemanticBoundaries
 from penstock.kernels.device import boundaries as public
 from penstock.kernels.device.boundaries import Leaving, UnitSpread, UnitState
+from penstock.methods.louiskv.semantic_boundaries import SemanticBoundaries
 
 Form = ModuleType | SimpleNamespace
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.core.selection import Selection
+from penstock.engine.fetch_plan import plan_fetch
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.device import slots
 from penstock.kernels.device.slots import FetchLists
-from penstock.runtime.fetch_plan import plan_fetch
 from penstock.testing.pairs import covering
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import SlotTable
 
 
 def kernel(name: str, form: str) -> Any:

@@ -11,13 +11,13 @@ from torch import Tensor
 from penstock.bench.audit.fidelity import attention_shares
 from penstock.bench.audit.tap import AttentionTap
 from penstock.core.errors import PromptError
+from penstock.engine.attention_call import AttentionCall
 from penstock.generation.prompts import PromptBatch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
-from penstock.runtime.attention_call import AttentionCall
 from penstock.workloads.prefilled import EXACT_TAIL
 
 Counter = Callable[[int], None]

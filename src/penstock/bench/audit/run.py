@@ -9,11 +9,11 @@ from torch import Tensor
 from penstock.bench.accuracy_settings import Setting
 from penstock.bench.audit.fidelity import captured_mass, recall_of_top
 from penstock.bench.audit.reference import Counter, Reference, forward
+from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.kernels.divergence import kl_divergence
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
-from penstock.runtime.retrieval_layer import RetrievalLayer
 
 
 @dataclass(kw_only=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.kernels.reference import NEGATIVE_INFINITY
 from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.loader import CausalLM
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
 
 
 class AttentionTap:

@@ -16,11 +16,11 @@ from penstock.bench.answers import Question, SharedPrefill
 from penstock.bench.clusters.read_watch import Reads, ReadWatch
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.generation.prompts import make_batch
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
 from penstock.models.plain_model import share_weights
-from penstock.policies import SelectionPolicy
 
 MAIN, CACHE = "main", "cache"
 """Sections: methods beside each other; DynaKV with caches of several sizes."""
@@ -177,11 +177,11 @@ class LiveRow:
     def run_round(self, steps: int) -> None:
         """Decode one uncounted token, then the counted ones."""
         self._step()
-        before = dataclasses.asdict(self.cache.stats.decode)
+        before = self.cache.stats.decode.as_dict()
         self._watch.take()
         self._steps_s.append([self._step() for _ in range(steps)])
         self._reads += self._watch.take()
-        for name, value in dataclasses.asdict(self.cache.stats.decode).items():
+        for name, value in self.cache.stats.decode.as_dict().items():
             self._counters[name] = self._counters.get(name, 0.0) + value - before[name]
 
     def figures(self) -> dict[str, Any]:
@@ -204,8 +204,8 @@ class LiveRow:
             "stall_ms": counted["stall_s"] / count * 1e3,
             "stall_share": counted["stall_s"] / seconds,
             "select_ms": counted["predict_s"] / count * 1e3,
-            "follow_ms": counted["follow_s"] / count * 1e3,
-            "adapt_ms": counted["adapt_s"] / count * 1e3,
+            "follow_ms": counted.get("follow_s", 0.0) / count * 1e3,
+            "adapt_ms": counted.get("adapt_s", 0.0) / count * 1e3,
             "hit_rate": 1 - missed / counted["units_wanted"] if counted["units_wanted"] else None,
             "written_bytes": counted["written_bytes"] / count,
             "ledger_bytes": report.used_bytes, "ledger_items": report.items,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import PromptError, UnsupportedModelError
+from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache
-from penstock.runtime.attention_call import AttentionCall, AttentionSum
 
 Counter = Callable[[int], None]
 """Called with the tokens done so far."""

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from penstock.bench.clusters.key_stream import KeyStream
 from penstock.bench.clusters.replay import Settings, Step, fitted_clusters, replay
-from penstock.indexes.adaptive_clusters import AdaptiveClusters
-from penstock.indexes.co_retrieval import co_retrievals, pool_order, retrieved
-from penstock.storage.cluster_file import ClusterFile
+from penstock.methods.dynakv.adaptive_clusters import AdaptiveClusters
+from penstock.methods.dynakv.cluster_file import ClusterFile
+from penstock.methods.dynakv.co_retrieval import co_retrievals, pool_order, retrieved
+from penstock.methods.dynakv.naive_clusters import PackedClusters, TokenOrder
+from penstock.methods.dynakv.pooled_clusters import PooledClusters
 from penstock.storage.memory_file import MemoryFile
-from penstock.storage.naive_clusters import PackedClusters, TokenOrder
-from penstock.storage.pooled_clusters import PooledClusters
 
 LAYOUTS = ("sequence", "packed", "intra", "inter", "gaps")
 """Strict sequence order; cluster by cluster without gaps; pools in arbitrary order; pools ordered

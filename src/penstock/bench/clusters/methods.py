@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.bench.clusters.key_stream import KeyStream
 from penstock.bench.clusters.replay import BoolArray, Settings, Step, fitted_clusters, replay
 from penstock.bench.clusters.variance import Tightness, global_labels, tightness
-from penstock.indexes.adaptive_clusters import UpdateRule
+from penstock.methods.dynakv.adaptive_clusters import UpdateRule
 
 LOOK_EVERY = 16
 """Steps between those in which the attention on what was retrieved is told."""

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.bench.clusters.key_stream import KeyStream
-from penstock.indexes.adaptive_clusters import Adaptation, AdaptiveClusters, UpdateRule
 from penstock.kernels.unit_selection import unit_scores
+from penstock.methods.dynakv.adaptive_clusters import Adaptation, AdaptiveClusters, UpdateRule
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from penstock.bench.clusters.methods import global_method, run_method
 from penstock.bench.clusters.picture import chosen_heads, picture
 from penstock.bench.clusters.replay import Settings
 from penstock.bench.progress import Progress
-from penstock.indexes.adaptive_clusters import UpdateRule
+from penstock.methods.dynakv.adaptive_clusters import UpdateRule
 
 PARTS = ("drift", "methods", "buffers", "layouts")
 METHODS: tuple[UpdateRule, ...] = ("static", "local", "adaptive")

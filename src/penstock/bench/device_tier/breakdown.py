@@ -9,8 +9,8 @@ import torch
 
 from penstock.bench.device_tier.step_timer import new_event
 from penstock.bench.device_tier.streamed_index import StreamedIndex
-from penstock.runtime.device_tier import device_layer
-from penstock.runtime.device_tier.device_layer import DeviceLayer
+from penstock.engine.device_tier import device_layer
+from penstock.engine.device_tier.device_layer import DeviceLayer
 
 STREAM = "stream of the bench"
 SELECT, GATHER, APPEND = "select", "list and gather", "append and index"

@@ -7,9 +7,9 @@ import torch
 
 from penstock.bench.device_tier.kernel_cases import DIM, Cases, Grid, KernelCase
 from penstock.bench.device_tier.step_timer import new_event
-from penstock.indexes.block_clusterer import ITERATIONS, num_clusters
-from penstock.indexes.device_tier.semantic_units import DeviceUnitSizes
 from penstock.kernels.device.clusters import cluster_keys
+from penstock.methods.louiskv.block_clusterer import ITERATIONS, num_clusters
+from penstock.methods.louiskv.device_index import DeviceUnitSizes
 from penstock.models.plain_model import random_model
 from penstock.models.query_projection import decoder_layers
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock.bench.device_tier.query_stream import QueryStream
 from penstock.core.shape import KVShape
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.loader import CausalLM
 from penstock.workloads.synthetic_kv import SyntheticKV
 

@@ -17,7 +17,7 @@ from penstock.bench.device_tier.stated_units import StatedUnits
 from penstock.bench.device_tier.step_timer import time_steps
 from penstock.bench.device_tier.streamed_index import lay_stream, selecting_layers
 from penstock.core.errors import BudgetError, ConfigError, StoreFullError
-from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
+from penstock.methods.louiskv.device_index import DeviceSemanticUnits
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import plain_cache, vocabulary_size

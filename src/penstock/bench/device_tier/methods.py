@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.core.errors import ConfigError
+from penstock.methods import POLICIES, KVSwap, SelectionPolicy
 from penstock.models.plain_model import PlainKind
-from penstock.policies import POLICIES, KVSwap, SelectionPolicy
 
 SHORT_OUTPUT, SHORT_PROMPT = 1024, 4096
 ABLATION = (

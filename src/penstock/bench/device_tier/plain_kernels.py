@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 
+from penstock.engine.device_tier import device_layer
 from penstock.kernels.device import available
 from penstock.models import fused_step
-from penstock.runtime.device_tier import device_layer
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from penstock.bench.device_tier.streamed_index import StreamedIndex
-from penstock.indexes.device_tier.semantic_units import DeviceSemanticUnits
+from penstock.engine.device_tier.device_layer import DeviceLayer
+from penstock.methods.louiskv.device_index import DeviceSemanticUnits
 from penstock.models.cache_adapter import TieredCache
-from penstock.runtime.device_tier.device_layer import DeviceLayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.bench.device_tier.query_stream import SEGMENTS, QueryStream
 from penstock.core.slot_plan import SlotPlan
-from penstock.indexes.device_tier.base import Wanted
+from penstock.engine.device_tier.device_index import Wanted
 
 
 class StatedUnits:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from penstock.bench.device_tier.query_stream import QueryStream
 from penstock.bench.device_tier.stated_units import StatedUnits
-from penstock.indexes.device_tier.base import DeviceIndex, StepClock, Wanted
-from penstock.runtime.device_tier.device_layer import DeviceLayer
+from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
+from penstock.engine.device_tier.device_layer import DeviceLayer
 
 
 class StreamedIndex(DeviceIndex):

@@ -14,7 +14,7 @@ from penstock.bench.figures.retrieval_points import Panel, Point, panels_of
 from penstock.bench.figures.style import FAINT, GRID, INK, SERIES, model_of, short_tokens
 from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
-from penstock.policies.louiskv import LouisKV
+from penstock.methods.louiskv.policy import LouisKV
 
 _LINES = (
     ("tau", "semantic boundaries, by \u03c4", "o"), ("stride", "fixed stride, in steps", "s"),

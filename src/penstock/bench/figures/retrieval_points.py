@@ -11,8 +11,8 @@ from penstock.bench.figures.result_lengths import by_length
 from penstock.bench.intervals import Estimate, mean_percent
 from penstock.bench.result import Result
 from penstock.bench.retrieval_counts import retrieving_share
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.louiskv import CLUSTER_TOKENS, LouisKV
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods.louiskv.policy import CLUSTER_TOKENS, LouisKV
 
 REFERENCE = "full"
 _COMPARED = frozenset({"selected_tokens", "tau", "boundaries", "units"})

@@ -14,7 +14,7 @@ from penstock.bench.figures.style import GRID, model_of
 from penstock.bench.result import Result
 from penstock.bench.retrieval_counts import LENGTHS, Counts, add_counts
 from penstock.core.errors import ConfigError
-from penstock.policies.louiskv import LouisKV
+from penstock.methods.louiskv.policy import LouisKV
 
 
 def draw_segments(result: Result) -> Figure:

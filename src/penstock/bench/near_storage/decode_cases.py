@@ -8,8 +8,8 @@ from typing import Any
 from penstock.bench.accuracy_settings import parse_setting
 from penstock.bench.clusters.end_to_end_run import MAIN, Case
 from penstock.core.errors import ConfigError
-from penstock.policies import SelectionPolicy
-from penstock.policies.hillinfer import HillInfer
+from penstock.methods import SelectionPolicy
+from penstock.methods.hillinfer.policy import HillInfer
 
 SPLIT = "split"
 """Section beside MAIN: HillInfer with hot pools of several sizes, and with the solved one."""

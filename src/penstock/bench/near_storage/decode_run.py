@@ -16,13 +16,13 @@ import torch
 from penstock.bench.clusters.end_to_end_run import ForcedText, LiveRow, Pace, Say, run_group
 from penstock.bench.near_storage.decode_cases import NearCase
 from penstock.bench.process_memory import anonymous_bytes, settle
+from penstock.engine.tiers.slot_table import ABSENT
+from penstock.methods.hillinfer.layer import NearLayer
+from penstock.methods.hillinfer.near_storage.near_store import NearStore
+from penstock.methods.hillinfer.near_work import NearWork
+from penstock.methods.hillinfer.work_split import Split, balance, solve
 from penstock.models.loader import LoadedModel
-from penstock.near_storage.near_store import NearStore
-from penstock.near_storage.work_split import Split, balance, solve
-from penstock.runtime.near_layer import NearLayer
-from penstock.runtime.near_work import NearWork
 from penstock.storage.memory_file import MemoryFile
-from penstock.tiers.slot_table import ABSENT
 
 _WARM_SHARE = 1.0
 """A slow row's warm-up, in what its rounds may take."""
@@ -110,8 +110,8 @@ class NearRow(LiveRow):
         """For JSON; times, tokens and bytes are of one step, on average."""
         found = super().figures()
         count, unit = found["steps"], self.cache.plan.unit_bytes
-        promoted = self._counters["units_promoted"] / count
-        demoted = self._counters["units_demoted"] / count
+        promoted = self._counters.get("units_promoted", 0) / count
+        demoted = self._counters.get("units_demoted", 0) / count
         decoded = self._at - self._text.prompt_tokens
         checked = decoded - (self._at == self._text.ids.shape[1])
         return found | {

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.near_storage.trace import best, best_count
-from penstock.tiers.replacement.hot_cold import DECAY_STEPS, HotCold, Placement
-from penstock.tiers.slot_table import ABSENT, SlotTable
+from penstock.engine.tiers.slot_table import ABSENT, SlotTable
+from penstock.methods.hillinfer.hot_cold import DECAY_STEPS, HotCold, Placement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.bench.near_storage.smartssd_constants import Constants
 from penstock.bench.near_storage.smartssd_places import Locality, Places, Workload, divide
 from penstock.bench.near_storage.smartssd_step import Evaluation, StepTime, compose, layer_gpu_s
-from penstock.near_storage.work_split import Rates, Split, solve
+from penstock.methods.hillinfer.work_split import Rates, Split, solve
 
 _ROUNDS = 20
 """At most, until a split and the skew seen under it agree."""

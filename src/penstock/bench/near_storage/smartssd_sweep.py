@@ -34,7 +34,7 @@ from penstock.bench.near_storage.smartssd_step import (
     StepTime,
     baseline_step,
 )
-from penstock.near_storage.work_split import balance
+from penstock.methods.hillinfer.work_split import balance
 
 RIVALS = tuple(name for name in BASELINES if name != FULL)
 """What the paper's speed-ups are over."""

@@ -17,11 +17,11 @@ from penstock.bench.search.totals import comparison, request_totals
 from penstock.bench.search.variants import BASELINE, IN_MEMORY, VARIANTS, SearchCase
 from penstock.bench.sitting import say
 from penstock.core.shape import KVShape
+from penstock.engine.beams.decoding import GroupDone, StepResult
 from penstock.models.beam_cache import block_shape
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_options import limit_bytes
 from penstock.models.loader import CausalLM
-from penstock.runtime.beams.decoding import GroupDone, StepResult
 
 _PAGE_BYTES = 4096
 _SAY_EVERY_S = 10.0

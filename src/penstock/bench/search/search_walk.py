@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock.bench.search.variants import SearchCase
+from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 from penstock.generation.draws import candidate_uniforms, make_choose
 from penstock.generation.transfer_estimate import Parents, random_parents
 from penstock.generation.transfer_model import TransferRequest
 from penstock.models.beam_decoder import ModelBeamDecoder
-from penstock.runtime.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 
 OnGroup = Callable[[GroupDone], None]
 

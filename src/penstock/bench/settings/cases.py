@@ -19,7 +19,7 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.engine.adapter import LowRankAdapter
 from penstock.models.loader import CausalLM
 from penstock.models.query_projection import decoder_layers
 from penstock.workloads.selection_streams import OverlapStream, streamed

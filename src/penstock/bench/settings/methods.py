@@ -12,8 +12,8 @@ from penstock.core.byte_size import parse_memory
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
-from penstock.policies import SelectionPolicy
-from penstock.runtime.head_rows import HeadRows
+from penstock.engine.head_rows import HeadRows
+from penstock.methods import SelectionPolicy
 
 KVSWAP, FULL, FLEXGEN = "kvswap", "full", "flexgen"
 UNLIMITED = frozenset({FULL, FLEXGEN})

@@ -33,10 +33,10 @@ from penstock.bench.settings.table import ratios_of, ratios_text, settings_table
 from penstock.bench.sitting import Sitting, closed, say
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
+from penstock.methods import KVSwap
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
 from penstock.models.prefetch_hooks import predictor_bytes
-from penstock.policies import KVSwap
 from penstock.workloads.selection_streams import PAPER_OVERLAP
 
 TOTALS, SHARES = "2000MiB,800MiB", "1/13,1/34"

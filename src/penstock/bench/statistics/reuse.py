@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.tiers.replacement.fifo import FIFO
-from penstock.tiers.slot_table import ABSENT, SlotTable
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.slot_table import ABSENT, SlotTable
 
 
 class ReuseBuffer:

@@ -19,13 +19,13 @@ from penstock.bench.tuning.table import auto_table
 from penstock.bench.tuning.workbench import Workbench
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import ConfigError
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods import POLICIES
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.tuned_config import Solution, TunedConfig
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED
 from penstock.models.model_shape import inspect_model
-from penstock.policies import POLICIES
-from penstock.policies.base import SelectionPolicy
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.tuned_config import Solution, TunedConfig
 from penstock.tuner.engine_run import EngineRun, run_together
 from penstock.tuner.fidelity import Reference
 from penstock.tuner.other_policies import OtherPolicies

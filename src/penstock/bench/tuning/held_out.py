@@ -12,11 +12,11 @@ from penstock.bench.progress import Progress
 from penstock.bench.sitting import say
 from penstock.bench.tasks.recall import make_sample
 from penstock.core.errors import ConfigError
+from penstock.engine.adapter import LowRankAdapter
 from penstock.generation.prompts import encode
-from penstock.indexes.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
 from penstock.models.loader import LoadedModel
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import fields_of
 from penstock.tuner.fidelity import Reference
 from penstock.tuner.journal import Journal
 

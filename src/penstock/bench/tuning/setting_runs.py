@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from penstock.bench.progress import Progress
-from penstock.policies.search_space import fields_of
+from penstock.methods.search_space import fields_of
 from penstock.tuner.block_profile import BlockProfile
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.engine_run import EngineRun, StepFigures, as_dict, room_for, run_together

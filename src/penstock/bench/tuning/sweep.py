@@ -31,8 +31,8 @@ from penstock.bench.tuning.table import sweep_table
 from penstock.bench.tuning.two_looks import TwoLooks
 from penstock.bench.tuning.workbench import Workbench
 from penstock.core.errors import ConfigError
-from penstock.policies.kvswap import KVSwap
-from penstock.policies.search_space import settings_of
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import settings_of
 
 KIND = "tuning.sweep"
 PAPER_LIMITS = (

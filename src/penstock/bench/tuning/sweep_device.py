@@ -13,7 +13,7 @@ from penstock.bench.tuning.setting_runs import (
 )
 from penstock.bench.tuning.summary import TOP, fastest
 from penstock.bench.tuning.two_looks import TwoLooks
-from penstock.policies.search_space import fields_of
+from penstock.methods.search_space import fields_of
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.kvswap_search import Found, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.bench.tuning.held_out import HeldOutQuality, quality_key
 from penstock.bench.tuning.summary import TOP, keeps_all, keeps_memory
-from penstock.policies.kvswap import KVSwap
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.tuner.candidates import Candidate
 
 Row = dict[str, Any]

@@ -11,9 +11,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from penstock.core.errors import DocumentDamagedError, DocumentFormatError
+from penstock.methods import SelectionPolicy
+from penstock.methods.search_space import policy_from
 from penstock.models.cache_adapter import TieredCache
-from penstock.policies import SelectionPolicy
-from penstock.policies.search_space import policy_from
 from penstock.storage.documents import Damage, StoredDocument
 
 _TOKENS_MAX = 1 << 31

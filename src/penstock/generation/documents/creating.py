@@ -20,12 +20,12 @@ from penstock.generation.documents.settings import (
 )
 from penstock.generation.documents.storing import OnBytes, document_shape, store_cache
 from penstock.generation.prompts import Prompt, make_batch
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.identity import require_same
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
-from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter
 
 

@@ -34,10 +34,10 @@ from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
 from penstock.generation.prompts import Prompt
 from penstock.generation.sampling import SamplingParams
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_options import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
-from penstock.policies import SelectionPolicy
 from penstock.storage.documents import Damage, DocumentWriter
 
 _Caches: TypeAlias = "WeakSet[TieredCache]"

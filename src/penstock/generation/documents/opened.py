@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.core.errors import DocumentDamagedError
 from penstock.core.shape import KVShape
+from penstock.engine.stored_past import StoredPast
 from penstock.generation.documents.contents import (
     GROUPS,
     About,
@@ -20,12 +21,11 @@ from penstock.generation.documents.contents import (
     restore_windows,
 )
 from penstock.generation.documents.settings import STORED, DocumentSettings, Memory, Reader
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.identity import require_same
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
-from penstock.policies import SelectionPolicy
-from penstock.runtime.stored_past import StoredPast
 from penstock.storage.documents import StoredDocument
 
 UNKNOWN = -1

@@ -19,9 +19,9 @@ from penstock.generation.documents.contents import (
 )
 from penstock.generation.documents.opened import OpenDocument
 from penstock.generation.documents.storing import OnBytes, store_groups
+from penstock.methods import KVSwap
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
-from penstock.policies import KVSwap
 from penstock.storage.documents import Damage, DocumentWriter
 
 OnTokens = Callable[[int, int], None]

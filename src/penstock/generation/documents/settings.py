@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
+from penstock.engine.stored_past import SECTOR_BYTES
+from penstock.methods import SelectionPolicy
+from penstock.methods.search_space import fields_of
 from penstock.models.cache_options import find_basis
 from penstock.models.identity import ModelIdentity
 from penstock.models.loader import CausalLM, LoadedModel, load
 from penstock.models.model_shape import inspect_model
-from penstock.policies import SelectionPolicy
-from penstock.policies.search_space import fields_of
-from penstock.runtime.stored_past import SECTOR_BYTES
 from penstock.storage.file import KVFile
 from penstock.storage.store import Sealing
 
@@ -98,7 +98,7 @@ def as_loaded(model: str | Path | LoadedModel | CausalLM) -> LoadedModel:
 def unit_tokens(policy: SelectionPolicy, shape: KVShape) -> int:
     """Tokens of a stored unit: the policy's group where caches read it in place; else what fills
     a sector, so that no room is lost."""
-    own = int(getattr(policy, "group_tokens", 1))
+    own = policy.unit_tokens
     if policy.shares_units and not policy.per_head and not policy.stays_resident:
         return own
     return own * -(-SECTOR_BYTES // (own * shape.token_bytes))

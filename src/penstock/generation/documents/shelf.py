@@ -27,10 +27,10 @@ from penstock.generation.documents.settings import (
 )
 from penstock.generation.documents.storing import OnBytes, document_shape
 from penstock.generation.prompts import Prompt, make_batch
+from penstock.methods import SelectionPolicy
 from penstock.models.cache_options import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
-from penstock.policies import SelectionPolicy
 from penstock.storage.documents import DocumentWriter, read_summary
 from penstock.storage.documents.document_library import Library
 from penstock.storage.documents.quota import check_room, make_room

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.shape import KVShape
+from penstock.engine.stored_past import READ_BYTES, group_rows
 from penstock.generation.documents.contents import (
     GROUPS,
     TOKENS,
@@ -16,7 +17,6 @@ from penstock.generation.documents.contents import (
     windows_blob,
 )
 from penstock.models.cache_adapter import TieredCache
-from penstock.runtime.stored_past import READ_BYTES, group_rows
 from penstock.storage.documents import DocumentWriter, Shape
 
 OnBytes = Callable[[int, int], None]

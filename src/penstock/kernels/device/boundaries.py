@@ -98,7 +98,7 @@ def find_boundaries(
     With `leaving` also let the token that has just left the window be taken: its unit is one token
     larger, and a row with few tokens retrieves (`counters` say nothing of that).
 
-    Source: LouisKV, section 4.1 and algorithm 1, line 35 (`indexes/semantic_boundaries.py`).
+    Source: LouisKV, section 4.1 and algorithm 1, line 35 (`SemanticBoundaries`).
 
     Args:
         query: the step's query; the last dimension is contiguous. [rows, heads of a row, head_dim]
@@ -161,7 +161,7 @@ def grow_units(
     open, the token belongs to no unit and is never selected: leave room for one segment. Tokens of
     a segment are expected to be their own places in `members` of `select_tokens`.
 
-    Source: LouisKV, section 4.2 (segments of the answer), `indexes/unit_pool.py`.
+    Source: LouisKV, section 4.2 (segments of the answer), `methods/louiskv/unit_pool.py`.
 
     Args:
         keys: of the new token, post-RoPE; the last dimension is contiguous. [rows, head_dim]

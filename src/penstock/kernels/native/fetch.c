@@ -1,5 +1,5 @@
 /* Bookkeeping of a fetch: which slots missing units take, which reads merge, how they ended. The
- * twins are the numpy versions in runtime/fetch_plan.py, storage/coalesce.py and native_aio.py. */
+ * twins are the numpy versions in engine/fetch_plan.py, storage/coalesce.py and native_aio.py. */
 
 #include "steps.h"
 

@@ -1,0 +1,31 @@
+"""attend_pool(): one new token of every row attends to a pool, whatever its model wants besides."""
+
+from torch import Tensor
+
+from penstock.engine.attention_call import AttentionCall, AttentionSum
+from penstock.kernels.device.attention import pool_attention
+from penstock.kernels.reference import add_attention_sink
+
+
+def attend_pool(call: AttentionCall, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Attend in one kernel, or with a soft cap on the logits by torch; sinks that have a logit and
+    no key are added behind.
+
+    Args:
+        call: of one new token, which is in the pool already.
+        tokens: contiguous. [rows, places, 2, kv_heads, head_dim]
+        mask: additive, 0 or minus infinity. [rows, places]
+
+    Returns:
+        [rows, 1, heads of a row, head_dim]
+    """
+    if call.softcap is not None:
+        total = AttentionSum(call)
+        total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
+        return total.result()
+    query = call.query[:, :, 0]
+    if call.sink_logits is None:
+        return pool_attention(query, tokens, mask, call.scaling).unsqueeze(1)
+    out, lse = pool_attention(query, tokens, mask, call.scaling, with_lse=True)
+    out, _ = add_attention_sink(out.unsqueeze(2).float(), lse.unsqueeze(2), call.sink_logits)
+    return out.to(call.query.dtype).transpose(1, 2)

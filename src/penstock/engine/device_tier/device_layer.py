@@ -1,0 +1,424 @@
+"""DeviceLayer: a layer whose decode step is a fixed row of launches on the device."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import PromptError
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+from penstock.core.stats import PhaseStats
+from penstock.engine.attended import Observer
+from penstock.engine.attention_call import (
+    AttentionCall,
+    AttentionSum,
+    additive_mask,
+    first_visible,
+    require_finite,
+)
+from penstock.engine.device_tier.attend_pool import attend_pool
+from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
+from penstock.engine.device_tier.host_memory import HostMemory
+from penstock.engine.device_tier.streams import on_link
+from penstock.engine.device_tier.workspace import Workspace
+from penstock.engine.layer import Layer
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.prompt_fit import PromptFit, sample_groups
+from penstock.engine.tiers.rolling_window import RollingWindow
+from penstock.engine.tiers.token_pool import TokenPool, copy_rows
+from penstock.kernels.device.append import append_token, store_tokens
+from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
+from penstock.kernels.reference import NEGATIVE_INFINITY
+
+STAYING_GATHER = True
+"""Whether what is fetched one layer ahead is gathered by a few programs that stay (the same bytes);
+false for ablations."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeviceSetup:
+    """What all layers of one cache share."""
+
+    shape: KVShape
+    """Of a row."""
+    plan: SlotPlan
+    device: torch.device
+    clock: StepClock
+    workspace: Workspace
+
+
+class DeviceLayer(Layer):
+    """One layer's KV in host memory, a pool of slots and a window on the device, and an index.
+
+    A decode step selects, lists what is missing, gathers it straight from host memory, writes the
+    new token to the window and to host memory, and attends to the whole pool. No step waits for the
+    device or depends on a number that only the host knows, so that a CUDA graph can hold it.
+    Everything else (prompts, exact mode) streams the past block by block.
+
+    Source: LouisKV, section 4 (its GPU-CPU engine); the other methods have the same engine here.
+    """
+
+    reads_back: ClassVar[bool] = False
+
+    def __init__(self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None) -> None:
+        """Allocate the layer.
+
+        Args:
+            index: None for methods that attend to everything.
+        """
+        plan, shape, device = setup.plan, setup.shape, setup.device
+        self.layer_idx, self.setup, self.index = layer_idx, setup, index
+        self.length = self._touched = 0
+        self.host = HostMemory(plan, shape, device)
+        rows = plan.batch * (plan.num_slots + plan.tail_slots)
+        memory = torch.zeros(rows, plan.unit_bytes, dtype=torch.uint8, device=device)
+        self.pool = TokenPool(
+            memory, shape, batch=plan.batch, num_slots=plan.num_slots, tail_slots=plan.tail_slots,
+            group_tokens=plan.group_tokens,
+        )  # fmt: skip
+        self._units = memory.view(plan.batch, plan.num_slots + plan.tail_slots, plan.unit_bytes)
+        self.window = RollingWindow(
+            self.pool.tail_tokens(), self.pool.mask[:, self.pool.slot_places :],
+            group_tokens=plan.group_tokens, sink_slots=plan.sink_slots, ring_slots=plan.ring_slots,
+        )  # fmt: skip
+        size = (plan.batch, plan.num_slots)
+        self.unit_in = torch.full(size, -1, dtype=torch.int32, device=device)
+        """Unit in each slot, -1 for none. [rows, slots]"""
+        size = (plan.batch, plan.max_groups)
+        self.slot_of = torch.full(size, -1, dtype=torch.int32, device=device)
+        """Slot of each unit, -1 for none. [rows, units]"""
+        self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
+        wanted = max(1, plan.selected_groups)
+        self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
+        self._may_step = self._emptied = False
+        self._begun: Tensor | None = None
+        self._landed: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._fit = PromptFit()
+        self._counted = torch.zeros(2, dtype=torch.int64)
+        self.observer: Observer | None = None
+        """Told what each decode step attends to (audits)."""
+
+    # Attention --------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend, and take the new tokens in; one new token decodes over the selection.
+
+        Returns:
+            [rows, new_tokens, heads of a row, head_dim]
+        """
+        if call.query.shape[2] == 1 and self.length > 0 and self.index is not None:
+            self.prepare_step()
+            return self._step(call, self.index)
+        total = AttentionSum(call)
+        mask = None
+        if call.visible is not None:
+            mask = additive_mask(call.visible[:, self.length :], call.query.dtype)
+        total.add(call.keys, call.values, mask, causal=call.query.shape[2] > 1)
+        self._stream(total, call.visible)
+        self.append(call.keys, call.values, call.visible)
+        return total.result()
+
+    def prepare_step(self) -> bool:
+        """Make ready for decode steps after a prompt; false if there can be none (no index)."""
+        if self.index is None or self.length == 0:
+            return False
+        if not self.index.ready:
+            self._make_index(self.index)
+        if not self._may_step:
+            self.index.begin_decode(self.length, self.setup.clock)
+            kept = self.index.kept() if self._emptied else None
+            if kept is not None:
+                self._fetch(kept)
+            self._may_step, self._emptied = True, False
+        return True
+
+    @property
+    def fetch_begun(self) -> bool:
+        """Whether the next step's selection is made."""
+        return self._begun is not None
+
+    def can_begin(self, policy: SelectionPolicy) -> bool:
+        """See `Layer.can_begin`."""
+        may = policy.predicts_on_device and self.index is not None
+        return may and not self.fetch_begun and self.length > 0
+
+    @property
+    def is_recordable(self) -> bool:
+        """See `Layer.is_recordable`."""
+        return self.index is not None
+
+    def begin(self, query: Tensor) -> None:
+        """Select and fetch for the next decode step, with a query that is there before its layer.
+
+        Queued on the current stream, see `DeviceSteps.beside`; the step waits for it.
+
+        Args:
+            query: [rows, heads of a row, head_dim]
+        """
+        assert self.index is not None
+        self.prepare_step()
+        self._list(self.index.select(query, self.setup.clock))
+        with on_link(self.setup.device):
+            self._gather(beside=STAYING_GATHER)
+            if self._landed is not None:
+                self._landed.record()
+        self._begun = query  # kept until the step has waited
+
+    def _join(self) -> None:
+        """Queue what follows behind the fetch that was begun."""
+        if self._landed is not None and self._begun is not None:
+            self._landed.wait()
+        self._begun = None
+
+    def recording_failed(self) -> None:
+        """What was begun has not run, and there is nothing to wait for."""
+        self._begun = None
+
+    def settle(self) -> None:
+        """Between steps, now and then: let the index tidy up, and see more of the text."""
+        if self.index is None or self.length == 0:
+            return
+        self._fit.check(self.index, self.length, decoding=True)
+        if not self.index.ready:
+            self._make_index(self.index)
+        self.index.settle(self.length)
+
+    def _make_index(self, index: DeviceIndex) -> None:
+        """Fit the index to the text's own keys, then give it the units that have closed."""
+        _wait(self.setup.device)
+        group_tokens = self.setup.plan.group_tokens
+        closed = self.length // group_tokens
+        positions = torch.arange(self.length)  # of less than a unit: the basis is of what there is
+        if closed:
+            groups = torch.from_numpy(sample_groups(closed, len(self.unit_in), group_tokens))
+            positions = (groups[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
+        sample = self.host.tokens[:, positions, 0].to(self.setup.device)
+        require_finite(sample, self.layer_idx)
+        index.fit(sample, positions)
+        self._fit.tokens = closed * group_tokens or self.length
+        for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
+            index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
+
+    def _fetch(self, wanted: Wanted) -> None:
+        """Bring what is wanted and missing into slots."""
+        self._list(wanted)
+        self._gather()
+
+    def _list(self, wanted: Wanted) -> None:
+        """Give what is wanted and missing slots."""
+        plan_slots(
+            wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
+            self.lists,
+        )  # fmt: skip
+
+    def _gather(self, *, beside: bool = False) -> None:
+        """Bring what is listed, perhaps beside the layer before."""
+        gather_units(
+            self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
+            self.setup.plan.group_tokens, beside=beside,
+        )  # fmt: skip
+
+    def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
+        plan, clock = self.setup.plan, self.setup.clock
+        query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
+        self._touched = self.length + 1
+        if self._begun is None:
+            self._fetch(index.select(query, clock))
+        else:
+            self._join()
+        append_token(
+            keys, values, self.host.tokens, self.window.tokens, self.window.mask, clock.position,
+            clock.start, sink_places=plan.sink_slots * plan.group_tokens,
+            ring_slots=plan.ring_slots, group_tokens=plan.group_tokens,
+        )  # fmt: skip
+        if plan.group_tokens == 1:
+            unit_keys = keys.unsqueeze(1)
+        else:
+            unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
+        index.put(unit_keys, clock)
+        self.length += 1
+        if self.observer is not None:
+            self.observer(self.layer_idx, self._attended())
+        return attend_pool(call, self.pool.tokens, self.pool.mask)
+
+    def _attended(self) -> Tensor:
+        """True for each token that this step sees. bool [rows, length]"""
+        plan, rows = self.setup.plan, len(self.unit_in)
+        seen = torch.zeros(rows, plan.max_groups * plan.group_tokens + 1, dtype=torch.bool)
+        shown = self.pool.mask.eq(0).cpu()
+        units = self.unit_in.cpu().long()
+        offsets = torch.arange(plan.group_tokens)
+        positions = units[:, :, None] * plan.group_tokens + offsets
+        positions = positions.masked_fill(units[:, :, None] < 0, -1).flatten(1)
+        window = torch.full((rows, plan.tail_slots * plan.group_tokens), -1)
+        first = self.setup.clock.first_unit.cpu().long() - plan.sink_slots
+        sinks = torch.arange(plan.sink_slots * plan.group_tokens)
+        window[:, : len(sinks)] = first[:, None] * plan.group_tokens + sinks
+        newest = torch.arange(
+            self.window.first_ring_group(self.length) * plan.group_tokens, self.length
+        )
+        window[:, self.window.ring_places(newest)] = newest
+        positions = torch.cat([positions, window], dim=1)
+        seen.scatter_(1, positions.masked_fill(~shown, -1) % seen.shape[1], True)
+        return seen[:, : self.length]
+
+    def _stream(self, total: AttentionSum, visible: Tensor | None) -> None:
+        """Add all tokens that are there to a softmax."""
+        group_tokens = self.setup.plan.group_tokens
+        end_unit = -(-self.length // group_tokens)
+        for first, end, tokens in self.setup.workspace.stream(self.host.units, end_unit):
+            count = min(end * group_tokens, self.length) - first * group_tokens
+            mask = None
+            if visible is not None:
+                shown = visible[:, first * group_tokens :][:, :count]
+                mask = additive_mask(shown, tokens.dtype)
+            keys, values = tokens[:, :count, 0], tokens[:, :count, 1]
+            total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+    # Taking tokens in -------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """Take new tokens in without attending; both [rows, kv_heads, new_tokens, head_dim].
+
+        Args:
+            visible: bool, False at padding, None when nothing is padded. [rows, all tokens]
+
+        Raises:
+            PromptError: padding behind a row's first token.
+        """
+        self._join()
+        start, group_tokens = self.length, self.setup.plan.group_tokens
+        if visible is not None or start == 0:
+            first = first_visible(visible, keys)
+            if visible is not None:
+                self._refuse_gaps(visible, first)
+            self.setup.clock.set_start(first)
+            self.window.set_first_groups(first // group_tokens)
+        store_tokens(keys, values, self.host.tokens, start)
+        self._index_keys(keys)
+        self._touched = start + keys.shape[2]
+        self.window.write_many(keys, values, start)
+        self.length = start + keys.shape[2]
+        self.window.refresh(self.length, visible)
+        self._may_step = False
+
+    def _refuse_gaps(self, visible: Tensor, first: Tensor) -> None:
+        positions = torch.arange(visible.shape[1], device=visible.device)
+        if not torch.equal(visible, positions >= first[:, None]):
+            raise PromptError(
+                "a row is padded behind its first token, between two prompts of different lengths, "
+                "say, which the device tier cannot hide; give each row its own cache, or keep "
+                "the cache on a disk"
+            )
+
+    def _index_keys(self, keys: Tensor) -> None:
+        """Hand the index the units that these tokens close."""
+        if self.index is None:
+            return
+        self._fit.check(self.index, self.length + keys.shape[2], decoding=False)
+        if not self.index.ready:
+            return  # with the first step, of all of the prompt
+        group_tokens = self.setup.plan.group_tokens
+        start, end = self.length, self.length + keys.shape[2]
+        first, last = start // group_tokens, end // group_tokens
+        if first == last:
+            return
+        closed = keys.transpose(1, 2)[:, : last * group_tokens - start]
+        if start % group_tokens:
+            positions = torch.arange(first * group_tokens, start, device=keys.device)
+            held = self.window.tokens[:, self.window.ring_places(positions), 0]
+            closed = torch.cat([held, closed], dim=1)
+        require_finite(closed, self.layer_idx)
+        self.index.take(closed, first * group_tokens)
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def count_into(self, decode: PhaseStats) -> None:
+        """Add what steps have asked for and fetched since the last call; waits for the device."""
+        total = self.lists.traffic.sum(dim=0).cpu()
+        wanted, missing = (total - self._counted).tolist()
+        self._counted = total
+        decode.units_wanted += wanted
+        decode.units_hit += wanted - missing
+        decode.reads += missing
+        decode.read_bytes += missing * self.setup.plan.unit_bytes
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def _empty_slots(self) -> None:
+        self._join()
+        self._emptied = True
+        self.unit_in.fill_(-1)
+        self.slot_of.fill_(-1)
+        self._heads.zero_()
+        self.pool.hide_slots()
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`; the window is read back from host memory."""
+        if length >= max(self.length, self._touched):
+            return
+        length = min(length, self.length)
+        _wait(self.setup.device)
+        self._empty_slots()
+        group_tokens = self.setup.plan.group_tokens
+        self.length = self._touched = length
+        first = self.window.first_ring_group(length) * group_tokens
+        tokens = self.host.tokens[:, first:length].to(self.setup.device)
+        places = self.window.ring_places(torch.arange(first, length, device=tokens.device))
+        self.window.tokens[:, places] = tokens
+        self.window.refresh_cropped(length)
+        if self.index is not None:
+            self.index.crop(length)
+        self._fit.crop(length)
+        self._may_step = False
+
+    def take_rows_from(self, other: Layer, rows: Tensor) -> None:
+        """See `Layer.take_rows_from`."""
+        assert isinstance(other, DeviceLayer)
+        _wait(self.setup.device)
+        self.length = other.length
+        places = max(1, self.length)
+        copy_rows(self.host.tokens[:, :places], other.host.tokens[:, :places], rows.cpu())
+        copy_rows(self.window.tokens, other.window.tokens, rows)
+        copy_rows(self.window.mask, other.window.mask, rows)
+        self.window.take_rows_from(other.window, rows)
+        self._empty_slots()
+        if self.index is not None and other.index is not None:
+            self.index.take_rows_from(other.index, rows)
+        self._fit.take_rows_from(other._fit, rows)
+        self._may_step = False
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.length = self._touched = 0
+        self._empty_slots()
+        self.window.mask.fill_(NEGATIVE_INFINITY)
+        self.lists.traffic.zero_()
+        self._counted.zero_()
+        self._fit.reset()
+        if self.index is not None:
+            self.index.crop(0)
+            self.index.forget_fit()
+        self._may_step = False
+
+    def drop_fetch(self) -> None:
+        """Give up a fetch that will not be attended to; what it brought is in its slots."""
+        self._join()
+
+    def forget_slots(self) -> None:
+        """Trust nothing that a failed step may have left in the slots."""
+        self._empty_slots()
+        self._may_step = False
+
+    def close(self) -> None:
+        """Let what is under way end; memory goes with the object."""
+        _wait(self.setup.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

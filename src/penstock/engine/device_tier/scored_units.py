@@ -1,0 +1,81 @@
+"""ScoredUnits: any index that scores units of equal size, as a device index (top-k)."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
+from penstock.engine.key_index import KeyIndex
+
+
+class ScoredUnits(DeviceIndex):
+    """Every step scores all units and selects the best, as `SelectionPolicy.select` does.
+
+    The shapes are those of the longest sequence: units that are not there yet score nothing.
+    """
+
+    def __init__(
+        self, index: KeyIndex, *, rows: int, max_units: int, wanted: int, device: torch.device
+    ) -> None:
+        """Wrap `index`, whose `put` takes a unit's number from the device."""
+        self.index = index
+        self._max_units = max_units
+        self._numbers = torch.arange(max_units, dtype=torch.int32, device=device)
+        self._wanted = Wanted(
+            torch.zeros(rows, wanted, dtype=torch.int32, device=device),
+            torch.zeros(rows, wanted, dtype=torch.bool, device=device),
+            torch.ones(rows, dtype=torch.bool, device=device),
+        )
+
+    @staticmethod
+    def num_bytes(*, rows: int, max_units: int, wanted: int) -> int:
+        """Bytes of what stands beside the wrapped index, for the ledger."""
+        return 4 * max_units + rows * (5 * wanted + 1)
+
+    @property
+    def ready(self) -> bool:
+        """See `DeviceIndex.ready`."""
+        return self.index.ready
+
+    def fit(self, sample: Tensor, positions: Tensor) -> None:
+        """See `DeviceIndex.fit`."""
+        self.index.fit(sample, positions)
+
+    @property
+    def refits(self) -> bool:
+        """See `DeviceIndex.refits`."""
+        return self.index.refits
+
+    def forget_fit(self) -> None:
+        """See `DeviceIndex.forget_fit`."""
+        self.index.forget_fit()
+
+    def take(self, keys: Tensor, first_token: int) -> None:
+        """See `DeviceIndex.take`."""
+        self.index.append(keys, first_token)
+
+    def select(self, query: Tensor, clock: StepClock) -> Wanted:
+        """See `DeviceIndex.select`."""
+        scores = self.index.score_before(
+            query, self._max_units, clock.end_unit, clock.first_group
+        ).float()
+        hidden = self._numbers >= clock.end_unit
+        hidden = hidden | (self._numbers < clock.first_unit[:, None])
+        best = scores.masked_fill(hidden, -torch.inf).topk(self._wanted.ids.shape[1], dim=1)
+        last = self._max_units
+        # In ascending order, as the host's fetch plan has them; those that are none come last.
+        found = torch.where(best.values > -torch.inf, best.indices, last).sort(dim=1).values
+        self._wanted.valid.copy_(found < last)
+        self._wanted.ids.copy_(found.clamp_max(last - 1))
+        return self._wanted
+
+    def put(self, keys: Tensor, clock: StepClock) -> None:
+        """See `DeviceIndex.put`."""
+        self.index.put(keys, clock.unit)
+
+    def crop(self, length: int) -> None:
+        """See `DeviceIndex.crop`: units that are gone are not looked at, and written again."""
+
+    def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:
+        """See `DeviceIndex.take_rows_from`."""
+        assert isinstance(other, ScoredUnits)
+        self.index.take_rows_from(other.index, rows)

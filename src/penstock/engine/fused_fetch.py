@@ -1,0 +1,157 @@
+"""FusedFetch: a layer's selection, plan and reads in one compiled call."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.selection import Selection
+from penstock.engine.fetch_plan import FetchPlan
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.slot_transfer import PendingRead, SlotTransfer
+from penstock.engine.tiers.fifo import FIFO
+from penstock.engine.tiers.replacement import ReplacementPolicy
+from penstock.engine.tiers.slot_table import SlotTable
+from penstock.kernels.group_fetch import Fetched, GroupFetch, SlotArrays
+from penstock.kernels.group_selection import GroupSelection
+from penstock.storage.native_aio import AioQueue, Requests, Submission, places
+
+_NOTHING = np.empty((0, 8), dtype=np.int64)
+
+
+class Fetch(NamedTuple):
+    """A layer's fetch under way."""
+
+    selection: Selection
+    plan: FetchPlan
+    pending: PendingRead | None
+    """None where nothing was missing."""
+
+
+class _Made(NamedTuple):
+    """A call, and what it was made for: any other object in one of these places asks for another
+    call."""
+
+    call: GroupFetch
+    queue: AioQueue
+    selection: GroupSelection
+    table: SlotTable
+    replacement: ReplacementPolicy
+    stored: NDArray[np.int64]
+    descriptor: int
+
+
+class FusedFetch:
+    """The one call where everything is of the kind that it knows; elsewhere `begin` is None and the
+    layer takes its steps after each other.
+
+    Known are: the best units of a compiled selection for all rows alike, slots in order of
+    admission, reads that land where they are attended to, out of a file on native AIO.
+    """
+
+    def __init__(self, policy: SelectionPolicy, transfer: SlotTransfer, row_slots: int) -> None:
+        """Look at what does not change.
+
+        Args:
+            row_slots: places of the pool's memory for one row.
+        """
+        self._transfer, self._row_slots = transfer, row_slots
+        chooses = type(policy).select is SelectionPolicy.select and "select" not in vars(policy)
+        region, buffer = transfer.region, transfer.buffer
+        # Whole sectors, at whole sectors of memory: no read needs another look.
+        sectors = region.row_bytes % region.file.sector_bytes == 0
+        self._is_possible = chooses and sectors and buffer is not None
+        if buffer is not None:
+            self._is_possible &= buffer.address % region.file.sector_bytes == 0
+            self._is_possible &= buffer.row_bytes == region.row_bytes
+        self._made: _Made | None = None
+
+    def begin(
+        self,
+        index: KeyIndex,
+        table: SlotTable,
+        replacement: ReplacementPolicy,
+        stored: NDArray[np.int64],
+        query: Tensor,
+        groups: tuple[int, int],
+        wanted: int,
+    ) -> Fetch | None:
+        """Select, plan and submit, or leave everything as it is.
+
+        Args:
+            stored: unit of the file that a group is. [batch, max_groups]
+            query: [batch, num_heads, head_dim]
+            groups: the first and the end of those that may be chosen, in every row.
+
+        Raises:
+            FetchError: the store is closed.
+        """
+        selection = index.selection() if self._is_possible else None
+        queue = self._transfer.region.file.request_queue
+        if selection is None or queue is None or selection.dtype != query.dtype:
+            return None
+        made = self._made
+        if (
+            made is None or made.selection is not selection or made.table is not table
+            or made.replacement is not replacement or made.stored is not stored
+            or made.descriptor != queue[1]
+        ):  # fmt: skip
+            made = self._make(selection, table, replacement, stored, *queue)
+            self._made = made
+        if made is None:
+            return None
+        return self._run(made, query.contiguous(), groups, min(wanted, groups[1] - groups[0]))
+
+    def _make(
+        self,
+        selection: GroupSelection,
+        table: SlotTable,
+        replacement: ReplacementPolicy,
+        stored: NDArray[np.int64],
+        queue: AioQueue,
+        descriptor: int,
+    ) -> _Made | None:
+        if type(replacement) is not FIFO or not stored.flags.c_contiguous:
+            return None
+        region, buffer = self._transfer.region, self._transfer.buffer
+        assert buffer is not None
+        to = SlotArrays(
+            slot_of=table.slot_of, unit_in=table.unit_in, heads=replacement.heads, stored=stored,
+            row_slots=self._row_slots, buffer=buffer.address, row_bytes=region.row_bytes,
+            num_rows=buffer.num_rows, run_units=region.run_units, descriptor=descriptor,
+        )  # fmt: skip
+        call = GroupFetch(selection, to)
+        return _Made(call, queue, selection, table, replacement, stored, descriptor)
+
+    def _run(self, made: _Made, query: Tensor, groups: tuple[int, int], wanted: int) -> Fetch:
+        found: Fetched | None = None
+
+        def start(context: int, room: int, key: int) -> Submission:
+            nonlocal found
+            found = made.call.submit(query, groups, wanted, context, room, key)
+            iocbs = _NOTHING if found.iocbs is None else found.iocbs
+            requests = Requests(iocbs, found.address, found.read_bytes, 0)
+            return Submission(requests, found.taken, found.submitted_ns)
+
+        transfer = self._transfer
+        transfer.drain()
+        assert transfer.buffer is not None
+        ticket = made.queue.submit_by(start, len(query) * wanted, transfer.buffer.array)
+        assert found is not None
+        num_wanted = found.slots.size
+        plan = FetchPlan(
+            found.rows, found.units, found.victims, found.slots, num_wanted,
+            num_wanted - len(found.rows),
+        )  # fmt: skip
+        pending, observer = None, transfer.region.observer
+        if found.iocbs is None:
+            units = made.stored[found.rows, found.units]
+            pending = transfer.read(units, found.rows * self._row_slots + found.victims)
+        elif len(found.rows):
+            reads, memory = places(found.iocbs), transfer.buffer.array
+            pending = transfer.pending(transfer.region.file.opened(ticket, *reads, memory))
+            if observer is not None:
+                observer(made.stored[found.rows, found.units])
+        return Fetch(Selection(found.chosen), plan, pending)

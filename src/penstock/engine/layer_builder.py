@@ -1,0 +1,64 @@
+"""LayerBuilder: what a policy makes its layers of."""
+
+from functools import cached_property
+
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+from penstock.engine.compact_pool import CompactPool
+from penstock.engine.layer_cache import LayerSetup
+from penstock.engine.policy import IndexRequest, SelectionPolicy
+from penstock.engine.retrieval_layer import RetrievalLayer
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.slot_transfer import PoolMemory
+
+
+def index_request(
+    i: int, config: RuntimeConfig, plan: SlotPlan, shape: KVShape, rows_per_sequence: int
+) -> IndexRequest:
+    """What a policy is given to make layer i's index. shape: of a row."""
+    return IndexRequest(
+        shape=shape, batch=plan.batch, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        scaling=config.logit_scaling, adapter=None if config.adapter is None else config.adapter[i],
+        device=config.device, score_tokens=plan.score_tokens, selected_groups=plan.selected_groups,
+        rows_per_sequence=rows_per_sequence, rotary=config.rotary,
+    )  # fmt: skip
+
+
+class LayerBuilder:
+    """The memory, the store and the requests of the layers that retrieve.
+
+    Attributes:
+        setup: what all layers share
+        numbers: the layers to make, in order
+        num_layers: of the cache, those that are kept whole included
+    """
+
+    def __init__(self, config: RuntimeConfig, setup: LayerSetup, numbers: range) -> None:
+        self.setup, self.numbers, self.num_layers = setup, numbers, config.shape.num_layers
+        self._config = config
+        self._pools: dict[int, PoolMemory] = {}
+
+    def pool(self, i: int) -> PoolMemory:
+        """Slots, sinks and window of layer i: its own, or one of two that serve all in turn."""
+        plan = self.setup.plan
+        key = (i - self.numbers.start) % 2 if plan.shared_pools else i
+        if key not in self._pools:
+            rows = plan.batch * (plan.num_slots + plan.tail_slots)
+            size = (rows, plan.unit_bytes, self.setup.store.row_bytes, self.setup.device)
+            self._pools[key] = PoolMemory.allocate(*size)
+        return self._pools[key]
+
+    @cached_property
+    def compact(self) -> CompactPool | None:
+        """Memory that selections are gathered in, where the plan says so; layers share it."""
+        return CompactPool(self.setup) if self.setup.plan.compact else None
+
+    def index_request(self, i: int) -> IndexRequest:
+        """What layer i's index is made from."""
+        setup = self.setup
+        return index_request(i, self._config, setup.plan, setup.shape, setup.rows_per_sequence)
+
+    def retrieval_layer(self, i: int, policy: SelectionPolicy) -> RetrievalLayer:
+        """The layer of every policy that supplies no other."""
+        index = policy.make_index(self.index_request(i))
+        return RetrievalLayer(i, self.setup, self.pool(i), policy, index, self.compact)

@@ -1,0 +1,407 @@
+"""LayerCache: one layer's window, slots and store region; exact streaming attention."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import StorageError, StoreFullError
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SlotPlan
+from penstock.core.stats import PhaseStats, RunStats
+from penstock.core.trace import Tracer
+from penstock.engine.attention_call import (
+    AttentionCall,
+    AttentionSum,
+    additive_mask,
+    first_visible,
+)
+from penstock.engine.layer import Layer
+from penstock.engine.prompt_indexing import PromptIndexing
+from penstock.engine.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
+from penstock.engine.tiers.rolling_window import RollingWindow
+from penstock.engine.tiers.token_pool import TokenPool, copy_rows
+from penstock.engine.unit_map import UnitMap
+from penstock.engine.writer import Writer
+from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.storage.store import KVStore
+
+STREAM_BLOCK_TOKENS = 2048
+"""Most tokens of one streamed block: larger ones are no faster and delay the first."""
+
+
+@dataclass(kw_only=True)
+class LayerSetup:
+    """What all layers of one cache share."""
+
+    shape: KVShape
+    plan: SlotPlan
+    store: KVStore
+    units: UnitMap
+    writer: Writer
+    staging: Staging | None
+    device: torch.device
+    stats: RunStats
+    tracer: Tracer | None
+    indexing: PromptIndexing
+    rows_per_sequence: int = 1
+    phase: PhaseStats = field(default_factory=PhaseStats)
+    """Counters of the forward pass under way."""
+
+
+class LayerCache(Layer):
+    """Full KV of one layer on disk, its newest groups in a window, a pool of slots to fetch into.
+
+    Tokens of one batch row, by position:
+
+        [0, closed)          whole groups, written to the store (closed = length // G * G)
+        [closed, length)     the unfinished group, in the window only
+
+    This class attends exactly, by streaming everything that is not in the window through the
+    slots, block by block (two halves: one is read into while the other is attended to). It serves
+    prefill, exact mode and the flexgen policy; `RetrievalLayer` adds selection for decoding.
+    """
+
+    def __init__(self, layer_idx: int, setup: LayerSetup, pool_memory: PoolMemory) -> None:
+        plan, shape = setup.plan, setup.shape
+        self.layer_idx = layer_idx
+        self.setup = setup
+        self.length = 0
+        self._touched = 0
+        """Tokens that the window last took places for: more than `length` where that failed."""
+        self._reserved_units = 0
+        self.pool = TokenPool(
+            pool_memory.tensor, shape, batch=plan.batch, num_slots=plan.num_slots,
+            tail_slots=plan.tail_slots, group_tokens=plan.group_tokens,
+        )  # fmt: skip
+        tokens, mask = self.pool.tail_tokens(), self.pool.mask[:, self.pool.slot_places :]
+        self._window_memory = pool_memory
+        if plan.shared_pools:
+            self._window_memory = PoolMemory.allocate(
+                plan.batch * plan.tail_slots, plan.unit_bytes,
+                setup.store.row_bytes, setup.device,
+            )  # fmt: skip
+            tokens = self._window_memory.tensor.view(shape.dtype).view(tokens.shape)
+            mask = torch.full_like(mask, NEGATIVE_INFINITY)
+        self.window = RollingWindow(
+            tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
+            ring_slots=plan.ring_slots,
+        )  # fmt: skip
+        region = setup.store.region(layer_idx)
+        args = (setup.staging, setup.writer, setup.tracer)
+        self.transfer = SlotTransfer(region, pool_memory, *args)
+        self._window_transfer = self.transfer
+        if plan.shared_pools:
+            self._window_transfer = SlotTransfer(region, self._window_memory, *args)
+
+    # Attention ------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend to everything, then take the new tokens in.
+
+        Returns:
+            [batch, new_tokens, num_heads, head_dim]
+
+        Raises:
+            FetchError: a read failed.
+            StoreFullError: the disk is full.
+        """
+        return self.attend_exactly(call)
+
+    def attend_exactly(self, call: AttentionCall) -> Tensor:
+        """Stream the past through attention block by block (exact at any budget)."""
+        start, count = self.length, call.query.shape[2]
+        new_mask = None
+        if call.visible is not None:
+            new_mask = additive_mask(call.visible[:, start:], call.query.dtype)
+        total = AttentionSum(call)
+        total.add(call.keys, call.values, new_mask, causal=count > 1)
+        if start > 0:
+            self._add_ring(total)
+            self._stream(total, self.window.first_ring_group(start), call.visible)
+        self.append(call.keys, call.values, call.visible)
+        return total.result()
+
+    def _add_ring(self, total: AttentionSum) -> None:
+        first = self.window.sink_slots * self.setup.plan.group_tokens
+        tokens, mask = self.window.tokens[:, first:], self.window.mask[:, first:]
+        total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
+
+    def _stream(self, total: AttentionSum, end_group: int, visible: Tensor | None) -> None:
+        """Add the groups [0, end_group) to the softmax, reading one block ahead."""
+        if end_group == 0:
+            return
+        self.forget_slots()
+        group_tokens = self.setup.plan.group_tokens
+        blocks = self._blocks(0, end_group)
+        pending = self._read_block(blocks[0])
+        try:
+            for i, (first, end, slot) in enumerate(blocks):
+                self._land(pending)
+                if i + 1 < len(blocks):
+                    pending = self._read_block(blocks[i + 1])
+                places = slice(slot * group_tokens, (slot + end - first) * group_tokens)
+                mask = None
+                if visible is not None:
+                    shown = visible[:, first * group_tokens : end * group_tokens]
+                    mask = additive_mask(shown, self.setup.shape.dtype)
+                total.add(self.pool.keys[:, :, places], self.pool.values[:, :, places], mask)
+        except BaseException:
+            pending.drop()
+            raise
+
+    def _blocks(self, first: int, end: int) -> list[tuple[int, int, int]]:
+        """Cut [first, end) into (first group, end group, first slot), the slots' halves in turn."""
+        plan = self.setup.plan
+        half = max(1, plan.num_slots // 2)
+        size = min(half, max(1, STREAM_BLOCK_TOKENS // plan.group_tokens))
+        if self.transfer.max_rows is not None:
+            size = max(1, min(size, self.transfer.max_rows // plan.batch))
+        starts = range(first, end, size)
+        return [(s, min(s + size, end), i % 2 * half) for i, s in enumerate(starts)]
+
+    def pool_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pool rows of the same slots of every batch row, flattened row after row."""
+        rows = np.arange(self.setup.plan.batch)[:, None] * self.pool.slots_per_row + slots
+        return rows.reshape(-1)
+
+    def _read_block(self, block: tuple[int, int, int]) -> PendingRead:
+        first, end, slot = block
+        units = self.setup.units.table[:, first:end].reshape(-1)
+        self.transfer.drain()
+        return self.transfer.read(units, self.pool_rows(np.arange(slot, slot + end - first)))
+
+    def _land(self, read: PendingRead) -> None:
+        read.land()
+        phase = self.setup.phase
+        phase.stall_s += read.stall_s
+        phase.reads += read.num_reads
+        phase.read_bytes += read.read_bytes
+
+    def forget_slots(self) -> None:
+        """Give up what the slots hold; they are about to be used as stream buffers."""
+        self.pool.hide_slots()
+
+    # Taking tokens in -----------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """Take new tokens in: groups that close go to the store and the index, the rest stays.
+
+        Args:
+            keys: [batch, kv_heads, new_tokens, head_dim]
+            values: [batch, kv_heads, new_tokens, head_dim]
+            visible: as in `AttentionCall`.
+        """
+        start, count = self.length, keys.shape[2]
+        is_step = count == 1 and start > 0
+        if is_step and (visible is None or bool(visible[:, -1].all())):
+            self.append_one(keys, values)
+            return
+        if start == 0 or visible is not None:
+            first = first_visible(visible, keys) // self.setup.plan.group_tokens
+            self._set_first_groups(first)
+        if is_step:  # not through the slots, which hold what the step has selected
+            self.append_one(keys, values)
+            self.window.refresh(self.length, visible)
+            return
+        self._write_groups(keys, values)
+        self._window_transfer.drain()
+        self._touched = start + count
+        self.window.write_many(keys, values, start)
+        self.length = start + count
+        self.window.refresh(self.length, visible)
+
+    def _set_first_groups(self, first_group: Tensor) -> None:
+        """Say where each row begins (left padding). first_group: int64 [batch]"""
+        if self.window.sink_slots:
+            self.window.set_first_groups(first_group)
+
+    def append_one(self, keys: Tensor, values: Tensor) -> None:
+        """Take one decoded token in; the group it closes, if any, is written behind the loop."""
+        group, offset = divmod(self.length, self.setup.plan.group_tokens)
+        if offset == 0:
+            # The group that leaves the ring now must be on disk before it can be selected.
+            self._window_transfer.drain()
+        self._touched = self.length + 1
+        self.window.write_one(keys, values, self.length)
+        self.length += 1
+        if offset + 1 == self.setup.plan.group_tokens:
+            self._close_group(group)
+
+    def _close_group(self, group: int) -> None:
+        plan, slot = self.setup.plan, self.window.ring_slot(group)
+        self._reserve(group, group + 1)
+        rows = np.arange(plan.batch) * plan.tail_slots + slot
+        if not plan.shared_pools:
+            rows = self.pool_rows(np.array([plan.num_slots + slot]))
+        self._window_transfer.write(self.setup.units.table[:, group].copy(), rows, later=True)
+        self._count_write(plan.batch)
+        places = slice(slot * plan.group_tokens, (slot + 1) * plan.group_tokens)
+        self.on_closed(self.window.tokens[:, places, 0], group)
+
+    def _write_groups(self, keys: Tensor, values: Tensor) -> None:
+        """Write the groups that `keys` and `values` close, through the slots, half by half."""
+        plan, group_tokens = self.setup.plan, self.setup.plan.group_tokens
+        start, end = self.length, self.length + keys.shape[2]
+        first_group, end_group = start // group_tokens, end // group_tokens
+        if first_group == end_group:
+            return
+        self.forget_slots()
+        self._reserve(first_group, end_group)
+        tail = start - first_group * group_tokens
+        for first, last, slot in self._blocks(first_group, end_group):
+            places = slice(slot * group_tokens, (slot + last - first) * group_tokens)
+            self.transfer.drain(keep=1)  # the other half may still be on its way to the disk
+            target = self.pool.tokens[:, places]
+            skip = 0
+            if first == first_group and tail:
+                positions = torch.arange(start - tail, start, device=keys.device)
+                target[:, :tail] = self.window.tokens[:, self.window.ring_places(positions)]
+                skip = tail
+            source = slice(first * group_tokens + skip - start, last * group_tokens - start)
+            target[:, skip:, 0] = keys[:, :, source].transpose(1, 2)
+            target[:, skip:, 1] = values[:, :, source].transpose(1, 2)
+            units = self.setup.units.table[:, first:last].flatten()  # the table may change
+            self.transfer.write(units, self.pool_rows(np.arange(slot, slot + last - first)))
+            self._count_write(plan.batch * (last - first))
+            self.on_closed(target[:, :, 0], first)
+        if plan.shared_pools:
+            self.transfer.drain()  # the next layer but one uses the same slots
+
+    def _reserve(self, first_group: int, end_group: int) -> None:
+        num_units = self.setup.units.ensure(first_group, end_group)
+        if num_units > self._reserved_units:
+            # Grow by a quarter at least: growing a file by one group at a time costs more.
+            shared = self.setup.units.shared_units
+            own = max(0, self._reserved_units - shared)
+            target = max(num_units, shared + own * 5 // 4)
+            try:
+                self.transfer.region.reserve(target)
+            except StoreFullError:
+                target = num_units
+                self.transfer.region.reserve(target)
+            self._reserved_units = target
+
+    def _count_write(self, num_units: int) -> None:
+        self.setup.phase.writes += 1
+        self.setup.phase.written_bytes += num_units * self.setup.store.row_bytes
+
+    def on_closed(self, keys: Tensor, first_group: int) -> None:
+        """Groups from `first_group` on have closed; keys: [batch, tokens, kv_heads, head_dim]."""
+
+    # What is on disk already ------------------------------------------------------------------
+
+    def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """Go on as if the tokens before `length` had been taken in: their units are in the store.
+
+        The groups in the window are read; nothing is hidden by padding.
+
+        Raises:
+            FetchError: a read failed.
+        """
+        self.drain()
+        self.forget_slots()
+        if self.length == 0 and self.window.sink_slots:
+            rows = self.setup.plan.batch
+            self.window.set_first_groups(
+                torch.zeros(rows, dtype=torch.int64, device=self.setup.device)
+            )
+        self.length = self._touched = length
+        started = -(-length // self.setup.plan.group_tokens)
+        for group in range(self.window.first_ring_group(length), started):
+            self._reload(group)
+        for group in range(min(self.window.sink_slots, started)):
+            self._reload(group, slot=group)
+        self.window.refresh(length, None)
+
+    def read_tokens(self, start: int, end: int) -> Tensor:
+        """Keys and values of tokens that are held, from the store and the window.
+
+        Args:
+            start: a multiple of the group's tokens.
+
+        Returns:
+            [rows, end - start, 2, kv_heads, head_dim]
+
+        Raises:
+            FetchError: a read failed.
+        """
+        group_tokens = self.setup.plan.group_tokens
+        assert start % group_tokens == 0, start
+        assert end <= self.length, (end, self.length)
+        self.drain()
+        self.forget_slots()
+        closed = max(start, self.length // group_tokens * group_tokens)
+        parts = []
+        end_group = -(-min(closed, end) // group_tokens)
+        for first, last, _ in self._blocks(start // group_tokens, end_group):
+            slots = np.arange(last - first)
+            units = self.setup.units.table[:, first:last].reshape(-1)
+            self._land(self.transfer.read(units, self.pool_rows(slots)))
+            parts.append(self.pool.tokens[:, : len(slots) * group_tokens].clone())
+        if end > closed:
+            positions = torch.arange(closed, end, device=self.setup.device)
+            parts.append(self.window.tokens[:, self.window.ring_places(positions)])
+        return torch.cat(parts, dim=1)[:, : end - start]
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at and after `length`; the window is read back from the store."""
+        touched = max(self._touched, self.length)
+        if length >= touched:
+            return
+        self.drain()
+        group_tokens = self.setup.plan.group_tokens
+        held = self.window.first_ring_group(touched)
+        self.length = length = min(length, self.length)
+        self._touched = touched
+        wanted = self.window.first_ring_group(length)
+        started = -(-length // group_tokens)
+        for group in range(wanted, min(held, started)):
+            self._reload(group)
+        self.forget_slots()
+        self.window.refresh_cropped(length)
+        self._touched = length
+
+    def _reload(self, group: int, slot: int | None = None) -> None:
+        """Read a group into its place of the ring, or into another slot of the window."""
+        plan = self.setup.plan
+        slot = self.window.ring_slot(group) if slot is None else slot
+        rows = np.arange(plan.batch) * plan.tail_slots + slot
+        if not plan.shared_pools:
+            rows = self.pool_rows(np.array([plan.num_slots + slot]))
+        self._window_transfer.read(self.setup.units.table[:, group].copy(), rows).land()
+
+    def drain(self) -> None:
+        """Wait for every write of this layer. Raises what the writes raised."""
+        self.drain_writes()
+
+    def drain_writes(self) -> None:
+        """The part of `drain` that is about tokens alone."""
+        self.transfer.drain()
+        self._window_transfer.drain()
+
+    def take_rows_from(self, other: Layer, rows: Tensor) -> None:
+        """See `Layer.take_rows_from`; of another batch the slots are left empty."""
+        assert isinstance(other, LayerCache)
+        other.drain()
+        self.length, self._touched = other.length, other._touched
+        copy_rows(self.window.tokens, other.window.tokens, rows)
+        copy_rows(self.window.mask, other.window.mask, rows)
+        self.window.take_rows_from(other.window, rows)
+
+    def reset(self) -> None:
+        """Forget every token, and errors of writes that nobody will read."""
+        with contextlib.suppress(StorageError):
+            self.drain()
+        self.length = self._touched = 0
+        self.forget_slots()
+        self.window.mask.fill_(NEGATIVE_INFINITY)
+
+    def close(self) -> None:
+        """Let pending transfers end; errors that were not asked for stay unsaid."""

@@ -1,0 +1,86 @@
+"""plan_cache(): divide a cache's budget, as its configuration and what it holds already want it."""
+
+from dataclasses import replace
+
+from penstock.core.errors import AdapterError, BudgetError
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.engine.adapter import widest_ranks
+from penstock.engine.head_rows import HeadRows
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.sizing import resident_plan, streaming_plan
+
+
+def plan_cache(
+    config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int,
+    held: tuple[SelectionPolicy, SlotPlan] | None,
+) -> tuple[SelectionPolicy, SlotPlan]:  # fmt: skip
+    """Divide the budget for `batch` sequences.
+
+    Tokens that are held already stay where they are: a resident cache stays resident and a tiered
+    one tiered, whatever the batch, and its window and index keep their form; only how many tokens
+    are selected and kept follows the batch. A stored past is read where it lies.
+
+    Args:
+        sector_bytes: of the store; 1 where there is none.
+        held: the policy and the plan under which the cache holds tokens; None: it holds none.
+
+    Returns:
+        The policy with every open choice made, and the plan.
+
+    Raises:
+        BudgetError: the budget is too small.
+        AdapterError: the policy wants more components a token than the adapter has.
+    """
+    is_held = held is not None and not held[1].is_resident
+    request = SizingRequest(
+        shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
+        limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
+        sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
+        widest_ranks=widest_ranks(config.adapter or ()),
+        must_tier=is_held or config.shares_past or config.must_tier,
+        rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
+    )  # fmt: skip
+    if held is not None and held[1].is_resident:
+        plan = resident_plan(request)
+        request.require(plan.total_bytes, "a larger batch of a resident cache")
+        return config.policy, plan
+    if config.exact:
+        return config.policy, streaming_plan(request, config.policy.unit_tokens, "exact mode")
+    wanted = config.policy if held is None else _as_held(config.policy, held[0])
+    policy, plan = wanted.plan(request)
+    if held is not None and _form(plan) != _form(held[1]):
+        raise BudgetError(
+            f"with {batch} rows the budget makes another window than the one that holds the "
+            "newest tokens; give more memory, or set window_tokens"
+        )
+    if not plan.is_resident:
+        _require_rank(policy, config)
+    if not config.device_tier:
+        plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
+    return policy, plan
+
+
+def _as_held(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:
+    """`wanted` with the choices that tokens were taken in under."""
+    open_still = {
+        name: getattr(wanted, name) for name in wanted.free_fields if hasattr(wanted, name)
+    }
+    return replace(made, **open_still)
+
+
+def _form(plan: SlotPlan) -> tuple[int, int, int]:
+    return plan.group_tokens, plan.ring_slots, plan.sink_slots
+
+
+def _require_rank(policy: SelectionPolicy, config: RuntimeConfig) -> None:
+    """Refuse an adapter with fewer components than the index is made for."""
+    wanted = policy.wanted_rank
+    if not config.adapter or not policy.uses_adapter or wanted is None:
+        return
+    there = min(layer.rank for layer in config.adapter)
+    if wanted > there:
+        raise AdapterError(
+            f"the adapter has {there} components a token, and {policy.name} wants {wanted}; give "
+            f"rank={there} or less, or make an adapter of rank {wanted} (penstock calibrate)"
+        )

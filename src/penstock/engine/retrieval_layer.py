@@ -1,0 +1,404 @@
+"""RetrievalLayer: a layer that decodes over selected groups, fetched ahead of time."""
+
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.closing import close_all
+from penstock.core.selection import Selection
+from penstock.engine.attended import Observer, attended_tokens, slot_weights
+from penstock.engine.attention_call import AttentionCall, AttentionSum, require_finite
+from penstock.engine.compact_pool import CompactPool
+from penstock.engine.fetch_plan import FetchPlan, plan_fetch
+from penstock.engine.fused_fetch import Fetch, FusedFetch
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.layer import Layer
+from penstock.engine.layer_cache import LayerCache, LayerSetup
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.prompt_fit import PromptFit, sample_groups
+from penstock.engine.slot_transfer import PendingRead, PoolMemory
+from penstock.engine.tiers.slot_table import SlotTable
+from penstock.engine.tiers.token_pool import copy_rows
+from penstock.kernels.decode_attention import decode_attention
+from penstock.kernels.reference import NEGATIVE_INFINITY
+
+
+class RetrievalLayer(LayerCache):
+    """Decodes one token at a time over slots, sinks and window; all else is exact streaming.
+
+    A step is `begin` (score, select, plan, submit; usually from the layer before) and `attend`
+    (wait, one softmax over the pool). Between the two the slots belong to the fetch.
+    """
+
+    may_fuse: ClassVar[bool] = True
+    """Whether a fetch is what `read_missing` and `tell_replacement` do here, and no more."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        setup: LayerSetup,
+        pool_memory: PoolMemory,
+        policy: SelectionPolicy,
+        index: KeyIndex,
+        compact: CompactPool | None,
+    ) -> None:
+        super().__init__(layer_idx, setup, pool_memory)
+        plan = setup.plan
+        self.policy, self.index = policy, index
+        self.table = SlotTable(plan.batch, plan.num_slots, plan.max_groups)
+        self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
+        self._compact = compact
+        self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
+        self._fetch: Fetch | None = None
+        self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
+        self._slots_full = False
+        self._visible: Tensor | None = None
+        self._fit = PromptFit()
+        self.observer: Observer | None = None
+        """Told what each decode step attends to (audits)."""
+
+    def _set_first_units(self, first_unit: NDArray[np.int64]) -> None:
+        """Say which unit of each row is the first that may be selected."""
+        self._first_unit = first_unit
+        self._lowest_unit = int(first_unit.min())
+        self._is_even = self._lowest_unit == first_unit.max()
+
+    # Fetching ---------------------------------------------------------------------------------
+
+    @property
+    def fetch_begun(self) -> bool:
+        """Whether this step's fetch is on its way."""
+        return self._fetch is not None
+
+    def can_begin(self, policy: SelectionPolicy) -> bool:
+        """See `Layer.can_begin`."""
+        return policy.predicts and not self.fetch_begun and self.length > 0
+
+    def begin(self, query: Tensor) -> None:
+        """Select for the next decode step and submit what is missing.
+
+        Args:
+            query: true or predicted, post-RoPE. [batch, num_heads, head_dim]
+        """
+        self.make_index(query)
+        start = time.perf_counter()
+        end_unit = self.window.first_ring_group(self.length + 1)
+        if self.index.ready:
+            self.index.begin_step(query, self._first_unit, self.length)
+        if end_unit <= self._lowest_unit or self._all_resident(end_unit):
+            return
+        setup = self.setup
+        if setup.plan.shared_pools and not self.has_prefetched:
+            # The slots hold another layer's groups.
+            self._clear_table()
+        self._fetch = self._fetch_fused(query, end_unit) or self._fetch_in_steps(query, end_unit)
+        plan = self._fetch.plan
+        wanted, hit = plan.num_wanted - plan.num_reused, plan.num_hit - plan.num_reused
+        setup.phase.units_wanted += wanted
+        setup.phase.units_hit += hit
+        setup.phase.units_reused += plan.num_reused
+        end = time.perf_counter()
+        setup.phase.predict_s += end - start
+        if setup.tracer is not None:
+            setup.tracer.add(
+                "select", "select", int(start * 1e9), int(end * 1e9), layer=self.layer_idx,
+                wanted=wanted, hit=hit,
+            )  # fmt: skip
+
+    def _fetch_fused(self, query: Tensor, end_unit: int) -> Fetch | None:
+        if not self.may_fuse or not self._is_even:
+            return None
+        return self._fused.begin(
+            self.index, self.table, self.replacement, self.setup.units.table, query,
+            (self._lowest_unit, end_unit), self.setup.plan.selected_groups,
+        )  # fmt: skip
+
+    def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
+        selection = self.policy.select(
+            self.index, query, self._first_unit, end_unit, self.setup.plan.selected_groups
+        )
+        self.tell_replacement()
+        plan = plan_fetch(selection, self.table, self.replacement)
+        return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
+
+    @property
+    def has_prefetched(self) -> bool:
+        """Whether what the table says is on its way into slots that are shared."""
+        return False
+
+    def slots_landed(self) -> None:
+        """The slots are as this step wants them; another pool's may be filled meanwhile."""
+
+    def tell_replacement(self) -> None:
+        """Tell the replacement policy what the slots hold, where it wants to know."""
+
+    def read_missing(self, plan: FetchPlan) -> PendingRead:
+        """Submit the reads of what a selection misses."""
+        table = self.setup.units.table
+        self.transfer.drain()
+        if len(table) == 1:
+            return self.transfer.read(table[0].take(plan.units), plan.slots)
+        units = table[plan.rows, plan.units]
+        return self.transfer.read(units, plan.rows * self.pool.slots_per_row + plan.slots)
+
+    def _all_resident(self, end_unit: int) -> bool:
+        first = self._lowest_unit
+        plan = self.setup.plan
+        if plan.shared_pools or plan.compact or plan.num_slots < end_unit - first:
+            return False
+        return bool((self.table.slot_of[:, first:end_unit] >= 0).all())
+
+    def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
+        if self._fetch is None:
+            return None
+        (selection, plan, pending), self._fetch = self._fetch, None
+        if pending is not None:
+            self._land(pending)
+            self._show(plan)
+            keys = self.index.rebuild_keys(plan.rows, plan.units)
+            if keys is not None:
+                self.pool.write_keys(plan.rows, plan.slots, keys)
+        return selection, plan
+
+    def _show(self, plan: FetchPlan) -> None:
+        """Make the landed slots visible, padding excepted."""
+        if self._slots_full and self._visible is None:
+            return
+        device = self.pool.mask.device
+        rows = torch.from_numpy(plan.rows).to(device)
+        slots = torch.from_numpy(plan.slots).to(device)
+        if self._visible is None:
+            self.pool.slot_mask[rows, slots] = 0.0
+            self._slots_full = bool((self.table.unit_in >= 0).all())
+            return
+        group_tokens = self.setup.plan.group_tokens
+        first = torch.from_numpy(plan.units).to(device) * group_tokens
+        positions = first[:, None] + torch.arange(group_tokens, device=device)
+        positions = positions.clamp(max=self._visible.shape[1] - 1)
+        shown = self._visible[rows[:, None], positions]
+        mask = torch.zeros(shown.shape, dtype=self.pool.mask.dtype, device=device)
+        self.pool.slot_mask[rows, slots] = mask.masked_fill_(~shown, NEGATIVE_INFINITY)
+
+    # Attention --------------------------------------------------------------------------------
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `LayerCache.attend`; one new token decodes over the selection."""
+        if call.query.shape[2] != 1 or self.length == 0:
+            self.drop_fetch()
+            self._fit.check(self.index, self.length + call.query.shape[2], decoding=False)
+            self._fit.keep(self.index, call.query)
+            return self.attend_exactly(call)
+        if self._fetch is None:
+            self.begin(call.query[:, :, 0])
+        self.append(call.keys, call.values, call.visible)
+        fetched = self._finish_fetch()
+        self.slots_landed()
+        if self.setup.plan.shared_pools:
+            self.pool.tail_tokens().copy_(self.window.tokens)
+            self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+        if self.observer is not None:
+            self.observer(self.layer_idx, self._attended(fetched))
+        if fetched is not None and self.index.observes:
+            selection, plan = fetched
+            self.index.observe(selection, slot_weights(self.pool, call, plan.selected_slots))
+        shown = self.attended_mask(None if fetched is None else fetched[1])
+        if self._compact is None and call.sink_logits is None and call.softcap is None:
+            out = decode_attention(call.query, self.pool.tokens, shown, call.scaling)
+            return out.to(call.query.dtype).transpose(1, 2)
+        keys, values, mask = self.pool.keys, self.pool.values, shown
+        if self._compact is not None and fetched is not None:
+            keys, values, mask = self._compact.gather(self.pool, fetched[1].selected_slots)
+        total = AttentionSum(call)
+        total.add(keys, values, mask)
+        return total.result()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a step attends to what it selected alone, and not to all that slots hold."""
+        return self._compact is not None
+
+    def attended_mask(self, plan: FetchPlan | None) -> Tensor:
+        """What of the pool a step attends to, additive; plan: None where nothing was selected.
+
+        Returns:
+            [rows, places]
+        """
+        return self.pool.mask
+
+    def _attended(self, fetched: tuple[Selection, FetchPlan] | None) -> Tensor:
+        """True for each token that this step sees. bool [rows, length]"""
+        gathered = None
+        if self.gathers and fetched is not None:
+            gathered = fetched[1].selected_slots
+        plan = self.setup.plan
+        first_groups = self._first_unit - plan.sink_slots
+        return attended_tokens(self.pool, self.table, plan, first_groups, self.length, gathered)
+
+    # The index --------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        """See `LayerCache.append`; remembers padding for the slots."""
+        self._visible = visible
+        super().append(keys, values, visible)
+
+    def _set_first_groups(self, first_group: Tensor) -> None:
+        super()._set_first_groups(first_group)
+        first = first_group.cpu().numpy()
+        self.index.see_start(first)
+        self._set_first_units(first + self.setup.plan.sink_slots)
+
+    def on_closed(self, keys: Tensor, first_group: int) -> None:
+        """See `LayerCache.on_closed`."""
+        require_finite(keys, self.layer_idx)
+        if self.index.ready:
+            self.index.append(keys, first_group * self.setup.plan.group_tokens)
+
+    def make_index(self, query: Tensor | None = None) -> None:
+        """Make the index from the prompt's own keys when there is none, and count the time.
+
+        Args:
+            query: the first decode query, where one is known; for indexes that want queries of the
+                prompt and have seen none. [batch, num_heads, head_dim]
+        """
+        self._fit.check(self.index, self.length, decoding=True)
+        if self.index.ready:
+            return
+        start = time.perf_counter()
+        self.setup.indexing.tell(self.layer_idx, 0.0)
+        if not self._fit.make(self.index, query, self.ensure_index):
+            return
+        self.setup.indexing.tell(self.layer_idx, 1.0)
+        self.setup.phase.index_s += time.perf_counter() - start
+
+    def ensure_index(self) -> bool:
+        """Make the basis from the prompt's own keys, then index what closed.
+
+        Returns:
+            Whether there was anything to index.
+        """
+        closed = self.length // self.setup.plan.group_tokens
+        if closed == 0:
+            return False
+        self.drain()
+        sequences = self.setup.plan.batch // self.setup.rows_per_sequence
+        groups = sample_groups(closed, sequences, self.setup.plan.group_tokens)
+        self.forget_slots()
+        size = self._blocks(0, closed)[0][1]
+        sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
+        self._fit.tell(self.index)
+        group_tokens = self.setup.plan.group_tokens
+        positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
+        self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
+        self._fit.tokens = closed * group_tokens
+        if self.index.looks_first:
+            for first, end, _ in self._blocks(0, closed):
+                self.index.look(self._read_keys(np.arange(first, end)), first * group_tokens)
+        self._index_groups(0, closed)
+        return True
+
+    def _index_groups(self, first_group: int, end_group: int) -> None:
+        """Take the keys of groups that are on disk into the index."""
+        for first, end, _ in self._blocks(first_group, end_group):
+            keys = self._read_keys(np.arange(first, end))
+            self.index.append(keys, first * self.setup.plan.group_tokens)
+
+    def _read_keys(self, groups: NDArray[np.int64]) -> Tensor:
+        """Keys of some groups of every row. [batch, tokens, kv_heads, head_dim]"""
+        slots = np.arange(len(groups))
+        units = self.setup.units.table[:, groups].reshape(-1)
+        self._land(self.transfer.read(units, self.pool_rows(slots)))
+        places = len(groups) * self.setup.plan.group_tokens
+        keys = self.pool.tokens[:, :places, 0].clone()
+        require_finite(keys, self.layer_idx)
+        return keys
+
+    def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
+        """See `LayerCache.restore`; the index is as it was, or made from the keys.
+
+        Args:
+            state: what `KeyIndex.state` gave where the tokens were taken in.
+
+        Raises:
+            FetchError: a read failed.
+            ConfigError: the state is another index's.
+        """
+        first = self.length // self.setup.plan.group_tokens
+        super().restore(length)
+        if state is not None:
+            self.index.load_state(state, length // self.setup.plan.group_tokens)
+        elif self.index.ready:
+            self._index_groups(first, length // self.setup.plan.group_tokens)
+
+    def index_state(self) -> dict[str, Tensor] | None:
+        """What `restore` goes on from; the index is made first where there is none."""
+        self.make_index()
+        return self.index.state(self.length // self.setup.plan.group_tokens)
+
+    # Changes of shape -------------------------------------------------------------------------
+
+    def forget_slots(self) -> None:
+        """See `LayerCache.forget_slots`."""
+        self.drop_fetch()
+        self._clear_table()
+        super().forget_slots()
+
+    def _clear_table(self) -> None:
+        self.table.clear()
+        self._slots_full = False
+        if self.setup.plan.shared_pools:
+            self.pool.hide_slots()
+
+    def drop_fetch(self) -> None:
+        """Give up a fetch that will not be attended to."""
+        if self._fetch is not None:
+            pending = self._fetch[2]
+            self._fetch = None
+            self._clear_table()
+            self.pool.hide_slots()
+            if pending is not None:
+                pending.drop()
+
+    def take_rows_from(self, other: Layer, rows: Tensor) -> None:
+        """See `LayerCache.take_rows_from`; slots move along when the layer is the same."""
+        assert isinstance(other, RetrievalLayer)
+        other.drop_fetch()
+        super().take_rows_from(other, rows)
+        self.index.take_rows_from(other.index, rows)
+        rows_np: NDArray[np.int64] = rows.cpu().numpy()
+        self._set_first_units(other._first_unit[rows_np])
+        self._visible = None if other._visible is None else other._visible[rows]
+        self._fit.take_rows_from(other._fit, rows)
+        if other is self and not self.setup.plan.shared_pools:
+            end = self.pool.slot_places
+            copy_rows(self.pool.tokens[:, :end], self.pool.tokens[:, :end], rows)
+            copy_rows(self.pool.mask[:, :end], self.pool.mask[:, :end], rows)
+            self.table = self.table.copy_rows(rows_np)
+            self.replacement = self.replacement.copy_rows(rows_np)
+
+    def crop(self, length: int) -> None:
+        """See `LayerCache.crop`; a row that has only padding left begins with what comes next."""
+        super().crop(length)
+        self._fit.crop(length)
+        first = self._first_unit - self.setup.plan.sink_slots
+        end = length // self.setup.plan.group_tokens
+        if first.max() > end:
+            self._set_first_groups(torch.from_numpy(first.clip(max=end)).to(self.setup.device))
+
+    def reset(self) -> None:
+        """See `LayerCache.reset`."""
+        self.drop_fetch()
+        super().reset()
+        self._fit.reset()
+        self.index.forget_fit()
+        self._visible = None
+        self.index.see_start(np.zeros_like(self._first_unit))
+        self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
+
+    def close(self) -> None:
+        """See `LayerCache.close`."""
+        close_all(self.drop_fetch, self.index.close)

@@ -1,0 +1,188 @@
+"""How policies divide a budget: the parts that every plan has."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.core.errors import ConfigError
+from penstock.core.slot_plan import SizingRequest, SlotPlan, host_groups
+from penstock.engine.device_tier.device_index import StepClock
+from penstock.engine.device_tier.scored_units import ScoredUnits
+from penstock.engine.policy import ceil_div
+from penstock.engine.tiers.slot_table import SlotTable
+from penstock.kernels.device.slots import FetchLists
+
+PlanBuilder = Callable[[int], SlotPlan]
+"""From a number of slots to a priced plan."""
+
+STREAM_SLOT_TOKENS = 4096
+"""Tokens of the two halves of a stream buffer together."""
+
+
+STREAM_BLOCK_TOKENS = 2048
+"""Most tokens of one block of a row that streams from host memory through a GPU's."""
+STREAM_BLOCK_BYTES = 64 << 20
+"""Most bytes of one such block, all rows together."""
+STREAM_BLOCK_SHARE = 32
+"""A block is at most one part in so many of a sequence."""
+
+
+def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> SlotPlan:
+    """Plan for methods that stream everything: two shared pools and a small window per layer.
+
+    Raises:
+        BudgetError: the budget holds less than two groups per pool.
+    """
+    slots = max(2, min(STREAM_SLOT_TOKENS, 2 * request.max_tokens) // group_tokens)
+    if request.device_tier:
+        slots = 2  # the past streams through blocks of its own
+
+    def build(num_slots: int) -> SlotPlan:
+        return make_plan(
+            request, group_tokens=group_tokens, num_slots=num_slots, selected_groups=0,
+            sink_slots=0, ring_slots=2, shared_pools=True, compact=False, index_bytes=0,
+            scratch_bytes=0,
+        )  # fmt: skip
+
+    request.require(build(2).total_bytes, what)
+    return largest_plan(request, build, 2, slots)
+
+
+def resident_plan(request: SizingRequest) -> SlotPlan:
+    """The plan that keeps the whole cache in memory and needs no store."""
+    size = request.shape.full_cache_bytes(request.batch, request.max_tokens)
+    # One additive mask per row serves all layers.
+    mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
+    return SlotPlan(
+        batch=request.batch, max_groups=request.max_tokens, group_tokens=1, num_slots=0,
+        selected_groups=0, sink_slots=0, ring_slots=0, shared_pools=False, compact=False,
+        index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
+        pool_bytes=size,
+    )  # fmt: skip
+
+
+def whole_layers_apart(
+    request: SizingRequest, full_layers: int
+) -> tuple[SizingRequest, SlotPlan | None]:
+    """The layers that retrieve, with the budget that the whole ones leave them, and the plan of the
+    whole ones (None where there are none); `with_whole_layers` puts the two together.
+
+    Raises:
+        ConfigError: nothing is left to retrieve for.
+    """
+    if not full_layers:
+        return request, None
+    layers, limit = request.shape.num_layers, request.limit_bytes
+    if full_layers >= layers:
+        raise ConfigError(
+            f"full_layers={full_layers} leaves none of {layers} layers to retrieve for; the policy "
+            "full keeps all"
+        )
+    whole = resident_plan(replace(request, shape=request.shape.of_layers(full_layers)))
+    if request.device_tier:  # a mask for each of them
+        whole = replace(whole, fixed_bytes=full_layers * whole.fixed_bytes)
+    rest = replace(
+        request, shape=request.shape.of_layers(layers - full_layers),
+        limit_bytes=None if limit is None else limit - whole.total_bytes,
+    )  # fmt: skip
+    return rest, whole
+
+
+def with_whole_layers(plan: SlotPlan, whole: SlotPlan | None) -> SlotPlan:
+    """The plan of the layers that retrieve, and of those beside them that stay whole."""
+    if whole is None:
+        return plan
+    return replace(
+        plan, pool_bytes=plan.pool_bytes + whole.pool_bytes,
+        fixed_bytes=plan.fixed_bytes + whole.fixed_bytes,
+    )  # fmt: skip
+
+
+def make_plan(
+    request: SizingRequest,
+    *,
+    group_tokens: int,
+    num_slots: int,
+    selected_groups: int,
+    sink_slots: int,
+    ring_slots: int,
+    shared_pools: bool,
+    compact: bool,
+    index_bytes: int,
+    scratch_bytes: int,
+    score_tokens: int = 0,
+) -> SlotPlan:
+    """Price one division of the memory; pure arithmetic.
+
+    Args:
+        ring_slots: made at least 2, a closed group beside the unfinished one.
+    """
+    ring_slots = max(2, ring_slots)
+    shape, batch = request.shape, request.batch
+    max_groups = ceil_div(request.max_tokens, group_tokens)
+    unit_bytes = group_tokens * shape.token_bytes
+    tail = sink_slots + ring_slots
+    shared_pools = shared_pools and not request.device_tier
+    pools = 2 if shared_pools else shape.num_layers
+    pool_rows = pools * batch * (num_slots + tail)
+    mask_rows = shape.num_layers * batch * (num_slots + tail)
+    if shared_pools:
+        pool_rows += shape.num_layers * batch * tail
+        mask_rows += shape.num_layers * batch * tail
+    mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
+    staging_rows = 0
+    if not (request.is_direct(group_tokens) or request.device_tier):
+        staging_rows = batch * max(selected_groups, num_slots // 2, 1)
+    fixed = mask_bytes + scratch_bytes + 8 * batch * max_groups
+    staging_bytes = 3 * staging_rows * request.row_bytes(group_tokens)
+    if request.device_is_cpu:
+        fixed += staging_bytes
+    if request.device_tier:
+        block = stream_block_units(batch, unit_bytes, group_tokens, max_groups)
+        fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes
+        fixed += StepClock.num_bytes(batch)
+        fixed += shape.num_layers * _device_table_bytes(
+            batch, num_slots, max_groups, max(1, selected_groups)
+        )
+        row_bytes = host_groups(max_groups, unit_bytes) * unit_bytes
+        staging_bytes = shape.num_layers * batch * row_bytes
+    elif selected_groups:
+        fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
+    if compact:
+        fixed += batch * (selected_groups + tail) * (unit_bytes + group_tokens * 4)
+    return SlotPlan(
+        batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
+        selected_groups=selected_groups, sink_slots=sink_slots, ring_slots=ring_slots,
+        shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
+        unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
+        host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
+    )  # fmt: skip
+
+
+def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_groups: int) -> int:
+    """Units of one block of a row that streams from host memory through a GPU's."""
+    fitting = STREAM_BLOCK_BYTES // (batch * unit_bytes)
+    share = ceil_div(max_groups, STREAM_BLOCK_SHARE)
+    return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share))
+
+
+def _device_table_bytes(batch: int, num_slots: int, max_groups: int, selected: int) -> int:
+    """One layer's tables of the device tier: slots and units, the lists, the selection."""
+    tables = SlotTable.num_bytes(batch, num_slots, max_groups) + 4 * batch
+    selection = ScoredUnits.num_bytes(rows=batch, max_units=max_groups, wanted=selected)
+    return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
+
+
+def largest_plan(
+    request: SizingRequest, build: PlanBuilder, fewest_slots: int, most_slots: int
+) -> SlotPlan:
+    """The plan with the most slots that the budget allows; `build(fewest_slots)` must fit."""
+    if request.limit_bytes is None or build(most_slots).total_bytes <= request.limit_bytes:
+        return build(most_slots)
+    low, high = fewest_slots, most_slots
+    while high - low > 1:
+        middle = (low + high) // 2
+        if build(middle).total_bytes <= request.limit_bytes:
+            low = middle
+        else:
+            high = middle
+    return build(low)

@@ -1,1 +1,0 @@
-"""Compact in-memory summaries of the keys that rank units for a query."""

@@ -1,1 +1,0 @@
-"""Indexes whose state and decisions stay on the device: no decode step waits for the host."""

@@ -1,0 +1,30 @@
+"""POLICIES, the table of methods: one file per method, one method per file."""
+
+from penstock.engine.policy import SelectionPolicy
+from penstock.methods.baselines.arkvale import ArkVale
+from penstock.methods.baselines.clusterkv import ClusterKV
+from penstock.methods.baselines.flexgen import FlexGen
+from penstock.methods.baselines.full import Full
+from penstock.methods.baselines.h2o import H2O
+from penstock.methods.baselines.infinigen import InfiniGen, InfiniGenStar, InfiniGenStarReuse
+from penstock.methods.baselines.leoam import LeoAM
+from penstock.methods.baselines.loki import Loki
+from penstock.methods.baselines.pqcache import PQCache
+from penstock.methods.baselines.quest import Quest
+from penstock.methods.baselines.raas import RaaS
+from penstock.methods.baselines.shadowkv import ShadowKV
+from penstock.methods.baselines.snapkv import SnapKV
+from penstock.methods.baselines.streaming_llm import StreamingLLM
+from penstock.methods.dynakv.policy import DynaKV
+from penstock.methods.hillinfer.policy import HillInfer
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.louiskv.policy import LouisKV
+
+_ALL: tuple[type[SelectionPolicy], ...] = (
+    KVSwap, Full, FlexGen, ShadowKV, Loki, InfiniGenStarReuse, InfiniGenStar, InfiniGen, Quest,
+    ArkVale, PQCache, ClusterKV, LeoAM, LouisKV, DynaKV, HillInfer, SnapKV, H2O, RaaS, StreamingLLM,
+)  # fmt: skip
+POLICIES: dict[str, type[SelectionPolicy]] = {policy.name: policy for policy in _ALL}
+"""Every method by the name that the command line uses."""
+
+__all__ = ["POLICIES", "FlexGen", "Full", "KVSwap", "Quest", "SelectionPolicy"]

@@ -1,0 +1,34 @@
+"""StreamingLLM: attention sinks and the most recent tokens. Source: arXiv 2309.17453."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.slot_plan import SizingRequest
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import IndexRequest, SelectionPolicy
+from penstock.engine.retrieval_policy import IndexSize
+from penstock.methods.baselines.forgetting import ForgettingPolicy
+from penstock.methods.baselines.recency import RecencyIndex
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(ForgettingPolicy):
+    """The first tokens and the newest ones; nothing is ranked.
+
+    Source: StreamingLLM (arXiv 2309.17453), section 3.2: four sinks and a rolling cache.
+
+    Differences: the rolling cache is the window and the `selected_tokens` before it; tokens keep
+    the positions that they have in the text (the original counts positions within its cache, so
+    that texts may be longer than the model's positions); the prompt is attended to in full (the
+    original may roll through it); dropped tokens stay in the store, unread.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+
+    def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
+        """See `BaselinePolicy.index_sizes`: positions alone, and their scores."""
+        return [(self, IndexSize(0, 8 * request.max_tokens))]
+
+    def make_index(self, request: IndexRequest) -> KeyIndex:
+        """See `SelectionPolicy.make_index`."""
+        return RecencyIndex(selected_groups=request.selected_groups)

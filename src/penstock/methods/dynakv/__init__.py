@@ -1,0 +1,1 @@
+"""DynaKV: clusters that follow the decode."""

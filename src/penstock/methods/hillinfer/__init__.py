@@ -1,0 +1,1 @@
+"""HillInfer: hot and cold pools, scoring near the storage."""

@@ -1,0 +1,308 @@
+"""A near-storage device as a process: owns the cold pool's files, scores keys where they lie.
+
+Started by `NearDevice`; reads one `Configure`, then serves until its socket closes. It needs
+neither torch nor the model, and ends when the cache that started it does.
+"""
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import FetchError, PenstockError, StorageError
+from penstock.devices.presets import PRESETS
+from penstock.devices.throttle import Throttle
+from penstock.kernels.native import compiled
+from penstock.methods.hillinfer.near_storage import protocol, shared_memory
+from penstock.methods.hillinfer.near_storage.cold_keys import UNMAPPED, ColdKeys, ScoredBlock
+from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import Int64Array, KVFile
+from penstock.storage.open_files import Descriptors, FileSet, wrap_descriptors
+from penstock.storage.throttled_file import ThrottledFile
+
+ENCODE_UNITS = 4096
+"""Units that are read back at a time to make their codes again."""
+
+
+class Device:
+    """Files, codes and the answers to requests; knows nothing of sockets but how to send."""
+
+    def __init__(
+        self, settings: DeviceSettings, files: FileSet, memory: NDArray[np.uint8],
+        send: Callable[[int, protocol.Message], None],
+    ) -> None:  # fmt: skip
+        s = self.settings = settings
+        self.files: list[KVFile] = list(files.files)
+        if s.simulate:
+            throttle = Throttle(PRESETS[s.simulate])
+            self.files = [ThrottledFile(file, throttle) for file in self.files]
+        self.memory = memory
+        self.address = int(memory.__array_interface__["data"][0])
+        self.areas = [s.division.area(memory, i) for i in range(shared_memory.NUM_AREAS)]
+        self.keys = [ColdKeys(s) for _ in range(s.layers)]
+        self._coded = [np.zeros(k.codes.num_units, dtype=np.bool_) for k in self.keys]
+        """Units of a layer whose codes this process has made. [units]"""
+        self._coding = threading.Lock()  # what is written goes before what a file had
+        self.row_bytes = -(-s.unit_bytes // self.files[0].sector_bytes) * self.files[0].sector_bytes
+        self._send = send
+        self._scored: int = 0
+
+    def _piece(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        if start < 0 or num_bytes < 0 or start + num_bytes > len(self.memory):
+            raise protocol.ProtocolError("a piece beyond the shared memory")
+        return self.memory[start : start + num_bytes]
+
+    def file(self, layer: int) -> KVFile:
+        """The file of one layer.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        if not 0 <= layer < len(self.files):
+            raise protocol.ProtocolError(f"layer {layer} of {len(self.files)}")
+        return self.files[layer]
+
+    # Bytes ------------------------------------------------------------------------------------
+
+    def write(self, message: protocol.Write) -> None:
+        """Write whole units, and make the codes of their keys."""
+        data = self._piece(message.start, message.num_bytes)
+        self.file(message.layer).write_at(message.offset, data)
+        first, rest = divmod(message.offset, self.row_bytes)
+        if rest or message.num_bytes % self.row_bytes:
+            raise protocol.ProtocolError("a write that is not of whole units")
+        raw = data.reshape(-1, self.row_bytes)
+        self._put(message.layer, np.arange(first, first + len(raw)), raw)
+
+    def _put(
+        self, layer: int, units: Int64Array, raw: NDArray[np.uint8], *, missing: bool = False
+    ) -> None:
+        """Make the codes of some units; with `missing` only of those that have none."""
+        with self._coding:
+            if missing:
+                left = ~self._are_coded(layer, units)
+                units, raw = units[left], raw[left]
+            self.keys[layer].put(units, raw)
+            self._are_coded(layer, units)
+            self._coded[layer][units] = True
+
+    def _are_coded(self, layer: int, units: Int64Array) -> NDArray[np.bool_]:
+        coded = self._coded[layer]
+        if (most := int(units.max(initial=-1)) + 1) > len(coded):
+            more = np.zeros(max(most, len(coded) * 5 // 4) - len(coded), dtype=np.bool_)
+            coded = self._coded[layer] = np.concatenate([coded, more])
+        found: NDArray[np.bool_] = coded[units]
+        return found
+
+    def read(self, message: protocol.Read) -> None:
+        """Read pieces side by side; neighbours on the disk are one read."""
+        lists = self._piece(message.start, 16 * message.count).view(np.int64)
+        offsets, lengths = lists[: message.count].copy(), lists[message.count :].copy()
+        if (lengths <= 0).any() or (offsets < 0).any():
+            raise protocol.ProtocolError("a read of nothing, or before the file")
+        self._piece(message.target, int(lengths.sum()))
+        begins = np.cumsum(lengths) - lengths + (self.address + message.target)
+        offsets, lengths, begins = _joined(offsets, lengths, begins)
+        self.file(message.layer).submit_reads(offsets, lengths, begins, self.memory).wait()
+
+    def map(self, message: protocol.Map) -> None:
+        """Learn where tokens are; after a restart codes that are missing are made from the file."""
+        s, keys = self.settings, self.keys[message.layer]
+        if message.first < 0 or message.first + message.count > s.max_tokens:
+            raise protocol.ProtocolError("tokens beyond max_tokens")
+        raw = self._piece(message.start, 8 * s.rows * message.count).view(np.int64)
+        units = raw.reshape(s.rows, message.count).copy()
+        if (units < UNMAPPED).any():
+            raise protocol.ProtocolError("a unit before the first")
+        if message.encode:
+            self._encode(message.layer, np.unique(units[units != UNMAPPED]))
+        keys.map(message.first, units)
+
+    def _encode(self, layer: int, units: Int64Array) -> None:
+        units = units[~self._are_coded(layer, units)]
+        for first in range(0, len(units), ENCODE_UNITS):
+            part = units[first : first + ENCODE_UNITS]
+            buffer = AlignedBuffer(len(part), self.row_bytes)
+            lengths = np.full(len(part), self.row_bytes, dtype=np.int64)
+            begins = buffer.address + np.arange(len(part), dtype=np.int64) * self.row_bytes
+            pieces = _joined(part * self.row_bytes, lengths, begins)
+            self.file(layer).submit_reads(*pieces, buffer).wait()
+            self._put(layer, part, buffer.array, missing=True)
+
+    # Scores -----------------------------------------------------------------------------------
+
+    def score(self, request: int, message: protocol.Score) -> bool:
+        """Begin a score request; returns whether it waits for normalisers."""
+        s, keys, area = self.settings, self.keys[message.layer], self._area(message.area)
+        tokens = s.rows * s.max_tokens
+        if (
+            max(message.end, message.first + message.count) > s.max_tokens
+            or max(message.promoted, message.demoted) > tokens
+            or message.count > shared_memory.MOST_NEW
+        ):
+            raise protocol.ProtocolError("a score request beyond max_tokens")
+        promoted, demoted = area.promoted[: message.promoted], area.demoted[: message.demoted]
+        for moved in (promoted, demoted):
+            if len(moved) and not 0 <= int(moved.min()) <= int(moved.max()) < tokens:
+                raise protocol.ProtocolError("a moved token beyond max_tokens")
+        if message.count:
+            units = area.units[: s.rows * message.count].reshape(s.rows, message.count)
+            keys.map(message.first, units.copy())
+        keys.change(promoted, demoted, reset=message.reset)
+        if s.rule == "attention":
+            area.log_sums[:] = keys.log_sums(area.query, message.end)
+            self._scored = message.layer
+            self._send(request, protocol.Logits(message.area))
+            return True
+        self._send_blocks(request, message.area, keys.blocks_of_products(area.query, message.end))
+        return False
+
+    def normalise(self, request: int, message: protocol.Normalise) -> None:
+        """Send the blocks of a request whose logits are there."""
+        area, keys = self._area(message.area), self.keys[self._scored]
+        self._send_blocks(request, message.area, keys.blocks_of_shares(area.normalisers))
+
+    def _area(self, i: int) -> shared_memory.Area:
+        if not 0 <= i < len(self.areas):
+            raise protocol.ProtocolError(f"area {i} of {len(self.areas)}")
+        return self.areas[i]
+
+    def _send_blocks(self, request: int, i: int, blocks: Iterator[ScoredBlock]) -> None:
+        area, at = self.areas[i], 0
+        for number, block in enumerate(blocks):
+            end = at + len(block.positions)
+            area.positions[at:end], area.scores[at:end] = block.positions, block.scores
+            self._send(request, protocol.Block(number, block.row, at, end - at))
+            at = end
+
+
+def _joined(
+    offsets: Int64Array, lengths: Int64Array, begins: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Reads that follow each other in the file and in memory, as one each."""
+    if len(offsets) < 2:
+        return offsets, lengths, begins
+    apart = (offsets[1:] != offsets[:-1] + lengths[:-1]) | (
+        begins[1:] != begins[:-1] + lengths[:-1]
+    )
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    return offsets[first], np.add.reduceat(lengths, first), begins[first]
+
+
+class Server:
+    """Serves the connections, each on a thread of its own and in order."""
+
+    def __init__(self, scores: socket.socket, others: list[socket.socket]) -> None:
+        self._scores, self._others = scores, others
+        self._device: Device | None = None
+
+    def send(self, connection: socket.socket, request: int, message: protocol.Message) -> None:
+        """Send one message."""
+        connection.sendall(protocol.pack(request, message))
+
+    def serve(self, memory: int) -> None:
+        """Answer until the other side goes. memory: descriptor of the shared memory."""
+        reader = protocol.Reader(self._scores)
+        received = reader.receive()
+        if received is None:
+            return
+        self._configure(*received, memory)
+        for other in self._others:
+            job = partial(self._work, other, protocol.Reader(other))
+            threading.Thread(target=job, daemon=True).start()
+        self._work(self._scores, reader)
+
+    def _configure(self, request: int, message: protocol.Message, memory: int) -> None:
+        if not isinstance(message, protocol.Configure):
+            raise protocol.ProtocolError("the first message must be Configure")
+        numbers = message.values.pop("descriptors")
+        compiled.limit(message.values.pop("kernels"))
+        settings = DeviceSettings.from_json(message.values)
+        try:
+            files = _open(settings, numbers)
+            bulk = shared_memory.attach(memory, settings.division.num_bytes)
+            self._device = Device(settings, files, bulk, partial(self.send, self._scores))
+        except (PenstockError, OSError) as error:
+            self.send(self._scores, request, _failed(error))
+            raise
+        first = self._device.files[0]
+        self.send(self._scores, request, protocol.Ready({
+            "sector_bytes": first.sector_bytes, "is_direct": first.is_direct,
+            "description": files.description,
+        }))  # fmt: skip
+
+    def _work(self, connection: socket.socket, reader: protocol.Reader) -> None:
+        """Carry out the requests of one connection in their order until it ends."""
+        begun = 0  # what a request in two rounds has taken already
+        with contextlib.suppress(OSError):  # the other side has gone
+            while (received := reader.receive()) is not None:
+                request, message = received
+                start = time.perf_counter_ns()
+                try:
+                    waits = self._carry_out(request, message)
+                    took = time.perf_counter_ns() - start + begun
+                    begun = took if waits else 0
+                    if waits:
+                        continue  # the answer comes after the second round
+                    answer: protocol.Message = protocol.Done(took)
+                except Exception as error:  # whatever it is, the other side must not wait for it
+                    answer = _failed(error)
+                self.send(connection, request, answer)
+
+    def _carry_out(self, request: int, message: protocol.Message) -> bool:
+        """Do what one request asks; returns whether another message of it will come."""
+        device = self._device
+        assert device is not None
+        match message:
+            case protocol.Reserve():
+                device.file(message.layer).reserve(message.num_bytes)
+            case protocol.Write():
+                device.write(message)
+            case protocol.Read():
+                device.read(message)
+            case protocol.Sync():
+                device.file(message.layer).sync()
+            case protocol.Map():
+                device.map(message)
+            case protocol.Score():
+                return device.score(request, message)
+            case protocol.Normalise():
+                device.normalise(request, message)
+            case _:
+                raise protocol.ProtocolError(f"{type(message).__name__} is not for a device")
+        return False
+
+
+def _open(settings: DeviceSettings, numbers: list[int]) -> FileSet:
+    files = wrap_descriptors(Descriptors(settings.directory, numbers, settings.direct))
+    return files._replace(description="memory") if settings.in_memory else files
+
+
+def _failed(error: BaseException) -> protocol.Failed:
+    kind = type(error).__name__
+    if not isinstance(error, StorageError) or isinstance(error, protocol.ProtocolError):
+        kind = FetchError.__name__
+    return protocol.Failed({"error": kind, "message": str(error) or type(error).__name__})
+
+
+def main(arguments: list[str], server: type[Server] = Server) -> int:
+    """Serve on the sockets and the shared memory whose descriptors are given."""
+    *connections, memory = (int(number) for number in arguments)
+    scores, *others = (socket.socket(fileno=number) for number in connections)
+    try:
+        server(scores, others).serve(memory)
+    except (PenstockError, OSError) as error:
+        sys.stderr.write(f"penstock: near-storage device: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""NearStore: a KVStore whose files near-storage devices own, and their scorer."""
+
+from penstock.core.closing import close_all
+from penstock.devices.presets import PRESETS
+from penstock.methods.hillinfer.near_storage.device_client import NearDevice
+from penstock.methods.hillinfer.near_storage.remote_file import RemoteFile
+from penstock.methods.hillinfer.near_storage.scorer import RemoteScorer
+from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, ScoreSettings
+from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
+from penstock.methods.hillinfer.near_storage.stripes import Stripes
+from penstock.storage.file import KVFile
+from penstock.storage.store import KVStore, parse_location
+
+
+class NearStore(KVStore):
+    """The units of every layer with one or several devices; `scorer` scores what is cold there."""
+
+    def __init__(self, devices: list[NearDevice]) -> None:
+        """Take over started devices of the same settings."""
+        stripes, settings = Stripes(len(devices)), devices[0].settings
+        files: list[KVFile] = []
+        for layer in range(settings.layers):
+            remote = [RemoteFile(device, layer) for device in devices]
+            if len(devices) == 1:
+                files.append(remote[0])
+            else:
+                files.append(StripedFile(list(remote), stripes, remote[0].unit_stride))
+        how = (
+            "a near-storage device" if len(devices) == 1 else f"{len(devices)} near-storage devices"
+        )
+        where = devices[0].description
+        if settings.simulate:
+            profile = PRESETS[settings.simulate]
+            megabytes = f"{profile.bandwidth / 1e6:.0f} MB/s"
+            where = f"simulated {profile.title} ({megabytes}) over {where}"
+        super().__init__(
+            files, settings.unit_bytes, f"{where}, not encrypted, behind {how}",
+            lambda: _close_all(devices),
+        )  # fmt: skip
+        self.devices = devices
+        self.scorer = RemoteScorer(devices, stripes)
+
+    @classmethod
+    def open(
+        cls, location: str, settings: ScoreSettings, *, layers: int, unit_bytes: int,
+        devices: int = 1, timeout_s: float,
+    ) -> "NearStore":  # fmt: skip
+        """Start the devices.
+
+        Args:
+            location: as for `KVStore.create`; a simulated device is simulated by each process.
+            timeout_s: most seconds to wait for an answer.
+
+        Raises:
+            ConfigError: the location makes no sense, or this system has no Unix sockets.
+            StorageError: the directory cannot be used, or a process does not start.
+        """
+        profile, place = parse_location(location)
+        simulate = "" if profile is None else profile.name
+        whole = DeviceSettings.of(settings, layers=layers, unit_bytes=unit_bytes, simulate=simulate)
+        started: list[NearDevice] = []
+        try:
+            started.extend(NearDevice(whole, place, timeout_s=timeout_s) for _ in range(devices))
+            return cls(started)
+        except BaseException:
+            _close_all(started)
+            raise
+
+    def serve(self, rows: int) -> None:
+        """Serve a batch of so many rows; starts the devices anew for another one than before: the
+        files stay, and nothing is mapped."""
+        others = [device for device in self.devices if device.settings.rows != rows]
+        try:
+            for device in others:
+                device.renew(device.settings.for_rows(rows))
+        finally:
+            if others:
+                self.scorer.forget()
+
+
+def _close_all(devices: list[NearDevice]) -> None:
+    close_all(*(device.close for device in devices))

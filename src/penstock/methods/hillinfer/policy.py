@@ -1,0 +1,273 @@
+"""HillInfer: hot and cold pools, scored on both sides at once. Source: HillInfer, whole."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+
+from penstock.core.choices import Choice
+from penstock.core.errors import ConfigError
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.engine.key_index import KeyIndex
+from penstock.engine.layer import Layer
+from penstock.engine.layer_builder import LayerBuilder
+from penstock.engine.policy import IndexRequest, SelectionPolicy, StoreRequest, ceil_div
+from penstock.engine.retrieval_policy import BaselinePolicy, IndexSize
+from penstock.engine.sizing import largest_plan
+from penstock.kernels.key_rounding import KeyDtype
+from penstock.methods.hillinfer.hot_cold import DECAY_STEPS, HotCold, Placement
+from penstock.methods.hillinfer.index import NearIndex
+from penstock.methods.hillinfer.layer import NearLayer
+from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
+from penstock.methods.hillinfer.near_storage.near_store import NearStore
+from penstock.methods.hillinfer.near_storage.scorer import LocalScorer, Scorer
+from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rule, ScoreSettings
+from penstock.methods.hillinfer.near_work import NearWork
+from penstock.storage.store import KVStore
+
+ALPHAS = (0.2, 0.15, 0.1, 0.05)
+"""Shares of the context that a step selects, best first (section 5.3: 10 to 20 %)."""
+PLACEMENTS = ("both", "pin", "table", "naive")
+KEY_DTYPES: dict[torch.dtype, KeyDtype] = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+}  # fmt: skip
+RULES = ("attention", "products")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HillInfer(BaselinePolicy):
+    """The query goes to the keys: a near-storage device scores what is cold, the host what is hot.
+
+    Source: "HillInfer: Efficient Long-Context LLM Inference on the Edge with Hierarchical KV
+    Eviction using SmartSSD", section 4. Tokens in the slots are the hot pool, and are scored from
+    there; all others are the cold pool, which a separate process owns, keeps codes of and scores
+    (`near_storage`). Each step attends to the `alpha` most important of both; what of it was cold
+    is promoted into slots, and as much demoted, by pinning and a hit table (`HotCold`). How many
+    tokens are hot is solved from measured rates within the budget (`work_split`), again when they
+    drift.
+
+    Differences: the SmartSSD is a process on this machine; keys are cast to 8 or 4 bits once and
+    not at every step; importance is by default the share of the softmax, added over query heads,
+    which takes a second, short round, since raw products added over heads (`rule=products`, the
+    paper's CEC) rank otherwise on models with several heads; a demoted token is not written again,
+    since the device has had it since it left the window. Sinks and window are as in all methods of
+    this engine. More is stated at the parts: `ColdKeys`, `NearIndex`, `HotCold`, `work_split`.
+    """
+
+    name: ClassVar[str] = "hillinfer"
+    shares_units: ClassVar[bool] = False
+    can_keep_whole: ClassVar[bool] = False
+
+    alpha: float | None = None
+    """Share of the context that a step selects; None: 0.2, or less where the budget is tight;
+    `selected_tokens` goes before it."""
+    hot_tokens: int | None = None
+    """Tokens of the hot pool; None: solved from measured rates (Eq. 4), at most what fits."""
+    rule: Rule = "attention"
+    """Importance: "attention" or "products" (see `ScoreSettings`)."""
+    bits: int = 8
+    """Of the keys that the cold pool is scored by, 8 or 4."""
+    attend: Literal["selected", "hot"] = "selected"
+    """"selected": to what was selected; "hot": to all of the hot pool, which costs no reads."""
+    placement: Placement = "both"
+    """What decides who is demoted: "both", "pin", "table" or "naive" (see `HotCold`)."""
+    decay_steps: int = DECAY_STEPS
+    """Steps after which hits count half."""
+    near: bool = True
+    """Whether near-storage devices score the cold pool; false: this process does, with the codes in
+    its own memory."""
+    devices: int = 1
+    """Near-storage devices, over which the cold pool is striped."""
+    scorer_threads: int = 1
+    """Threads of each device, or of this process with near=false; 0: as OpenMP says."""
+    block_tokens: int = 4096
+    """Tokens of a score block."""
+    timeout_s: float = 10.0
+    """Most seconds to wait for a device before it is given up."""
+
+    free_fields: ClassVar[tuple[str, ...]] = ("selected_tokens", "reuse_tokens", "hot_tokens")
+    counters: ClassVar[tuple[str, ...]] = ("units_promoted", "units_demoted")
+    """Units that became hot, and cold again."""
+    choices: ClassVar[tuple[Choice, ...]] = (
+        Choice("alpha", (None, 0.2, 0.15, 0.1, 0.05), "share of the context that a step selects"),
+        Choice("bits", (8, 4), "bits of the keys that cold tokens are scored by"),
+    )
+
+    def __post_init__(self) -> None:
+        BaselinePolicy.__post_init__(self)
+        for name, value, known in (
+            ("rule", self.rule, RULES), ("placement", self.placement, PLACEMENTS),
+            ("bits", self.bits, (8, 4)), ("attend", self.attend, ("selected", "hot")),
+        ):  # fmt: skip
+            if value not in known:
+                raise ConfigError(f"{name}={value} is none of {', '.join(map(str, known))}")
+        if self.group_tokens != 1:
+            raise ConfigError("group_tokens must be 1: tokens move between the pools one by one")
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} must be above 0 and at most 1")
+        if self.devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
+            raise ConfigError("devices and block_tokens must be at least 1, scorer_threads 0")
+        if self.devices > 1 and not self.near:
+            raise ConfigError("devices=... wants near=true")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.hot_tokens is not None and self.hot_tokens < 2:
+            raise ConfigError(f"hot_tokens={self.hot_tokens} must be at least 2")
+        if self.reuse_tokens == 0:
+            raise ConfigError("reuse_tokens=0 leaves no hot pool; give another policy")
+
+    @property
+    def predicts(self) -> bool:
+        """See `SelectionPolicy.predicts`: layer i+1 is evaluated while layer i computes (APP)."""
+        return True
+
+    # Memory -----------------------------------------------------------------------------------
+
+    def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
+        """See `BaselinePolicy.plan`; alpha is then what the plan has room for."""
+        policy, plan = super().plan(request)
+        if plan.is_resident or self.selected_tokens is not None or self.alpha is not None:
+            return policy, plan
+        alpha = min(1.0, plan.selected_groups / request.max_tokens)
+        return replace(self, alpha=alpha), plan
+
+    def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
+        """See `BaselinePolicy.index_sizes`; there is one size."""
+        return [(self, self._size(request))]
+
+    def _size(self, request: SizingRequest) -> IndexSize:
+        settings = self.score_settings(request)
+        rows, tokens = settings.rows, settings.max_tokens
+        held = NearIndex.num_bytes(rows, tokens) + HotCold.num_bytes(rows, tokens)
+        scratch = 0
+        if self.near:
+            shape = request.shape
+            device = DeviceSettings.of(
+                settings, layers=shape.num_layers, unit_bytes=shape.token_bytes
+            )
+            scratch += self.devices * device.division.num_bytes
+        else:
+            held += ColdKeys.num_bytes(settings)
+            scratch += ColdKeys.scratch_bytes(settings)
+        return IndexSize(held, scratch)
+
+    def _build(
+        self, request: SizingRequest, size: IndexSize, selected: int, num_slots: int, *,
+        shared: bool,
+    ) -> SlotPlan:  # fmt: skip
+        held, scratch = size
+        heads = request.shape.num_query_heads
+        places = num_slots + self.window_tokens + self.sink_tokens + 2
+        scratch += HotCold.scratch_bytes(request.batch, num_slots)
+        scratch += NearIndex.scratch_bytes(request.batch, heads, places, request.max_tokens)
+        scratch += request.batch * places * request.shape.dtype.itemsize  # who is attended to
+        return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)
+
+    @property
+    def _sharing(self) -> tuple[bool, ...]:
+        return (False,)
+
+    def _selections(self, request: SizingRequest) -> list[int]:
+        if self.selected_tokens is not None:
+            return super()._selections(request)
+        if request.limit_bytes is None and self.alpha is None:
+            return [request.max_tokens]
+        alphas = ALPHAS if self.alpha is None else (self.alpha,)
+        return [max(1, math.ceil(alpha * request.max_tokens)) for alpha in alphas]
+
+    def _grow(
+        self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
+    ) -> SlotPlan:
+        """As many slots as the budget holds: the solver may want fewer, and says so later."""
+        most = request.max_tokens
+        if self.hot_tokens is not None or self.reuse_tokens is not None:
+            most = max(selected, self.hot_tokens or 0, self.reuse_tokens or 0)
+        return largest_plan(
+            request, lambda slots: self._build(request, size, selected, slots, shared=shared),
+            selected, min(most, ceil_div(request.max_tokens, 1)),
+        )  # fmt: skip
+
+    # Parts ------------------------------------------------------------------------------------
+
+    def score_settings(self, request: SizingRequest | IndexRequest) -> ScoreSettings:
+        """How cold tokens are scored, for one layer of this cache."""
+        tokens = request.max_tokens if isinstance(request, SizingRequest) else request.max_groups
+        scaling = request.scaling if isinstance(request, IndexRequest) else None
+        return self.settings_for(request.shape, request.batch, tokens, scaling)
+
+    def settings_for(
+        self, shape: KVShape, rows: int, max_tokens: int, scaling: float | None = None
+    ) -> ScoreSettings:
+        """How cold tokens of this shape are scored.
+
+        Args:
+            scaling: factor on the logits; None for 1 / sqrt(head_dim).
+        """
+        return ScoreSettings(
+            rows=rows, max_tokens=max_tokens, query_heads=shape.num_query_heads,
+            kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+            dtype=KEY_DTYPES[shape.dtype],
+            scaling=shape.head_dim**-0.5 if scaling is None else scaling,
+            rule=self.rule, bits=self.bits, block_tokens=self.block_tokens,
+            threads=self.scorer_threads,
+        )  # fmt: skip
+
+    def open_store(self, request: StoreRequest) -> KVStore:
+        """See `SelectionPolicy.open_store`: behind near-storage devices, where there are some.
+
+        Raises:
+            ConfigError: the store shall be sealed, which they cannot.
+            StorageError: a device does not start.
+        """
+        if not self.near:
+            return request.create()
+        if request.sealed is True:
+            raise ConfigError(
+                "near-storage devices keep the cache in the open; take hillinfer with near=False, "
+                "or another policy"
+            )
+        return NearStore.open(
+            request.location,
+            self.settings_for(request.shape, request.batch, request.max_tokens, request.scaling),
+            layers=request.shape.num_layers, unit_bytes=request.unit_bytes,
+            devices=self.devices, timeout_s=self.timeout_s,
+        )  # fmt: skip
+
+    def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
+        """See `SelectionPolicy.make_layers`: they share a worker and a scorer."""
+        setup, plan, fixed = builder.setup, builder.setup.plan, self.hot_tokens
+        scorer: Scorer
+        if isinstance(setup.store, NearStore):
+            setup.store.serve(plan.batch)
+            scorer = setup.store.scorer
+        else:
+            fixed = fixed or plan.num_slots  # no device scores beside this process
+            settings = self.score_settings(builder.index_request(0))
+            scorer = LocalScorer(settings, builder.num_layers)
+        work = NearWork(
+            scorer, layers=builder.num_layers, most_hot=plan.num_slots,
+            least_hot=plan.selected_groups, fixed=fixed,
+        )  # fmt: skip
+        return [
+            NearLayer(
+                i, setup, builder.pool(i), self, self.make_index(builder.index_request(i)), work
+            )
+            for i in builder.numbers
+        ]
+
+    def make_index(self, request: IndexRequest) -> KeyIndex:
+        """See `SelectionPolicy.make_index`."""
+        return NearIndex(self.score_settings(request))
+
+    def make_pools(self, batch: int, max_tokens: int) -> HotCold:
+        """Who is demoted; in place of `make_replacement`, which knows of no tokens."""
+        return HotCold(batch, max_tokens, placement=self.placement, decay_steps=self.decay_steps)
+
+    def wanted_tokens(self, length: int, most: int) -> int:
+        """Tokens that a step of a sequence of `length` tokens selects, at most `most`."""
+        if self.selected_tokens is not None or self.alpha is None:
+            return most
+        return max(1, min(most, math.ceil(self.alpha * length)))

@@ -1,0 +1,1 @@
+"""KVSwap. Source: arXiv 2511.11907."""

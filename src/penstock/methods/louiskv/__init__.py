@@ -1,0 +1,1 @@
+"""LouisKV: semantic boundaries, clusters and segments."""

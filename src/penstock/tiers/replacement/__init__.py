@@ -1,1 +1,0 @@
-"""Which resident unit to evict next."""

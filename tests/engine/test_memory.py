@@ -1,0 +1,220 @@
+"""The ledger's claim is what is really allocated: tensors and buffers, counted one by one."""
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.engine.adapter import LayerAdapter, LowRankAdapter
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.device_tier.host_memory import HostMemory
+from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.tiered_runtime import TieredRuntime
+from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
+from penstock.methods.dynakv.index import PROMPT_QUERIES
+from penstock.methods.dynakv.policy import DynaKV
+from penstock.methods.dynakv.replacement import ClusterAligned
+from penstock.methods.hillinfer.hot_cold import HotCold
+from penstock.methods.hillinfer.index import NearIndex
+from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
+from penstock.methods.hillinfer.policy import HillInfer
+from penstock.methods.kvswap.index import LowRankIndex
+from penstock.methods.louiskv.device_index import DeviceSemanticUnits
+from penstock.methods.louiskv.policy import LouisKV
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import KVFile
+from penstock.storage.store import KVStore
+from penstock.storage.unit_region import UnitRegion
+
+SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
+MAX_TOKENS, BATCH = 8192, 2
+FULL_BYTES = SHAPE.full_cache_bytes(BATCH, MAX_TOKENS)
+SLACK = 0.04
+
+MEASURED = LowRankAdapter(
+    [LayerAdapter(torch.eye(SHAPE.joint_dim)[:, :64], torch.ones(64))] * SHAPE.num_layers, "", 1,
+    selection_cost=((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0), *([(0.1,) * 8] * 3)),
+).shared_layers()  # fmt: skip
+"""Of layers of which the first wants 56 components, and the others as many as there are."""
+
+SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
+    "direct": (KVSwap(), {"limit_bytes": FULL_BYTES // 3}),
+    "staged": (KVSwap(group_tokens=5), {"limit_bytes": FULL_BYTES // 3}),
+    "shared": (KVSwap(reuse_tokens=0), {"limit_bytes": FULL_BYTES // 3}),
+    "shared-staged": (KVSwap(reuse_tokens=0, group_tokens=5), {"limit_bytes": FULL_BYTES // 3}),
+    "selected": (
+        KVSwap(attend="selected", reuse_tokens=1600), {"limit_bytes": FULL_BYTES // 2},
+    ),
+    "no-limit": (KVSwap(), {}),
+    "exact": (KVSwap(), {"exact": True, "limit_bytes": FULL_BYTES // 3}),
+    "flexgen": (FlexGen(), {}),
+    "flexgen-staged": (FlexGen(group_tokens=7), {}),
+    "full": (Full(), {}),
+    "clusters": (DynaKV(selected_tokens=512), {}),
+    "clusters-virtual": (DynaKV(selected_tokens=512, virtual=True, reuse_tokens=1024), {}),
+    "clusters-in-order": (DynaKV(selected_tokens=512, layout="tokens"), {}),
+    "clusters-flash": (DynaKV(selected_tokens=512, representatives="flash"), {}),
+    "near": (HillInfer(alpha=0.1, hot_tokens=1600), {"limit_bytes": FULL_BYTES // 2}),
+    "near-products": (
+        HillInfer(alpha=0.1, rule="products", devices=2), {"limit_bytes": FULL_BYTES},
+    ),
+    "near-local": (HillInfer(alpha=0.1, near=False), {"limit_bytes": FULL_BYTES}),
+    "measured-ranks": (
+        KVSwap(rank=24, index_bits=8), {"limit_bytes": FULL_BYTES // 3, "adapter": MEASURED},
+    ),
+    "device-measured-ranks": (
+        KVSwap(rank=24, index_bits=4, selected_tokens=512),
+        {"device_tier": True, "adapter": MEASURED},
+    ),
+    "device-louiskv": (LouisKV(selected_tokens=512), {"device_tier": True}),
+    "device-louiskv-spread": (
+        LouisKV(selected_tokens=512, summary="mean+spread"), {"device_tier": True}
+    ),
+    "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
+    "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
+    "device-flexgen": (FlexGen(), {"device_tier": True}),
+}  # fmt: skip
+
+_ELSEWHERE = (KVStore, UnitRegion, KVFile, nn.Module, HostMemory)
+"""What is not in the budget: the store, the model, pinned memory beside it."""
+
+
+def spans(thing: Any, seen: set[int]) -> set[tuple[int, int]]:
+    """(address, bytes) of every tensor storage, array and buffer that is reachable."""
+    if id(thing) in seen or isinstance(thing, _ELSEWHERE):
+        return set()
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        storage = thing.untyped_storage()
+        return {(storage.data_ptr(), storage.nbytes())}
+    if isinstance(thing, AlignedBuffer):
+        return {(thing.address, thing.num_bytes)}
+    if isinstance(thing, np.ndarray):
+        while isinstance(thing.base, np.ndarray):
+            thing = thing.base
+        return {(thing.__array_interface__["data"][0], thing.nbytes)}
+    children: list[Any] = []
+    if isinstance(thing, dict):
+        children = list(thing.values())
+    elif isinstance(thing, (list, tuple)):
+        children = list(thing)
+    elif is_dataclass(thing):
+        children = [getattr(thing, f.name) for f in fields(thing)]
+    elif type(thing).__module__.startswith("penstock."):
+        children = list(vars(thing).values())
+    return set().union(*(spans(child, seen) for child in children))
+
+
+def union_bytes(found: set[tuple[int, int]]) -> int:
+    """Bytes covered; views of one memory count once."""
+    total, reached = 0, 0
+    for start, size in sorted(found):
+        end = start + size
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRuntime:
+    settings: dict[str, Any] = {
+        "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
+        "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
+    }  # fmt: skip
+    runtime = TieredRuntime(RuntimeConfig(**{**settings, **options}), BATCH)
+    for count in (600, 1, 1):
+        for layer in range(SHAPE.num_layers):
+            query = torch.randn(BATCH, 8, count, 32).bfloat16()
+            keys = torch.randn(BATCH, 4, count, 32).bfloat16()
+            runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.2))
+    return runtime
+
+
+def near_temporary_bytes(policy: HillInfer, plan: SlotPlan) -> int:
+    """Choices, logits and masks of HillInfer; the shared memory stays."""
+    places = plan.num_slots + policy.window_tokens + policy.sink_tokens + 2
+    choice = HotCold.scratch_bytes(plan.batch, plan.num_slots)
+    logits = NearIndex.scratch_bytes(plan.batch, 8, places, MAX_TOKENS)
+    codes = 0
+    if not policy.near:
+        codes = ColdKeys.scratch_bytes(policy.settings_for(SHAPE, plan.batch, MAX_TOKENS))
+    return choice + logits + codes + plan.batch * (2 * places + 4 * MAX_TOKENS)
+
+
+def temporary_bytes(runtime: TieredRuntime) -> int:
+    """What the plan sets aside for tensors that live during a call only."""
+    policy, plan = runtime.policy, runtime.plan
+    if runtime.config.device_tier and isinstance(policy, LouisKV):
+        shape, rows = replace(SHAPE, num_query_heads=2, num_kv_heads=1), plan.batch
+        sizes = policy._device_sizes(MAX_TOKENS)
+        scratch = DeviceSemanticUnits.scratch_bytes(shape, sizes, rows=rows, max_tokens=MAX_TOKENS)
+        return scratch + 4 * rows * MAX_TOKENS
+    if isinstance(policy, DynaKV):
+        request = SizingRequest(
+            shape=replace(SHAPE, num_query_heads=2, num_kv_heads=1), batch=plan.batch,
+            max_tokens=MAX_TOKENS, limit_bytes=None, sector_bytes=512, device_is_cpu=True,
+            has_adapter=False, rows_per_sequence=4,
+        )  # fmt: skip
+        [(_, size)] = policy.index_sizes(request)
+        choice = ClusterAligned.scratch_bytes(plan.batch, plan.num_slots)
+        # Queries of the prompt are forgotten when it is clustered.
+        queries = SHAPE.num_layers * 2 * plan.batch * PROMPT_QUERIES * 32 * 2
+        return size.scratch_bytes + choice + 4 * plan.batch * MAX_TOKENS + queries
+    if isinstance(policy, HillInfer):
+        return near_temporary_bytes(policy, plan)
+    if isinstance(policy, Quest):
+        return plan.batch * (16 * plan.max_groups + 4 * MAX_TOKENS)
+    if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:
+        return 0
+    assert policy.rank is not None
+    assert policy.index_bits is not None
+    scratch = LowRankIndex.scratch_bytes(
+        SHAPE, batch=BATCH, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        rank=policy.rank if runtime.config.adapter is None else 56, bits=policy.index_bits,
+    )  # fmt: skip
+    return scratch + 16 * SHAPE.joint_dim**2
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_claim_is_what_is_allocated(setting: str) -> None:
+    policy, options = SETTINGS[setting]
+    runtime = used_runtime(policy, options)
+    try:
+        report = runtime.report()
+        claimed = report.used_bytes - temporary_bytes(runtime)
+        allocated = union_bytes(spans(runtime, set()))
+        # The bases of an index may stand where its temporaries are booked.
+        assert claimed * (1 - SLACK) <= allocated <= report.used_bytes * (1 + SLACK)
+        assert report.used_bytes <= report.limit_bytes
+        assert report.full_cache_bytes == FULL_BYTES
+        assert sum(report.items.values()) == report.used_bytes
+    finally:
+        runtime.close()
+    assert runtime.report().used_bytes == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_another_batch_is_booked_anew(batch: int) -> None:
+    runtime = used_runtime(KVSwap(), {})
+    runtime.select_rows(torch.arange(batch) % BATCH)
+    report = runtime.report()
+    assert report.used_bytes == runtime.plan.total_bytes
+    assert report.full_cache_bytes == SHAPE.full_cache_bytes(batch, MAX_TOKENS)
+    runtime.close()
+
+
+def test_a_batch_that_does_not_fit_changes_nothing() -> None:
+    runtime = used_runtime(KVSwap(), {"limit_bytes": FULL_BYTES // 3})
+    before = runtime.report()
+    with pytest.raises(ValueError, match="smallest budget that would do"):
+        runtime.select_rows(torch.zeros(40, dtype=torch.int64))
+    assert runtime.report() == before
+    assert runtime.batch == BATCH
+    keys = torch.randn(BATCH, 4, 1, 32).bfloat16()
+    for layer in range(SHAPE.num_layers):
+        runtime.attend(layer, AttentionCall(keys.repeat(1, 2, 1, 1), keys, keys, 0.2))
+    runtime.close()
