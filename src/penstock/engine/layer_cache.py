@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import StorageError, StoreFullError
 from penstock.core.shape import KVShape
@@ -386,8 +387,9 @@ class LayerCache(Layer):
         self.transfer.drain()
         self._window_transfer.drain()
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `Layer.take_rows_from`; of another batch the slots are left empty."""
+        """Of another batch the slots are left empty."""
         assert isinstance(other, LayerCache)
         other.drain()
         self.length, self._touched = other.length, other._touched

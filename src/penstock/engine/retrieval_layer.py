@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.selection import Selection
@@ -75,8 +76,8 @@ class RetrievalLayer(LayerCache):
         """Whether this step's fetch is on its way."""
         return self._fetch is not None
 
+    @override
     def can_begin(self, policy: SelectionPolicy) -> bool:
-        """See `Layer.can_begin`."""
         return policy.predicts and not self.fetch_begun and self.length > 0
 
     def begin(self, query: Tensor) -> None:
@@ -186,8 +187,9 @@ class RetrievalLayer(LayerCache):
 
     # Attention --------------------------------------------------------------------------------
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
-        """See `LayerCache.attend`; one new token decodes over the selection."""
+        """One new token decodes over the selection."""
         if call.query.shape[2] != 1 or self.length == 0:
             self.drop_fetch()
             self._fit.check(self.index, self.length + call.query.shape[2], decoding=False)
@@ -241,8 +243,9 @@ class RetrievalLayer(LayerCache):
 
     # The index --------------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
-        """See `LayerCache.append`; remembers padding for the slots."""
+        """Remembers padding for the slots."""
         self._visible = visible
         super().append(keys, values, visible)
 
@@ -252,8 +255,8 @@ class RetrievalLayer(LayerCache):
         self.index.see_start(first)
         self._set_first_units(first + self.setup.plan.sink_slots)
 
+    @override
     def on_closed(self, keys: Tensor, first_group: int) -> None:
-        """See `LayerCache.on_closed`."""
         require_finite(keys, self.layer_idx)
         if self.index.ready:
             self.index.append(keys, first_group * self.setup.plan.group_tokens)
@@ -317,8 +320,9 @@ class RetrievalLayer(LayerCache):
         require_finite(keys, self.layer_idx)
         return keys
 
+    @override
     def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
-        """See `LayerCache.restore`; the index is as it was, or made from the keys.
+        """The index is as it was, or made from the keys.
 
         Args:
             state: what `KeyIndex.state` gave where the tokens were taken in.
@@ -341,8 +345,8 @@ class RetrievalLayer(LayerCache):
 
     # Changes of shape -------------------------------------------------------------------------
 
+    @override
     def forget_slots(self) -> None:
-        """See `LayerCache.forget_slots`."""
         self.drop_fetch()
         self._clear_table()
         super().forget_slots()
@@ -363,8 +367,9 @@ class RetrievalLayer(LayerCache):
             if pending is not None:
                 pending.drop()
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `LayerCache.take_rows_from`; slots move along when the layer is the same."""
+        """Slots move along when the layer is the same."""
         assert isinstance(other, RetrievalLayer)
         other.drop_fetch()
         super().take_rows_from(other, rows)
@@ -380,8 +385,9 @@ class RetrievalLayer(LayerCache):
             self.table = self.table.copy_rows(rows_np)
             self.replacement = self.replacement.copy_rows(rows_np)
 
+    @override
     def crop(self, length: int) -> None:
-        """See `LayerCache.crop`; a row that has only padding left begins with what comes next."""
+        """A row that has only padding left begins with what comes next."""
         super().crop(length)
         self._fit.crop(length)
         first = self._first_unit - self.setup.plan.sink_slots
@@ -389,8 +395,8 @@ class RetrievalLayer(LayerCache):
         if first.max() > end:
             self._set_first_groups(torch.from_numpy(first.clip(max=end)).to(self.setup.device))
 
+    @override
     def reset(self) -> None:
-        """See `LayerCache.reset`."""
         self.drop_fetch()
         super().reset()
         self._fit.reset()
@@ -399,6 +405,6 @@ class RetrievalLayer(LayerCache):
         self.index.see_start(np.zeros_like(self._first_unit))
         self._set_first_units(np.full_like(self._first_unit, self.setup.plan.sink_slots))
 
+    @override
     def close(self) -> None:
-        """See `LayerCache.close`."""
         close_all(self.drop_fetch, self.index.close)

@@ -4,6 +4,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -76,18 +78,19 @@ class BaselinePolicy(SelectionPolicy):
             raise ConfigError(f"full_layers={self.full_layers}: {self.name} keeps no layer whole")
 
     @property
+    @override
     def unit_tokens(self) -> int:
-        """See `SelectionPolicy.unit_tokens`."""
         return self.group_tokens
 
     @property
+    @override
     def whole_layers(self) -> int:
-        """See `SelectionPolicy.whole_layers`."""
         return self.full_layers
 
     @property
+    @override
     def repeats_another(self) -> bool:
-        """See `SelectionPolicy.repeats_another`: slots that a selection fills are what None is."""
+        """Slots that a selection fills are what None is."""
         selected = self.selected_tokens or SELECTED_TOKENS
         return 0 < (self.reuse_tokens or 0) <= selected
 
@@ -95,8 +98,9 @@ class BaselinePolicy(SelectionPolicy):
     def index_sizes(self, request: SizingRequest) -> "list[tuple[SelectionPolicy, IndexSize]]":
         """This policy with its open choices made, best first, and what each one's index takes."""
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """See `SelectionPolicy.plan`; smaller selections are tried when the smallest index is too
+        """Smaller selections are tried when the smallest index is too
         large beside a full one."""
         if self.selected_tokens is None and not request.must_tier and not self.drops:
             everything = resident_plan(request)
@@ -167,16 +171,16 @@ class AheadPolicy(BaselinePolicy):
     """Layers whose predicted query was less similar to the true one at calibration (a model's
     adapter says so) choose with their own."""
 
+    @override
     def trusts_prediction(self, cosine: float) -> bool:
-        """See `SelectionPolicy.trusts_prediction`."""
         return cosine >= self.min_prediction_cosine
 
     @property
+    @override
     def predicts(self) -> bool:
-        """See `SelectionPolicy.predicts`."""
         return self.predict
 
     @property
+    @override
     def predicts_on_device(self) -> bool:
-        """See `SelectionPolicy.predicts_on_device`."""
         return self.predict

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from typing_extensions import override
 
 from penstock.core.errors import UnsupportedModelError
 
@@ -111,10 +112,11 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     _whole: tuple[Tensor, Tensor, Tensor] | None = None
     """Keys and values of the last update, uncut, and the keys that were cut from them."""
 
+    @override
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `DynamicSlidingWindowLayer.update`; one that is interrupted leaves no trace."""
+        """One that is interrupted leaves no trace."""
         before = self.keys, self.values, self.cumulative_length, self.is_initialized
         try:
             keys, values = super().update(key_states, value_states, *args, **kwargs)

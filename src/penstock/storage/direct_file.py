@@ -2,6 +2,8 @@
 
 import os
 
+from typing_extensions import override
+
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, write_error
 from penstock.storage.file_space import allocate, write_all
@@ -42,8 +44,8 @@ class DirectFile(KVFile):
         )
 
     @property
+    @override
     def request_queue(self) -> tuple[AioQueue, int] | None:
-        """See `KVFile.request_queue`."""
         return None if self._descriptor < 0 else (self._queue, self._descriptor)
 
     def write_at(self, offset: int, data: ByteArray) -> None:

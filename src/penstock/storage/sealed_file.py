@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
@@ -33,8 +34,9 @@ class SealedTicket(Ticket):
         self.finished_ns = self._inner.finished_ns
         return finished
 
+    @override
     def wait(self) -> None:
-        """See `Ticket.wait`; the bytes are in the open then."""
+        """The bytes are in the open then."""
         with self._opening:
             self._inner.wait()
             self.finished_ns = self._inner.finished_ns
@@ -87,11 +89,11 @@ class SealedFile(KVFile):
         inner = self.inner.submit_reads(offsets, lengths, addresses, keep_alive)
         return self.opened(inner, offsets, lengths, addresses, keep_alive)
 
+    @override
     def opened(
         self, ticket: Ticket, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array,
         keep_alive: object,
     ) -> Ticket:  # fmt: skip
-        """See `KVFile.opened`."""
         return SealedTicket(ticket, lambda: self._decrypt(offsets, lengths, addresses), keep_alive)
 
     def _decrypt(self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array) -> None:

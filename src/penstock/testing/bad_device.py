@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from penstock.methods.hillinfer.near_storage import protocol
 from penstock.methods.hillinfer.near_storage.cold_keys import ScoredBlock
 from penstock.methods.hillinfer.near_storage.device_process import Device, Server, main
@@ -59,8 +61,8 @@ class BadServer(Server):
 
     HOW = ""
 
+    @override
     def send(self, connection: socket.socket, request: int, message: protocol.Message) -> None:
-        """See `Server.send`."""
         data = protocol.pack(request, message)
         if isinstance(message, protocol.Block | protocol.Logits):
             if self.HOW == "garbage":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.selection import Selection
 from penstock.engine.fetch_plan import plan_fetch
@@ -150,11 +151,11 @@ class _Watched(KVSwap):
 
     rankings: Rankings = field(compare=False)
 
+    @override
     def select(
         self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
         wanted: int,
     ) -> Selection:  # fmt: skip
-        """See `SelectionPolicy.select`."""
         assert isinstance(index, LowRankIndex)
         self.rankings.take(index, query, int(first_unit[0]), end_unit)
         return super().select(index, query, first_unit, end_unit, wanted)

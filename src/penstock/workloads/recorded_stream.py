@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.regular_file import open_regular
@@ -146,13 +147,13 @@ class Recorder(SelectionStream):
     def __init__(self) -> None:
         self._layers: dict[int, _RecordedLayer] = {}
 
+    @override
     def layer_stream(self, layer: int, request: IndexRequest) -> LayerStream:
-        """See `SelectionStream.layer_stream`."""
         self._layers[layer] = _RecordedLayer(request.group_tokens)
         return self._layers[layer]
 
+    @override
     def describe(self) -> str:
-        """See `SelectionStream.describe`."""
         return "own, recorded"
 
     @property
@@ -197,14 +198,15 @@ class _RecordedLayer(LayerStream):
         self.units: list[NDArray[np.int64]] = []
         """[rows, wanted] of each step."""
 
+    @override
     def choose(self, step: Step) -> Selection:
-        """See `LayerStream.choose`: the method's own selection."""
+        """The method's own selection."""
         selection = step.own(step.wanted, None)
         self.units.append(units_of(selection))
         return selection
 
+    @override
     def note_closed(self, first_token: int, end_token: int) -> None:
-        """See `LayerStream.note_closed`."""
         if first_token == 0:
             self.units.clear()
         if not self.units:
@@ -236,15 +238,15 @@ class RecordedStream(SelectionStream):
 
     recording: Recording
 
+    @override
     def layer_stream(self, layer: int, request: IndexRequest) -> LayerStream:
-        """See `SelectionStream.layer_stream`."""
         layers = self.recording.shares.shape[1]
         return _PlayedLayer(
             self.recording, layer * layers // request.shape.num_layers, request.group_tokens
         )
 
+    @override
     def describe(self) -> str:
-        """See `SelectionStream.describe`."""
         source, mean = self.recording.source, self.recording.statistics()["mean"]
         words = [str(source[key]) for key in ("model", "policy", "task") if key in source]
         overlap = "" if mean is None else f", {100 * mean:.0f} % overlap"
@@ -262,8 +264,8 @@ class _PlayedLayer(LayerStream):
         self._units: NDArray[np.int64] | None = None
         """Scaled, the preferred ones first. [steps, rows, candidates]"""
 
+    @override
     def choose(self, step: Step) -> Selection:
-        """See `LayerStream.choose`."""
         if self._units is None:
             self._units = scaled_units(
                 self._first_tokens, self._recording.context, self._recording.group_tokens,
@@ -284,15 +286,16 @@ class _PlayedLayer(LayerStream):
         filled = first_of_row(own_others(step, played, int(missing.max())), missing)
         return as_selection(np.concatenate([played, filled], axis=1))[1]
 
+    @override
     def note_closed(self, first_token: int, end_token: int) -> None:
-        """See `LayerStream.note_closed`."""
         if first_token == 0:
             self._next, self._units = 0, None
         if self._units is None:
             self._context = end_token
 
+    @override
     def take_rows_from(self, other: LayerStream, rows: NDArray[np.int64]) -> None:
-        """See `LayerStream.take_rows_from`: rows play what is theirs by number."""
+        """Rows play what is theirs by number."""
         assert isinstance(other, _PlayedLayer)
         self._context, self._next, self._units = other._context, other._next, other._units
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
@@ -131,8 +132,9 @@ class StreamedPolicy(SelectionPolicy):
 
     stream: SelectionStream
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """See `SelectionPolicy.plan`; the policy of each cache counts its own layers."""
+        """The policy of each cache counts its own layers."""
         policy, plan = super().plan(request)  # type: ignore[safe-super]
         return replace(policy), plan
 
@@ -141,17 +143,17 @@ class StreamedPolicy(SelectionPolicy):
         """A cache asks for the indexes of its layers in order."""
         return itertools.count()
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         layer = next(self._layer_numbers) % request.shape.num_layers
         inner = super().make_index(request)
         return StreamedIndex(inner, self.stream.layer_stream(layer, request))
 
+    @override
     def select(
         self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
         wanted: int,
     ) -> Selection:  # fmt: skip
-        """See `SelectionPolicy.select`."""
         assert isinstance(index, StreamedIndex)
         method_select = super().select
 
@@ -196,64 +198,64 @@ class StreamedIndex(KeyIndex):
                 del vars(self.inner)[name]
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `KeyIndex.ready`."""
         return self.inner.ready
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         self.stream.note_closed(first_token, first_token + keys.shape[1])
         self.inner.append(keys, first_token)
 
+    @override
     def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
-        """See `KeyIndex.begin_step`."""
         self.inner.begin_step(query, first_unit, position)
 
+    @override
     def close(self) -> None:
-        """See `KeyIndex.close`."""
         self.inner.close()
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`."""
         return self.inner.score(query, num_units)
 
+    @override
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        """See `KeyIndex.observe`."""
         self.inner.observe(selection, weights)
 
+    @override
     def rebuild_keys(self, rows: NDArray[np.int64], units: NDArray[np.int64]) -> Tensor | None:
-        """See `KeyIndex.rebuild_keys`."""
         return self.inner.rebuild_keys(rows, units)
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, StreamedIndex)
         self.inner.take_rows_from(other.inner, rows)
         self.stream.take_rows_from(other.stream, rows.cpu().numpy())
 
+    @override
     def see_queries(self, queries: Tensor) -> None:
-        """See `KeyIndex.see_queries`."""
         self.inner.see_queries(queries)
 
+    @override
     def see_start(self, first_unit: NDArray[np.int64]) -> None:
-        """See `KeyIndex.see_start`."""
         self.inner.see_start(first_unit)
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`."""
         self.inner.fit(sample, positions)
 
+    @override
     def look(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.look`."""
         self.inner.look(keys, first_token)
 
     @property
+    @override
     def core(self) -> KeyIndex:
-        """See `KeyIndex.core`."""
         return self.inner.core
 
+    @override
     def fitted(self, end_token: int) -> None:
-        """See `KeyIndex.fitted`."""
         self.stream.note_closed(0, end_token)
         self.inner.fitted(end_token)
 
@@ -281,12 +283,12 @@ class OverlapStream(SelectionStream):
         if not 0.0 <= self.overlap <= 1.0:
             raise ConfigError(f"overlap={self.overlap} is a share; it must be between 0 and 1")
 
+    @override
     def layer_stream(self, layer: int, request: IndexRequest) -> LayerStream:
-        """See `SelectionStream.layer_stream`."""
         return _OverlappingLayer(self)
 
+    @override
     def describe(self) -> str:
-        """See `SelectionStream.describe`."""
         return f"synthetic, {100 * self.overlap:.0f} % overlap"
 
 
@@ -299,8 +301,8 @@ class _OverlappingLayer(LayerStream):
         self._last: NDArray[np.int64] | None = None
         """Units of the step before. [rows, wanted]"""
 
+    @override
     def choose(self, step: Step) -> Selection:
-        """See `LayerStream.choose`."""
         if self._last is None:
             selection = step.own(step.wanted, None)
             self._last = units_of(selection)
@@ -328,13 +330,13 @@ class _OverlappingLayer(LayerStream):
         self._last, selection = as_selection(np.concatenate([kept, fresh], axis=1))
         return selection
 
+    @override
     def note_closed(self, first_token: int, end_token: int) -> None:
-        """See `LayerStream.note_closed`."""
         if first_token == 0:
             self._last = None
 
+    @override
     def take_rows_from(self, other: LayerStream, rows: NDArray[np.int64]) -> None:
-        """See `LayerStream.take_rows_from`."""
         assert isinstance(other, _OverlappingLayer)
         self._last = None if other._last is None else other._last[rows]
 

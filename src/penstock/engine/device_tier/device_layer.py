@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import PromptError
 from penstock.core.shape import KVShape
@@ -141,14 +142,14 @@ class DeviceLayer(Layer):
         """Whether the next step's selection is made."""
         return self._begun is not None
 
+    @override
     def can_begin(self, policy: SelectionPolicy) -> bool:
-        """See `Layer.can_begin`."""
         may = policy.predicts_on_device and self.index is not None
         return may and not self.fetch_begun and self.length > 0
 
     @property
+    @override
     def is_recordable(self) -> bool:
-        """See `Layer.is_recordable`."""
         return self.index is not None
 
     def begin(self, query: Tensor) -> None:
@@ -376,8 +377,8 @@ class DeviceLayer(Layer):
         self._fit.crop(length)
         self._may_step = False
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `Layer.take_rows_from`."""
         assert isinstance(other, DeviceLayer)
         _wait(self.setup.device)
         self.length = other.length

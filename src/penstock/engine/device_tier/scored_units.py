@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
 from penstock.engine.key_index import KeyIndex
@@ -32,29 +33,29 @@ class ScoredUnits(DeviceIndex):
         return 4 * max_units + rows * (5 * wanted + 1)
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `DeviceIndex.ready`."""
         return self.index.ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `DeviceIndex.fit`."""
         self.index.fit(sample, positions)
 
     @property
+    @override
     def refits(self) -> bool:
-        """See `DeviceIndex.refits`."""
         return self.index.refits
 
+    @override
     def forget_fit(self) -> None:
-        """See `DeviceIndex.forget_fit`."""
         self.index.forget_fit()
 
+    @override
     def take(self, keys: Tensor, first_token: int) -> None:
-        """See `DeviceIndex.take`."""
         self.index.append(keys, first_token)
 
+    @override
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
-        """See `DeviceIndex.select`."""
         scores = self.index.score_before(
             query, self._max_units, clock.end_unit, clock.first_group
         ).float()
@@ -68,14 +69,14 @@ class ScoredUnits(DeviceIndex):
         self._wanted.ids.copy_(found.clamp_max(last - 1))
         return self._wanted
 
+    @override
     def put(self, keys: Tensor, clock: StepClock) -> None:
-        """See `DeviceIndex.put`."""
         self.index.put(keys, clock.unit)
 
     def crop(self, length: int) -> None:
         """See `DeviceIndex.crop`: units that are gone are not looked at, and written again."""
 
+    @override
     def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:
-        """See `DeviceIndex.take_rows_from`."""
         assert isinstance(other, ScoredUnits)
         self.index.take_rows_from(other.index, rows)

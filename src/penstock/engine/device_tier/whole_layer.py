@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
@@ -39,8 +40,8 @@ class WholeLayer(ResidentLayer):
         self._tokens = torch.zeros(size, dtype=shape.dtype, device=device)
         return self._tokens[:, :, 0].transpose(1, 2), self._tokens[:, :, 1].transpose(1, 2)
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
-        """See `ResidentLayer.attend`."""
         if call.query.shape[2] > 1 or self.length == 0:
             return super().attend(call)
         position = self._clock.position
@@ -50,34 +51,34 @@ class WholeLayer(ResidentLayer):
         self.length += 1
         return attend_pool(call, self._tokens, self._mask)
 
+    @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
-        """See `ResidentLayer.append`."""
         start = self.length
         super().append(keys, values, visible)
         self._mask[:, start : self.length] = 0.0
         if visible is not None:
             self._mask[:, : self.length].masked_fill_(~visible, NEGATIVE_INFINITY)
 
+    @override
     def crop(self, length: int) -> None:
-        """See `ResidentLayer.crop`."""
         super().crop(length)
         self._mask[:, self.length :] = NEGATIVE_INFINITY
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `ResidentLayer.take_rows_from`."""
         assert isinstance(other, WholeLayer)
         super().take_rows_from(other, rows)
         copy_rows(self._mask, other._mask, rows)
 
+    @override
     def reset(self) -> None:
-        """See `ResidentLayer.reset`."""
         self.crop(0)
 
     @property
+    @override
     def is_recordable(self) -> bool:
-        """See `Layer.is_recordable`."""
         return True
 
+    @override
     def prepare_step(self) -> bool:
-        """See `Layer.prepare_step`."""
         return True

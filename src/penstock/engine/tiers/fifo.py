@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.core.selection import Selection
 from penstock.engine.fetch_plan import FetchPlan, PlanLists
@@ -24,8 +25,8 @@ class FIFO(ReplacementPolicy):
         self._offsets = np.arange(num_slots)
         self._rows = np.arange(batch)[:, None]
 
+    @override
     def plan_at_once(self, selection: Selection, table: SlotTable) -> FetchPlan | None:
-        """See `ReplacementPolicy.plan_at_once`."""
         compiled = kernel("plan_fifo_fetch")
         if compiled is None or type(self) is not FIFO:
             return None
@@ -33,8 +34,9 @@ class FIFO(ReplacementPolicy):
         compiled(*lists.asked(table), address(self.heads), address(pinned), *lists.places())
         return lists.plan()
 
+    @override
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `ReplacementPolicy.victims`; the clock hand moves past the last slot taken."""
+        """The clock hand moves past the last slot taken."""
         order = (self.heads[:, None] + self._offsets) % self._num_slots
         free = ~pinned[self._rows, order]
         chosen = free & (free.cumsum(axis=1) <= counts[:, None])
@@ -48,8 +50,8 @@ class FIFO(ReplacementPolicy):
         victims: NDArray[np.int64] = order[rows, places]
         return victims
 
+    @override
     def copy_rows(self, rows: NDArray[np.int64]) -> "FIFO":
-        """See `ReplacementPolicy.copy_rows`."""
         copy = FIFO(len(rows), self._num_slots)
         copy.heads = self.heads[rows].copy()
         return copy

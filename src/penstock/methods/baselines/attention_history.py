@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
@@ -100,17 +101,18 @@ class AttentionHistoryIndex(KeyIndex):
         """Whether the newest prompt has been valued."""
         return self._ready
 
+    @override
     def see_queries(self, queries: Tensor) -> None:
-        """See `KeyIndex.see_queries`."""
         self._queries = queries[:, :, -self._window_queries :]
 
+    @override
     def see_start(self, first_unit: NDArray[np.int64]) -> None:
-        """See `KeyIndex.see_start`."""
         start = torch.from_numpy(first_unit).to(self._values.device)
         self._start = start if first_unit.any() else None
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`; only the prompt's length is taken from the sample's positions."""
+        """Only the prompt's length is taken from the sample's positions."""
         self._ready = self._filling = True
         self._prompt_end = self._end = self._entered = int(positions[-1]) + 1
         self._begin(self._known, self._prompt_end)
@@ -121,16 +123,16 @@ class AttentionHistoryIndex(KeyIndex):
             self._sums = torch.full(size, DEAD, device=self._values.device)
             self._begin_votes()
 
+    @override
     def look(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.look`."""
         if self._sums is None:
             return
         for start in range(0, keys.shape[1], CHUNK_TOKENS):
             logits = self._logits(keys[:, start : start + CHUNK_TOKENS], first_token + start)
             self._sums = torch.logaddexp(self._sums, logits.logsumexp(dim=2, keepdim=True))
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         end = first_token + keys.shape[1]
         if not self._filling or first_token >= self._prompt_end:
             self._take(first_token, end)
@@ -207,16 +209,18 @@ class AttentionHistoryIndex(KeyIndex):
 
     # Steps ------------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; the query plays no part. Minus infinity for the dead."""
+        """The query plays no part. Minus infinity for the dead."""
         if num_units > self._entered:
             self._enter(self._entered, num_units)
             self._entered = num_units
         self._scored, self._clock = num_units, self._end
         return self._values[:, :num_units].clone()
 
+    @override
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        """See `KeyIndex.observe`; what was scored and not selected is dead."""
+        """What was scored and not selected is dead."""
         device = self._values.device
         ids = torch.from_numpy(selection.unit_ids).to(device)
         valid = torch.ones_like(ids, dtype=torch.bool)
@@ -227,8 +231,8 @@ class AttentionHistoryIndex(KeyIndex):
         candidates.masked_fill_(~kept.scatter_(1, ids, valid), DEAD)
         self._learn(ids, valid, weights.float().masked_fill(~valid, 0.0))
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, AttentionHistoryIndex)
         self._values.copy_(other._values[rows])
         self._queries = None if other._queries is None else other._queries[rows]
@@ -378,8 +382,8 @@ class TimeStamps(AttentionHistoryIndex):
         stamps = self._stamps(weights / self._shape.num_query_heads, self._clock)
         self._values.scatter_(1, ids, torch.maximum(self._values.gather(1, ids), stamps))
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, TimeStamps)
         super().take_rows_from(other, rows)
         self._pinned = other._pinned

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
@@ -60,8 +61,9 @@ class ChunkBoundsIndex(KeyIndex):
         scores = 20 * BRANCHES * coarse + 4 * max_groups
         return batch * (bounds * shape.joint_dim + scores)
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`; chunks grow as their units close."""
+        """Chunks grow as their units close."""
         groups = keys.reshape(keys.shape[0], -1, self._group_tokens, self._shape.joint_dim)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         first = first_token // self._group_tokens
@@ -73,8 +75,9 @@ class ChunkBoundsIndex(KeyIndex):
     def _coarse_groups(self) -> int:
         return self._fine_groups * BRANCHES
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; query heads of all KV heads of the row are added."""
+        """Query heads of all KV heads of the row are added."""
         rows, shape = query.shape[0], self._shape
         grouped = query.view(rows, shape.num_kv_heads, -1, shape.head_dim).float()
         above = grouped.clamp_min(0).sum(dim=2).view(rows, -1, 1)
@@ -98,8 +101,8 @@ class ChunkBoundsIndex(KeyIndex):
         scores.scatter_(1, chunks, fine)
         return scores.repeat_interleave(self._fine_groups, dim=1)[:, :num_units].contiguous()
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, ChunkBoundsIndex)
         for mine, theirs in ((self._fine, other._fine), (self._coarse, other._coarse)):
             for bounds, source in zip(mine, theirs, strict=True):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
@@ -59,8 +61,8 @@ class ClusterKV(BaselinePolicy):
                 f"tokens_per_cluster={per_cluster or 1}"
             )
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`."""
         out = []
         for per_cluster, together in self._choices():
             sizes = {
@@ -91,8 +93,8 @@ class ClusterKV(BaselinePolicy):
             out.append((per_cluster, together))
         return list(dict.fromkeys(out))
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         assert self.tokens_per_cluster is not None, "plan() makes the choices"
         assert self.recluster_tokens is not None, "plan() makes the choices"
         return TokenClustersIndex(

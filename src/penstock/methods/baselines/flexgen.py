@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.sizing import streaming_plan
@@ -25,8 +27,8 @@ class FlexGen(SelectionPolicy):
     """Tokens per unit on disk; reads of consecutive units are merged anyway."""
 
     @property
+    @override
     def unit_tokens(self) -> int:
-        """See `SelectionPolicy.unit_tokens`."""
         return self.group_tokens
 
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:

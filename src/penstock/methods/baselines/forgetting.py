@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
@@ -44,6 +45,7 @@ class ForgettingPolicy(BaselinePolicy):
                 "nothing else; it must be None or 0"
             )
 
+    @override
     def select(
         self,
         index: KeyIndex,
@@ -52,7 +54,7 @@ class ForgettingPolicy(BaselinePolicy):
         end_unit: int,
         wanted: int,
     ) -> Selection:
-        """See `SelectionPolicy.select`; the forgotten are not valid choices."""
+        """The forgotten are not valid choices."""
         scores = index.score(query, end_unit)
         unit_ids = top_units(scores, first_unit, wanted).unit_ids
         chosen = scores.gather(1, torch.from_numpy(unit_ids).to(scores.device))
@@ -75,8 +77,9 @@ class HistoryPolicy(ForgettingPolicy):
         if not 1 <= self.window_queries <= most:
             raise ConfigError(f"window_queries={self.window_queries} must be from 1 to {most}")
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: a value per token has one size."""
+        """A value per token has one size."""
         sizes = {"batch": request.batch, "max_groups": request.max_tokens}
         held = AttentionHistoryIndex.num_bytes(request.shape, **sizes)
         return [

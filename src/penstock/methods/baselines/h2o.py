@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest
 from penstock.methods.baselines.attention_history import HeavyHitters
@@ -26,8 +28,8 @@ class H2O(HistoryPolicy):
 
     name: ClassVar[str] = "h2o"
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return HeavyHitters(
             request.shape, batch=request.batch, max_groups=request.max_groups,
             scaling=request.scaling, device=request.device, window_queries=self.window_queries,

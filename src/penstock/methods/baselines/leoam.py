@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
@@ -58,8 +60,9 @@ class LeoAM(BaselinePolicy):
                 f"fine_tokens={fine} must be a multiple of group_tokens={self.group_tokens}"
             )
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: small chunks of one unit, of two, of four, ..."""
+        """Small chunks of one unit, of two, of four, ..."""
         shape, batch = request.shape, request.batch
         max_groups = ceil_div(request.max_tokens, self.group_tokens)
         most = max_groups if request.limit_bytes is None else SELECTED_TOKENS // self.group_tokens
@@ -83,8 +86,8 @@ class LeoAM(BaselinePolicy):
             sizes.append((policy, IndexSize(held, scratch)))
         return sizes
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         assert self.fine_tokens is not None, "plan() makes the choices"
         return ChunkBoundsIndex(
             request.shape, batch=request.batch, max_groups=request.max_groups,

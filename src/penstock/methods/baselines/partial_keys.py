@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
@@ -43,12 +45,13 @@ class PartialKeysPolicy(BaselinePolicy):
             raise ConfigError(f"key_ratio={self.key_ratio} must be above 0 and at most 1")
 
     @property
+    @override
     def predicts(self) -> bool:
-        """See `SelectionPolicy.predicts`."""
         return self.predict
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: components of a key, half of them first."""
+        """Components of a key, half of them first."""
         shape, batch = request.shape, request.batch
         tokens = ceil_div(request.max_tokens, self.group_tokens) * self.group_tokens
         half = max(1, shape.head_dim // 2)
@@ -64,8 +67,8 @@ class PartialKeysPolicy(BaselinePolicy):
             sizes.append((policy, IndexSize(held, scratch)))
         return sizes
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return self.index_class(
             request.shape, batch=request.batch,
             max_tokens=request.max_groups * request.group_tokens,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest
@@ -54,12 +56,13 @@ class PQCache(BaselinePolicy):
             raise ConfigError(f"bits={self.bits} must be 1 to 8")
 
     @property
+    @override
     def repeats_another(self) -> bool:
-        """See `SelectionPolicy.repeats_another`: half a choice ends as one of the whole ones."""
+        """Half a choice ends as one of the whole ones."""
         return super().repeats_another or (self.subvectors is None) != (self.bits is None)
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`."""
         shape, out = request.shape, []
         if self.subvectors is not None and shape.head_dim % self.subvectors:
             raise ConfigError(
@@ -79,8 +82,8 @@ class PQCache(BaselinePolicy):
             out.append((policy, IndexSize(held, scratch)))
         return out
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         assert self.subvectors is not None, "plan() makes the choices"
         assert self.bits is not None, "plan() makes the choices"
         return ProductQuantizedIndex(

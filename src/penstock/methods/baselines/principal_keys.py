@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
@@ -88,8 +89,9 @@ class ProjectedKeysIndex(KeyIndex):
             float32, orthonormal columns. [rows, kv_heads, head_dim, dims]
         """
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`; positions do not matter."""
+        """Positions do not matter."""
         by_head = sample.transpose(1, 2).float()
         basis = self.make_basis(by_head)
         centre = torch.matmul(by_head.mean(dim=2, keepdim=True), basis)
@@ -97,8 +99,8 @@ class ProjectedKeysIndex(KeyIndex):
 
     refits: ClassVar[bool] = True
 
+    @override
     def forget_fit(self) -> None:
-        """See `KeyIndex.forget_fit`."""
         self._basis = None
 
     def _use(self, basis: Tensor, centre: Tensor) -> None:
@@ -108,8 +110,8 @@ class ProjectedKeysIndex(KeyIndex):
             dtype = self._code_dtype(self._shape)
             self._codes = torch.zeros(size, dtype=dtype, device=self._device)
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, ProjectedKeysIndex)
         if other._basis is None:
             self._basis = None
@@ -121,15 +123,16 @@ class ProjectedKeysIndex(KeyIndex):
 
     # Keys and scores --------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         assert self._basis is not None, "fit() comes first"
         components = torch.matmul(keys.transpose(1, 2), self._basis)
         joint = components.transpose(1, 2).flatten(2)
         self._codes[:, first_token : first_token + keys.shape[1]] = joint.float() - self._centre
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; a group's score is its best token's."""
+        """A group's score is its best token's."""
         assert self._basis is not None, "fit() comes first"
         shape, group_tokens = self._shape, self._group_tokens
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
@@ -164,8 +167,9 @@ class PrincipalKeysIndex(ProjectedKeysIndex):
     prompts; here each row is fitted to a sample of its own prompt.
     """
 
+    @override
     def make_basis(self, sample: Tensor) -> Tensor:
-        """See `ProjectedKeysIndex.make_basis`: strongest eigenvectors of the covariance."""
+        """Strongest eigenvectors of the covariance."""
         off = sample - sample.mean(dim=2, keepdim=True)
         return _eigenvectors(torch.matmul(off.transpose(2, 3), off))[..., : self._dims]
 
@@ -186,22 +190,23 @@ class SkewedKeysIndex(ProjectedKeysIndex):
     num_prompt_queries: ClassVar[int] = 64
 
     @property
+    @override
     def wanted_queries(self) -> int:
-        """See `KeyIndex.wanted_queries`: none once there is a basis."""
+        """None once there is a basis."""
         return 0 if self.ready else self.num_prompt_queries
 
     _seen: tuple[Tensor, Tensor] | None = None
     """Rotation, and mean magnitude of the queries' columns after it."""
 
+    @override
     def see_queries(self, queries: Tensor) -> None:
-        """See `KeyIndex.see_queries`."""
         rows, kv_heads = queries.shape[0], self._shape.num_kv_heads
         by_head = queries.float().reshape(rows, kv_heads, -1, self._shape.head_dim)
         rotation = _eigenvectors(torch.matmul(by_head.transpose(2, 3), by_head))
         self._seen = rotation, torch.matmul(by_head, rotation).abs().mean(dim=2)
 
+    @override
     def make_basis(self, sample: Tensor) -> Tensor:
-        """See `ProjectedKeysIndex.make_basis`."""
         if self._seen is None:
             rotation = _eigenvectors(torch.matmul(sample.transpose(2, 3), sample))
             magnitude = torch.zeros_like(rotation[:, :, 0])

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
@@ -92,23 +93,24 @@ class ProductQuantizedIndex(KeyIndex):
         """Whether there are centroids, or a sample to make them from."""
         return self._ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`; what `look` sees is a larger sample, so this one is not used."""
+        """What `look` sees is a larger sample, so this one is not used."""
         rows, _, _, head_dim = sample.shape
         self._sample = PromptSample(rows, self._max_tokens, head_dim, self._centroids)
         self._ready = True
 
+    @override
     def forget_fit(self) -> None:
-        """See `KeyIndex.forget_fit`."""
         self._ready, self._sample = False, None
 
+    @override
     def look(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.look`."""
         assert self._sample is not None, "fit() comes first"
         self._sample.take(keys[:, :, 0], first_token)
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         if self._sample is not None:
             self._make_centroids(self._sample)
             self._sample = None
@@ -139,8 +141,8 @@ class ProductQuantizedIndex(KeyIndex):
         """[rows, tokens, head_dim] to [rows, subvectors, tokens, part], without a copy."""
         return keys.view(*keys.shape[:2], self._centroids.shape[1], -1).transpose(1, 2)
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, ProductQuantizedIndex)
         assert other._sample is None, "not between look() and append()"
         self._ready, self._sample = other._ready, None
@@ -150,8 +152,9 @@ class ProductQuantizedIndex(KeyIndex):
 
     # Scores -----------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; a unit is as important as its best token."""
+        """A unit is as important as its best token."""
         rows, tokens = query.shape[0], num_units * self._group_tokens
         subvectors, part = self._centroids.shape[1], self._centroids.shape[3]
         joint = query.float().sum(dim=1).view(rows, subvectors, part, 1)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.errors import ConfigError
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest
@@ -35,8 +37,8 @@ class RaaS(HistoryPolicy):
         if not 0.0 < self.threshold < 1.0:
             raise ConfigError(f"threshold={self.threshold} must be between 0 and 1")
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return TimeStamps(
             request.shape, batch=request.batch, max_groups=request.max_groups,
             scaling=request.scaling, device=request.device,

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.engine.key_index import KeyIndex
 
@@ -22,18 +23,20 @@ class RecencyIndex(KeyIndex):
         self._oldest = 0
         """Tokens before it have been forgotten, in every row."""
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`; tokens taken in anew live."""
+        """Tokens taken in anew live."""
         self._oldest = min(self._oldest, first_token)
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`: the position, minus infinity for what has been forgotten."""
+        """The position, minus infinity for what has been forgotten."""
         self._oldest = max(self._oldest, num_units - self._selected_groups)
         positions = torch.arange(num_units, device=query.device, dtype=torch.float32)
         positions[: self._oldest] = float("-inf")
         return positions.expand(query.shape[0], -1).contiguous()
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, RecencyIndex)
         self._oldest = other._oldest

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import fit_basis
@@ -121,6 +122,7 @@ class ShadowKeyIndex(KeyIndex):
         """Whether `fit` has been called."""
         return self._ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
         """See `KeyIndex.fit`; `look` replaces the sample by the prompt."""
         self._moment = None
@@ -129,12 +131,12 @@ class ShadowKeyIndex(KeyIndex):
 
     refits: ClassVar[bool] = True
 
+    @override
     def forget_fit(self) -> None:
-        """See `KeyIndex.forget_fit`."""
         self._ready = False
 
+    @override
     def look(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.look`."""
         if first_token == 0:
             self._moment = None
         start = -first_token % self._stride
@@ -171,8 +173,8 @@ class ShadowKeyIndex(KeyIndex):
 
     # Keys -------------------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         if self._moment is not None:
             self._make_basis(self._moment)
             self._moment = None
@@ -236,8 +238,9 @@ class ShadowKeyIndex(KeyIndex):
         self._outlier_cosines.copy_(lowest)
         self._outlier_units.copy_(all_units.gather(1, chosen))
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`; rows of a sequence stay together."""
+        """Rows of a sequence stay together."""
         assert isinstance(other, ShadowKeyIndex)
         sequences = rows[:: self._heads] // self._heads
         self._ready = other._ready
@@ -253,8 +256,9 @@ class ShadowKeyIndex(KeyIndex):
 
     # Scores -----------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`: shares of the softmax, and more than all of it for outliers."""
+        """Shares of the softmax, and more than all of it for outliers."""
         chunks = -(-num_units // self._landmark_units)
         query, factor = shrunk(query)
         logits = torch.matmul(query, self._landmarks[:, :chunks].transpose(1, 2)).float()
@@ -277,8 +281,9 @@ class ShadowKeyIndex(KeyIndex):
 
     # Rebuilding -------------------------------------------------------------------------------
 
+    @override
     def rebuild_keys(self, rows: NDArray[np.int64], units: NDArray[np.int64]) -> Tensor:
-        """See `KeyIndex.rebuild_keys`: low-rank keys, rotated; true ones for outliers."""
+        """Low-rank keys, rotated; true ones for outliers."""
         device = self._components.device
         row, unit = torch.from_numpy(rows).to(device), torch.from_numpy(units).to(device)
         keys = self._expanded(rows, row, unit)

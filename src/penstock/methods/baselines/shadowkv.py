@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -73,8 +75,9 @@ class ShadowKV(BaselinePolicy):
             if value is not None and value < least:
                 raise ConfigError(f"{field}={value} must be at least {least}")
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """See `BaselinePolicy.plan`; unless `reuse_tokens` is given, layers share their slots
+        """Unless `reuse_tokens` is given, layers share their slots
         (no reuse) where slots of their own would halve the rank."""
         policy, plan = super().plan(request)
         if plan.is_resident or plan.shared_pools or self.reuse_tokens is not None:
@@ -89,8 +92,9 @@ class ShadowKV(BaselinePolicy):
             return policy, plan
         return sharing, shared
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: larger chunks and lower ranks, then fewer outliers."""
+        """Larger chunks and lower ranks, then fewer outliers."""
         selected = self._selections(request)[0]
         in_proportion = selected * ORIGINAL_OUTLIERS // (ORIGINAL_OUTLIERS + ORIGINAL_SELECTED)
         most = min(self.outlier_chunks, in_proportion)
@@ -119,8 +123,8 @@ class ShadowKV(BaselinePolicy):
         scratch = ShadowKeyIndex.scratch_bytes(request.shape, selected_groups=selected, **sizes)
         return IndexSize(held, scratch)
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         assert self.rank is not None, "plan() makes the choices"
         assert self.landmark_units is not None, "plan() makes the choices"
         return ShadowKeyIndex(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.errors import ConfigError
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest
@@ -35,8 +37,8 @@ class SnapKV(HistoryPolicy):
         if self.kernel_tokens < 1 or self.kernel_tokens % 2 == 0:
             raise ConfigError(f"kernel_tokens={self.kernel_tokens} must be odd and positive")
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return ObservationVotes(
             request.shape, batch=request.batch, max_groups=request.max_groups,
             scaling=request.scaling, device=request.device, window_queries=self.window_queries,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.slot_plan import SizingRequest
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest, SelectionPolicy
@@ -25,10 +27,11 @@ class StreamingLLM(ForgettingPolicy):
 
     name: ClassVar[str] = "streaming_llm"
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: positions alone, and their scores."""
+        """Positions alone, and their scores."""
         return [(self, IndexSize(0, 8 * request.max_tokens))]
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return RecencyIndex(selected_groups=request.selected_groups)

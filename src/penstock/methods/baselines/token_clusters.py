@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
@@ -111,23 +112,24 @@ class TokenClustersIndex(KeyIndex):
         """Whether there are clusters, or a sample to make them from."""
         return self._ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`; what `look` sees is a larger sample, so this one is not used."""
+        """What `look` sees is a larger sample, so this one is not used."""
         rows, _, _, head_dim = sample.shape
         self._sample = PromptSample(rows, self._cluster_of.shape[1], head_dim, self._centroids)
         self._ready = True
 
+    @override
     def forget_fit(self) -> None:
-        """See `KeyIndex.forget_fit`."""
         self._ready, self._sample = False, None
 
+    @override
     def look(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.look`."""
         assert self._sample is not None, "fit() comes first"
         self._sample.take(keys[:, :, 0], first_token)
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         if self._sample is not None:
             self._cluster_prompt(self._sample)
             self._sample = None
@@ -206,8 +208,8 @@ class TokenClustersIndex(KeyIndex):
         self._first_new += self._recluster_tokens
         self._num_new = 0
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, TokenClustersIndex)
         assert other._sample is None, "not between look() and append()"
         self._ready, self._sample = other._ready, None
@@ -220,8 +222,9 @@ class TokenClustersIndex(KeyIndex):
 
     # Scores -----------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; a unit is as important as its best token."""
+        """A unit is as important as its best token."""
         rows, tokens = query.shape[0], num_units * self._group_tokens
         joint = query.float().sum(dim=1).unsqueeze(-1)
         logits = torch.matmul(self._centroids[:, : self._used].float(), joint).squeeze(-1)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
@@ -108,12 +109,12 @@ class FollowedClusters(KeyIndex):
     # The prompt -------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `KeyIndex.ready`."""
         return self._ready
 
+    @override
     def see_queries(self, queries: Tensor) -> None:
-        """See `KeyIndex.see_queries`."""
         self.prompt_queries = queries
 
     def forget(self) -> None:
@@ -137,8 +138,9 @@ class FollowedClusters(KeyIndex):
         self.prompt_queries = None
         self._ready = True
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`; splits are the layer's to ask for."""
+        """Splits are the layer's to ask for."""
         assert first_token - self.base == self.clusters.length, "a token is missing"
         self.labels = self.clusters.append(keys[:, :, 0])
 
@@ -192,8 +194,9 @@ class FollowedClusters(KeyIndex):
         known = self.clusters.entries.cluster_of[:, : self.clusters.length]
         return np.maximum(known, ~known).astype(np.int32)
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`: a token is as important as its cluster."""
+        """A token is as important as its cluster."""
         sizes = self.clusters.entry_counts().astype(np.int64)
         scores = torch.from_numpy(self._scores(query, sizes))
         out = scores.new_full((len(scores), num_units), -1.0)
@@ -208,8 +211,8 @@ class FollowedClusters(KeyIndex):
 
     # Changes of shape -------------------------------------------------------------------------
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, FollowedClusters)
         if other.sizes != self.sizes:  # another batch has left less memory for them
             self.forget()

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import FetchError
@@ -95,8 +96,8 @@ class ClusterLayer(RetrievalLayer):
 
     # A step -----------------------------------------------------------------------------------
 
+    @override
     def begin(self, query: Tensor) -> None:
-        """See `RetrievalLayer.begin`."""
         self._settle()
         if self.former_layer is not None:
             self.former_layer._settle()
@@ -104,8 +105,8 @@ class ClusterLayer(RetrievalLayer):
             self.representatives.need()
         super().begin(query)
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
-        """See `LayerCache.attend`."""
         self._settle()
         out = super().attend(call)
         if self._new is not None and self.index.ready:
@@ -127,8 +128,9 @@ class ClusterLayer(RetrievalLayer):
         else:
             self._following = self.setup.writer.run(job)
 
+    @override
     def on_closed(self, keys: Tensor, first_group: int) -> None:
-        """See `LayerCache.on_closed`; units are single tokens. More than one are another prompt:
+        """Units are single tokens. More than one are another prompt:
         all is clustered anew when the next step wants it."""
         require_finite(keys, self.layer_idx)
         if not self.index.ready:
@@ -168,12 +170,13 @@ class ClusterLayer(RetrievalLayer):
     # The virtual cache ------------------------------------------------------------------------
 
     @property
+    @override
     def has_prefetched(self) -> bool:
-        """See `RetrievalLayer.has_prefetched`."""
         return self._prefetched is not None
 
+    @override
     def slots_landed(self) -> None:
-        """See `RetrievalLayer.slots_landed`: the next layer's slots are filled, and what its
+        """The next layer's slots are filled, and what its
         clusters are ranked by comes."""
         if self.representatives is not None:
             self.representatives.ask_ahead(followed=False)
@@ -205,8 +208,8 @@ class ClusterLayer(RetrievalLayer):
             self._land(prefetched)
         return super()._finish_fetch()
 
+    @override
     def drop_fetch(self) -> None:
-        """See `RetrievalLayer.drop_fetch`."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None:
             prefetched.drop()
@@ -226,8 +229,8 @@ class ClusterLayer(RetrievalLayer):
                 )
             )  # fmt: skip
 
+    @override
     def read_missing(self, plan: FetchPlan) -> PendingRead:
-        """See `RetrievalLayer.read_missing`."""
         if self._layout is None or not self._layout.live:
             return super().read_missing(plan)
         return self._submit(plan.rows, plan.units, plan.slots)
@@ -284,8 +287,9 @@ class ClusterLayer(RetrievalLayer):
 
     # The prompt -------------------------------------------------------------------------------
 
+    @override
     def ensure_index(self) -> bool:
-        """See `RetrievalLayer.ensure_index`: clusters every row, and lays it out."""
+        """Clusters every row, and lays it out."""
         base, end = self._lowest_unit, self.length
         if end <= base:
             return False
@@ -334,28 +338,29 @@ class ClusterLayer(RetrievalLayer):
 
     # Changes of shape -------------------------------------------------------------------------
 
+    @override
     def crop(self, length: int) -> None:
-        """See `LayerCache.crop`."""
         with contextlib.suppress(FetchError):  # of clusters that are made anew
             self._settle()
         super().crop(length)
         if self.index.ready:
             self._begin_anew()
 
+    @override
     def drain(self) -> None:
-        """See `LayerCache.drain`."""
         self._settle()
         super().drain()
 
+    @override
     def forget_slots(self) -> None:
-        """See `LayerCache.forget_slots`; what follows the last step still needs them."""
+        """What follows the last step still needs them."""
         following = self._following
         if following is not None:
             wait([following])  # whoever settles learns of what it raised
         super().forget_slots()
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `LayerCache.take_rows_from`."""
         assert isinstance(other, ClusterLayer)
         other._settle()
         self._settle()
@@ -369,15 +374,15 @@ class ClusterLayer(RetrievalLayer):
         self._give_up_layout()
         self.follower.begin()
 
+    @override
     def reset(self) -> None:
-        """See `LayerCache.reset`."""
         following, self._following = self._following, None
         if following is not None:
             wait([following])
         super().reset()
         self._begin_anew()
 
+    @override
     def close(self) -> None:
-        """See `LayerCache.close`."""
         following = [] if self._following is None else [self._following]
         close_all(partial(wait, following), super().close)

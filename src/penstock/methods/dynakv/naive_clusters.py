@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from penstock.core.errors import StorageError
 from penstock.methods.dynakv.cluster_file import ClusterFile, Split, new_clusters
@@ -110,10 +111,11 @@ class TokenOrder(_OrderedEntries):
         """See `ClusterFile`."""
         return len(self._slots_of[cluster])
 
+    @override
     def place(
         self, order: Sequence[int], members: Mapping[int, Int64Array], entries: ByteArray
     ) -> None:
-        """See `ClusterFile.place`; the order means nothing here."""
+        """The order means nothing here."""
         self._check_new(entries)
         new = new_clusters(order, members, self._slots_of, len(entries))
         self._write_slots(self._total, entries)
@@ -121,18 +123,19 @@ class TokenOrder(_OrderedEntries):
         self._total += len(entries)
         self.counters.placed_bytes += entries.size
 
+    @override
     def append(self, cluster: int, entries: ByteArray) -> None:
-        """See `ClusterFile.append`."""
         self._check_new(entries)
         self._write_slots(self._total, entries)
         slots = self._take(len(entries))
         self._slots_of[cluster] = np.concatenate([self._slots_of[cluster], slots])
 
+    @override
     def split(
         self, cluster: int, new_cluster: int, stays: npt.NDArray[np.bool_],
         entries: ByteArray | None = None,
     ) -> Split:  # fmt: skip
-        """See `ClusterFile.split`; only new entries are written."""
+        """Only new entries are written."""
         assert new_cluster not in self._slots_of, "has a place"
         count = self.num_entries(cluster)
         slots = self._slots_of[cluster]
@@ -145,8 +148,8 @@ class TokenOrder(_OrderedEntries):
         self.counters.num_splits += 1
         return Split(kept, moved)
 
+    @override
     def free(self, cluster: int) -> None:
-        """See `ClusterFile.free`."""
         del self._slots_of[cluster]
 
     def _forget_all(self) -> None:
@@ -191,10 +194,10 @@ class PackedClusters(_OrderedEntries):
         """See `ClusterFile`."""
         return self._count[cluster]
 
+    @override
     def place(
         self, order: Sequence[int], members: Mapping[int, Int64Array], entries: ByteArray
     ) -> None:
-        """See `ClusterFile.place`."""
         self._check_new(entries)
         new = new_clusters(order, members, self._count, len(entries))
         rows = np.concatenate([np.zeros(0, dtype=np.int64), *(members[c] for c in new)])
@@ -204,8 +207,8 @@ class PackedClusters(_OrderedEntries):
         self._number()
         self.counters.placed_bytes += entries.size
 
+    @override
     def append(self, cluster: int, entries: ByteArray) -> None:
-        """See `ClusterFile.append`."""
         self._check_new(entries)
         self._refuse_spoiled([cluster])
         end = self._first[cluster] + self._count[cluster]
@@ -214,11 +217,11 @@ class PackedClusters(_OrderedEntries):
         self._number()
         self.counters.appended_bytes += entries.size
 
+    @override
     def split(
         self, cluster: int, new_cluster: int, stays: npt.NDArray[np.bool_],
         entries: ByteArray | None = None,
     ) -> Split:  # fmt: skip
-        """See `ClusterFile.split`."""
         self._refuse_spoiled([cluster])
         assert new_cluster not in self._count, "has a place"
         first, count = self._first[cluster], self._count[cluster]
@@ -237,8 +240,9 @@ class PackedClusters(_OrderedEntries):
         self.counters.appended_bytes += (len(entries) - count) * self.entry_bytes
         return Split(kept, moved)
 
+    @override
     def free(self, cluster: int) -> None:
-        """See `ClusterFile.free`; what follows moves up."""
+        """What follows moves up."""
         first, count = self._first[cluster], self._count[cluster]
         self._replace(cluster, first, first + count, np.zeros((0, self.entry_bytes), np.uint8))
         self._spoiled.discard(cluster)

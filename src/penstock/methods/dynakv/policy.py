@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
@@ -141,8 +142,8 @@ class DynaKV(BaselinePolicy):
             )
 
     @property
+    @override
     def lays_out(self) -> bool:
-        """See `SelectionPolicy.lays_out`."""
         return self.layout == "clusters"
 
     @property
@@ -152,8 +153,9 @@ class DynaKV(BaselinePolicy):
 
     # Memory -----------------------------------------------------------------------------------
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: clusters grow where the budget is tight."""
+        """Clusters grow where the budget is tight."""
         out: list[tuple[SelectionPolicy, IndexSize]] = []
         wanted: tuple[int, ...] = TOKENS_PER_CLUSTER
         if self.tokens_per_cluster is not None:
@@ -245,32 +247,32 @@ class DynaKV(BaselinePolicy):
 
     # Selection --------------------------------------------------------------------------------
 
+    @override
     def open_store(self, request: StoreRequest) -> KVStore:
-        """See `SelectionPolicy.open_store`."""
         return request.create(self.files_per_layer)
 
+    @override
     def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
-        """See `SelectionPolicy.make_layers`."""
         return make_cluster_layers(self, builder)
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return FollowedClusters(
             request.shape, self.cluster_sizes, batch=request.batch,
             max_tokens=request.max_groups, scaling=request.scaling, centroids=request.shared,
         )  # fmt: skip
 
+    @override
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:
-        """See `SelectionPolicy.make_replacement`."""
         return ClusterAligned(
             batch, num_slots, updated_share=self.updated_share, prefers_small=self.prefers_small
         )
 
+    @override
     def select(
         self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
         wanted: int,
     ) -> Selection:  # fmt: skip
-        """See `SelectionPolicy.select`."""
         assert isinstance(index, FollowedClusters), "dynakv ranks clusters"
         if index.score_is_replaced:
             index.whole.fill(False)  # single tokens are ranked

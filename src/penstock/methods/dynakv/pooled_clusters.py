@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from penstock.core.errors import StorageError
 from penstock.methods.dynakv.cluster_file import ClusterFile, Split, new_clusters, scatter
@@ -52,10 +53,11 @@ class PooledClusters(ClusterFile):
 
     # Operations -------------------------------------------------------------------------------
 
+    @override
     def place(
         self, order: Sequence[int], members: Mapping[int, Int64Array], entries: ByteArray
     ) -> None:
-        """See `ClusterFile.place`; order[2i + 1] and order[2i + 2] touch."""
+        """Order[2i + 1] and order[2i + 2] touch."""
         self._check_new(entries)
         new = new_clusters(order, members, self.pools, len(entries))
         if not new:
@@ -70,8 +72,8 @@ class PooledClusters(ClusterFile):
             raise
         self.counters.placed_bytes += entries.size
 
+    @override
     def append(self, cluster: int, entries: ByteArray) -> None:
-        """See `ClusterFile.append`."""
         self._check_new(entries)
         if len(entries) == 1 and self._buffer_one(cluster, entries.reshape(-1).data):
             return
@@ -90,19 +92,20 @@ class PooledClusters(ClusterFile):
         self.pools.resize(cluster, count + len(entries))
         self.counters.appended_bytes += entries.size
 
+    @override
     def append_each(self, clusters: Int64Array, entries: ByteArray) -> None:
-        """See `ClusterFile.append_each`."""
         numbers, size = self._check_each(clusters, entries), self.entry_bytes
         flat = np.ascontiguousarray(entries).reshape(-1).data
         for i, cluster in enumerate(numbers):
             if not self._buffer_one(cluster, flat[i * size : (i + 1) * size]):
                 self.append(cluster, entries[i : i + 1])
 
+    @override
     def split(
         self, cluster: int, new_cluster: int, stays: npt.NDArray[np.bool_],
         entries: ByteArray | None = None,
     ) -> Split:  # fmt: skip
-        """See `ClusterFile.split`; the larger child is better left to stay."""
+        """The larger child is better left to stay."""
         self._refuse_spoiled([cluster])
         assert new_cluster not in self.pools, "has a place"
         count = self.num_entries(cluster)
@@ -136,8 +139,8 @@ class PooledClusters(ClusterFile):
         self.counters.moved_bytes += int(num_moved) * self.entry_bytes
         return Split(kept, moved)
 
+    @override
     def free(self, cluster: int) -> None:
-        """See `ClusterFile.free`."""
         self.settle_reads()
         self._buffers.forget(cluster)
         self._spoiled.discard(cluster)
@@ -147,8 +150,8 @@ class PooledClusters(ClusterFile):
         self.pools.clear()
         self._buffers.clear()
 
+    @override
     def flush(self) -> None:
-        """See `ClusterFile.flush`."""
         for cluster in self._buffers.clusters():
             self._write_buffer(cluster)
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.core.selection import Selection
 from penstock.engine.fetch_plan import FetchPlan, PlanLists
@@ -82,8 +83,9 @@ class ClusterAligned(ReplacementPolicy):
         """What the slots hold now, before `victims` is asked; read then, not before."""
         self.told = told
 
+    @override
     def plan_at_once(self, selection: Selection, table: SlotTable) -> FetchPlan | None:
-        """See `ReplacementPolicy.plan_at_once`: cluster by cluster."""
+        """Cluster by cluster."""
         compiled, told = kernel("plan_cluster_fetch"), self.told
         assert told is not None, "tell() comes first"
         if compiled is None or not told.owners.flags.c_contiguous:
@@ -101,13 +103,13 @@ class ClusterAligned(ReplacementPolicy):
         )  # fmt: skip
         return lists.plan()
 
+    @override
     def note_wanted(self, pinned: NDArray[np.bool_]) -> None:
-        """See `ReplacementPolicy.note_wanted`."""
         self.clock += 1
         self.wanted_at[pinned] = self.clock
 
+    @override
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `ReplacementPolicy.victims`."""
         keys = self._keys(pinned)
         out = []
         for row, count in enumerate(counts.tolist()):
@@ -152,8 +154,8 @@ class ClusterAligned(ReplacementPolicy):
         retained: NDArray[np.bool_] = ages < within.sum(axis=1)[:, None]
         return retained
 
+    @override
     def copy_rows(self, rows: NDArray[np.int64]) -> "ClusterAligned":
-        """See `ReplacementPolicy.copy_rows`."""
         copy = ClusterAligned(
             len(rows), self.wanted_at.shape[1], updated_share=self._share,
             prefers_small=self.prefers_small,

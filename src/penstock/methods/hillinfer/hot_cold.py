@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.engine.tiers.replacement import ReplacementPolicy
 
@@ -112,8 +113,9 @@ class HotCold(ReplacementPolicy):
         if self.decay_steps and self.steps % self.decay_steps == 0:
             self.hits >>= 1
 
+    @override
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `ReplacementPolicy.victims`; an occupied slot's token is demoted."""
+        """An occupied slot's token is demoted."""
         told = self._now()
         ranks = self._ranks(pinned)
         empty = told.unit_in < 0
@@ -205,8 +207,8 @@ class HotCold(ReplacementPolicy):
         self.hits.fill(0)
         self.steps, self.told = 0, None
 
+    @override
     def copy_rows(self, rows: NDArray[np.int64]) -> "HotCold":
-        """See `ReplacementPolicy.copy_rows`."""
         copy = HotCold(0, 0, placement=self.placement, decay_steps=self.decay_steps)
         copy.hits, copy.steps = self.hits[rows].copy(), self.steps
         return copy

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.tiers.slot_table import ABSENT, SlotTable
@@ -82,14 +83,15 @@ class NearIndex(KeyIndex):
         """Show the index its layer."""
         self._places = places
 
+    @override
     def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
-        """See `KeyIndex.begin_step`."""
         self._first_unit = first_unit
 
     # Taking tokens in -------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`; the scorer hears of it with the next request."""
+        """The scorer hears of it with the next request."""
         places = self._shown
         end = first_token + keys.shape[1]
         self._closed = end
@@ -157,8 +159,9 @@ class NearIndex(KeyIndex):
 
     # Ranking ----------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`.
+        """Score on both sides.
 
         Raises:
             ScorerError: a near-storage device died, hung, or did not score every cold token.
@@ -201,8 +204,9 @@ class NearIndex(KeyIndex):
         found: NDArray[np.float32] = summed.cpu().numpy()
         return found
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`; everything is mapped anew by the next request."""
+        """Everything is mapped anew by the next request."""
         assert isinstance(other, NearIndex)
         self._closed, self._mapped = other._closed, 0
         self.scores[:] = other.scores[rows.cpu().numpy()]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import FetchError, PenstockError, StorageError
@@ -77,19 +78,20 @@ class NearLayer(RetrievalLayer):
     # A step -----------------------------------------------------------------------------------
 
     @property
+    @override
     def fetch_begun(self) -> bool:
-        """See `RetrievalLayer.fetch_begun`."""
         return self._begun is not None or super().fetch_begun
 
+    @override
     def begin(self, query: Tensor) -> None:
-        """See `RetrievalLayer.begin`; returns at once."""
+        """Returns at once."""
         end_unit = self.window.first_ring_group(self.length + 1)
         if end_unit > self._lowest_unit:
             job = partial(self._evaluate, query, end_unit)
             self._begun = self._work.run(job, query.device)
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
-        """See `LayerCache.attend`."""
         if call.query.shape[2] == 1 and self.length > 0:
             if not self.fetch_begun:
                 self.begin(call.query[:, :, 0])
@@ -268,12 +270,13 @@ class NearLayer(RetrievalLayer):
     # Attention --------------------------------------------------------------------------------
 
     @property
+    @override
     def gathers(self) -> bool:
-        """See `RetrievalLayer.gathers`."""
         return self._hill.attend == "selected"
 
+    @override
     def attended_mask(self, plan: FetchPlan | None) -> Tensor:
-        """See `RetrievalLayer.attended_mask`: the selection, sinks and window."""
+        """The selection, sinks and window."""
         if plan is None or not self.gathers:
             return self.pool.mask
         mask = self.pool.mask.clone()
@@ -300,8 +303,8 @@ class NearLayer(RetrievalLayer):
         for first, end, _ in self._blocks(0, self.length):
             self.near.append(self._read_keys(np.arange(first, end)), first)
 
+    @override
     def forget_slots(self) -> None:
-        """See `LayerCache.forget_slots`."""
         super().forget_slots()
         self._left = None
 
@@ -310,8 +313,9 @@ class NearLayer(RetrievalLayer):
         self.near.slots_forgotten()
         self._left = None
 
+    @override
     def drop_fetch(self) -> None:
-        """See `RetrievalLayer.drop_fetch`; an evaluation under way ends first. A write that failed
+        """An evaluation under way ends first. A write that failed
         and that it has heard of is told to who waits for writes next."""
         try:
             self._settle()
@@ -323,23 +327,24 @@ class NearLayer(RetrievalLayer):
             pass
         super().drop_fetch()
 
+    @override
     def crop(self, length: int) -> None:
-        """See `LayerCache.crop`."""
         shrinks = length < max(self.length, self._touched)
         super().crop(length)
         if shrinks:
             self.near.forget_from(length)
             self.pools.forget_from(length)
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
-        """See `LayerCache.take_rows_from`; the scorer learns of it with the next step."""
+        """The scorer learns of it with the next step."""
         super().take_rows_from(other, rows)
         self._attach()
         self.pools = self.replacement  # type: ignore[assignment]
         self._left, self._remap = None, other is not self
 
+    @override
     def reset(self) -> None:
-        """See `LayerCache.reset`."""
         super().reset()
         self.near.forget_from(0)
         self.pools.clear()
@@ -348,8 +353,8 @@ class NearLayer(RetrievalLayer):
         with contextlib.suppress(PenstockError, CancelledError):  # of a step that was given up
             self._settle()
 
+    @override
     def close(self) -> None:
-        """See `LayerCache.close`."""
         close_all(self._settle_quietly, self._work.close, super().close)
 
 

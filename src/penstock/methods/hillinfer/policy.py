@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
@@ -120,22 +121,25 @@ class HillInfer(BaselinePolicy):
             raise ConfigError("reuse_tokens=0 leaves no hot pool; give another policy")
 
     @property
+    @override
     def predicts(self) -> bool:
-        """See `SelectionPolicy.predicts`: layer i+1 is evaluated while layer i computes (APP)."""
+        """Layer i+1 is evaluated while layer i computes (APP)."""
         return True
 
     # Memory -----------------------------------------------------------------------------------
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """See `BaselinePolicy.plan`; alpha is then what the plan has room for."""
+        """Alpha is then what the plan has room for."""
         policy, plan = super().plan(request)
         if plan.is_resident or self.selected_tokens is not None or self.alpha is not None:
             return policy, plan
         alpha = min(1.0, plan.selected_groups / request.max_tokens)
         return replace(self, alpha=alpha), plan
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
-        """See `BaselinePolicy.index_sizes`; there is one size."""
+        """There is one size."""
         return [(self, self._size(request))]
 
     def _size(self, request: SizingRequest) -> IndexSize:
@@ -215,8 +219,9 @@ class HillInfer(BaselinePolicy):
             threads=self.scorer_threads,
         )  # fmt: skip
 
+    @override
     def open_store(self, request: StoreRequest) -> KVStore:
-        """See `SelectionPolicy.open_store`: behind near-storage devices, where there are some.
+        """Behind near-storage devices, where there are some.
 
         Raises:
             ConfigError: the store shall be sealed, which they cannot.
@@ -236,8 +241,9 @@ class HillInfer(BaselinePolicy):
             devices=self.devices, timeout_s=self.timeout_s,
         )  # fmt: skip
 
+    @override
     def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
-        """See `SelectionPolicy.make_layers`: they share a worker and a scorer."""
+        """They share a worker and a scorer."""
         setup, plan, fixed = builder.setup, builder.setup.plan, self.hot_tokens
         scorer: Scorer
         if isinstance(setup.store, NearStore):
@@ -258,8 +264,8 @@ class HillInfer(BaselinePolicy):
             for i in builder.numbers
         ]
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         return NearIndex(self.score_settings(request))
 
     def make_pools(self, batch: int, max_tokens: int) -> HotCold:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
@@ -140,8 +141,9 @@ class LowRankIndex(KeyIndex):
         """Components per token."""
         return self._rank
 
+    @override
     def see_start(self, first_unit: NDArray[np.int64]) -> None:
-        """See `KeyIndex.see_start`: padding has no share of a softmax."""
+        """Padding has no share of a softmax."""
         start = torch.from_numpy(first_unit).to(self._device)
         self._start = start if first_unit.any() else None
 
@@ -162,8 +164,9 @@ class LowRankIndex(KeyIndex):
 
     refits: ClassVar[bool] = True
 
+    @override
     def forget_fit(self) -> None:
-        """See `KeyIndex.forget_fit`; a basis of an adapter or a document stays."""
+        """A basis of an adapter or a document stays."""
         if self._fitted:
             self._ready = False
 
@@ -185,14 +188,15 @@ class LowRankIndex(KeyIndex):
         self._ready = True
         self._selection = None
 
+    @override
     def state(self, num_units: int) -> dict[str, Tensor] | None:
-        """See `KeyIndex.state`: codes of whole blocks, and the basis that they are made with."""
+        """Codes of whole blocks, and the basis that they are made with."""
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[0, :blocks].contiguous()
         return {"codes": codes, "basis": self._basis, "step": self._step} if self._ready else None
 
+    @override
     def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
-        """See `KeyIndex.load_state`."""
         if state.keys() != {"codes", "basis", "step"}:
             raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
         codes, basis, step = state["codes"], state["basis"], state["step"]
@@ -216,8 +220,8 @@ class LowRankIndex(KeyIndex):
 
     # Keys -------------------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`."""
         group_tokens = self._group_tokens
         components = project_keys(keys, self._basis, self._per_step)
         if store_codes(components, self._codes, self._bits, first_token // group_tokens):
@@ -233,8 +237,8 @@ class LowRankIndex(KeyIndex):
             self._codes[:, block, :, place : place + size] = part
             done += size
 
+    @override
     def put(self, keys: Tensor, unit: Tensor) -> None:
-        """See `KeyIndex.put`."""
         codes = self._encode(project_keys(keys, self._basis, self._per_step))
         block = torch.div(unit, BLOCK_GROUPS, rounding_mode="floor")
         # The two numbers stand together in front: [1, batch, group_tokens, width].
@@ -253,8 +257,8 @@ class LowRankIndex(KeyIndex):
         half = codes.shape[-1] // 2
         return codes[..., :half] | (codes[..., half:] << 4)
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`."""
         assert isinstance(other, LowRankIndex)
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
@@ -267,8 +271,9 @@ class LowRankIndex(KeyIndex):
 
     # Scores -----------------------------------------------------------------------------------
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`; ReduceMax over each group (KVSwap 3.3)."""
+        """ReduceMax over each group (KVSwap 3.3)."""
         shape = self._shape
         batch = query.shape[0]
         if self._head_reduction == "sum":
@@ -283,15 +288,15 @@ class LowRankIndex(KeyIndex):
             return group_scores(codes, per_head, self._bits, num_units, self._start)
         return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units, self._start)
 
+    @override
     def best_units(
         self, query: Tensor, first: int, num_units: int, wanted: int
     ) -> NDArray[np.int64] | None:
-        """See `KeyIndex.best_units`."""
         selection = self.selection()
         return None if selection is None else selection.best(query, first, num_units, wanted)
 
+    @override
     def selection(self) -> GroupSelection | None:
-        """See `KeyIndex.selection`."""
         if self._head_reduction == "sum" or self._start is not None:
             return None
         if self._selection is None:
@@ -302,8 +307,9 @@ class LowRankIndex(KeyIndex):
             )  # fmt: skip
         return self._selection if self._selection.is_compiled else None
 
+    @override
     def score_before(self, query: Tensor, num_units: int, end: Tensor, first: Tensor) -> Tensor:
-        """See `KeyIndex.score_before`: units that are not there have no share of a softmax."""
+        """Units that are not there have no share of a softmax."""
         if self._head_reduction == "sum":
             return self.score(query, num_units)
         kv_heads = self._shape.num_kv_heads

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -94,29 +96,30 @@ class KVSwap(SelectionPolicy):
             raise ConfigError("window_tokens and sink_tokens must not be negative")
 
     @property
+    @override
     def repeats_another(self) -> bool:
-        """See `SelectionPolicy.repeats_another`: slots that a selection fills are what None is."""
+        """Slots that a selection fills are what None is."""
         selected = self.selected_tokens or PAPER_SELECTED_TOKENS
         one_selection = 0 < (self.reuse_tokens or 0) <= selected
         return one_selection or (self.rank is None) != (self.index_bits is None)
 
     @property
+    @override
     def unit_tokens(self) -> int:
-        """See `SelectionPolicy.unit_tokens`."""
         return self.group_tokens
 
     @property
+    @override
     def wanted_rank(self) -> int | None:
-        """See `SelectionPolicy.wanted_rank`."""
         return self.rank
 
     @property
+    @override
     def predicts(self) -> bool:
-        """See `SelectionPolicy.predicts`."""
         return self.predict
 
+    @override
     def trusts_prediction(self, cosine: float) -> bool:
-        """See `SelectionPolicy.trusts_prediction`."""
         return cosine >= self.min_prediction_cosine
 
     # Sizing -----------------------------------------------------------------------------------
@@ -253,8 +256,8 @@ class KVSwap(SelectionPolicy):
 
     # Parts ------------------------------------------------------------------------------------
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         assert self.rank is not None, "plan() makes the choices"
         assert self.index_bits is not None, "plan() makes the choices"
         rank = self.rank

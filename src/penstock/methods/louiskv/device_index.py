@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import CacheStateError
 from penstock.core.shape import KVShape
@@ -162,8 +163,9 @@ class DeviceSemanticUnits(DeviceIndex):
 
     # Prompts ----------------------------------------------------------------------------------
 
+    @override
     def take(self, keys: Tensor, first_token: int) -> None:
-        """See `DeviceIndex.take`: block by block into clusters, beside the prefill on CUDA."""
+        """Block by block into clusters, beside the prefill on CUDA."""
         with self._beside(keys):
             self._take(keys[:, :, 0], first_token)
 
@@ -231,8 +233,9 @@ class DeviceSemanticUnits(DeviceIndex):
             self._runs.put_clusters(base, self._units)
         self.state.count.fill_(self._units)
 
+    @override
     def begin_decode(self, length: int, clock: StepClock) -> None:
-        """See `DeviceIndex.begin_decode`: count what may be selected of each unit."""
+        """Count what may be selected of each unit."""
         self._join()
         state = self.state
         state.start.copy_(clock.first_unit)
@@ -252,8 +255,9 @@ class DeviceSemanticUnits(DeviceIndex):
 
     # Steps ------------------------------------------------------------------------------------
 
+    @override
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
-        """See `DeviceIndex.select`: look for a boundary, and select anew where one is.
+        """Look for a boundary, and select anew where one is.
 
         A row that has no more tokens than may be selected selects them all at every step.
         """
@@ -277,19 +281,22 @@ class DeviceSemanticUnits(DeviceIndex):
         )  # fmt: skip
         return wanted
 
+    @override
     def kept(self) -> Wanted:
-        """See `DeviceIndex.kept`: the selection of the last boundary."""
+        """The selection of the last boundary."""
         return self._wanted._replace(due=self._known.repeat_interleave(self._rows_per_sequence))
 
+    @override
     def put(self, keys: Tensor, clock: StepClock) -> None:
-        """See `DeviceIndex.put`: the open segment goes on, or a new one begins."""
+        """The open segment goes on, or a new one begins."""
         grow_units(
             keys[:, 0, 0], self.boundary, self.means, self._open_sum, self.state, self.unit_of,
             clock.position, self._rows_per_sequence, self.spread,
         )  # fmt: skip
 
+    @override
     def settle(self, length: int) -> None:
-        """See `DeviceIndex.settle`: merge neighbouring segments where units are running out."""
+        """Merge neighbouring segments where units are running out."""
         self._make_room(length, SETTLE_STEPS)
 
     def _make_room(self, length: int, room: int) -> int:
@@ -314,8 +321,9 @@ class DeviceSemanticUnits(DeviceIndex):
 
     # Changes of shape -------------------------------------------------------------------------
 
+    @override
     def crop(self, length: int) -> None:
-        """See `DeviceIndex.crop`: a unit of which a part stays keeps its mean."""
+        """A unit of which a part stays keeps its mean."""
         self._join()
         if length == 0:
             self.state.count.zero_()
@@ -335,8 +343,9 @@ class DeviceSemanticUnits(DeviceIndex):
         self.state.open_tokens.zero_()
         self._known.zero_()
 
+    @override
     def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:
-        """See `DeviceIndex.take_rows_from`.
+        """Take rows from another of the same sizes.
 
         Raises:
             CacheStateError: the two were sized differently.

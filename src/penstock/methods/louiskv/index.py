@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.errors import CacheStateError
 from penstock.core.selection import Selection
@@ -148,18 +149,20 @@ class SemanticUnitsIndex(KeyIndex):
     # Keys -------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `KeyIndex.ready`."""
         return self._ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`: all keys come next, to be clustered before the step that waits."""
+        """All keys come next, to be clustered before the step that waits."""
         if self._end:
             self._crop(0)
         self._ready = self._fitting = True
 
+    @override
     def append(self, keys: Tensor, first_token: int) -> None:
-        """See `KeyIndex.append`; units of the engine are single tokens here."""
+        """Units of the engine are single tokens here."""
         if first_token < self._end:
             self._crop(first_token)
             if first_token == 0:
@@ -215,8 +218,9 @@ class SemanticUnitsIndex(KeyIndex):
 
     # Retrieval --------------------------------------------------------------------------------
 
+    @override
     def begin_step(self, query: Tensor, first_unit: NDArray[np.int64], position: int) -> None:
-        """See `KeyIndex.begin_step`: look for a boundary, and cut the segments where one is.
+        """Look for a boundary, and cut the segments where one is.
 
         Args:
             query: the true query. [rows, heads of a row, head_dim]
@@ -288,8 +292,9 @@ class SemanticUnitsIndex(KeyIndex):
             return Selection(ids)
         return Selection(ids, np.arange(wanted) >= (wanted - taken)[:, None])
 
+    @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """See `KeyIndex.score`: a token is as important as its unit; minus one where it may not be
+        """A token is as important as its unit; minus one where it may not be
         selected. `retrieve` does not need it: it is for who ranks single tokens."""
         self._finish_prompt()
         places, sizes = self._pool.units(self._first_unit, num_units)
@@ -310,8 +315,9 @@ class SemanticUnitsIndex(KeyIndex):
         """Whether somebody laid another score over this one (selection streams)."""
         return "score" in vars(self)
 
+    @override
     def rebuild_keys(self, rows: NDArray[np.int64], units: NDArray[np.int64]) -> None:
-        """See `KeyIndex.rebuild_keys`; keys are as they were stored, the counter wants to know."""
+        """Keys are as they were stored, the counter wants to know."""
         self._fetched_tokens += len(rows)
 
     @property
@@ -335,16 +341,18 @@ class SemanticUnitsIndex(KeyIndex):
         self.boundaries.forget()
         self._kept = None
 
+    @override
     def close(self) -> None:
-        """See `KeyIndex.close`: no thread outlives the memory that was booked for it."""
+        """No thread outlives the memory that was booked for it."""
         self._blocks.forget_from(0)
 
     def _clear_counters(self) -> None:
         self.boundaries.clear_counters()
         self._retrievals[:], self._reuses[:], self._fetched_tokens = 0, 0, 0
 
+    @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
-        """See `KeyIndex.take_rows_from`.
+        """Take rows from another of the same sizes.
 
         Raises:
             CacheStateError: the two were sized differently.

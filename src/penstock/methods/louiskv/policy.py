@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
@@ -150,8 +151,9 @@ class LouisKV(AheadPolicy):
 
     # Memory -----------------------------------------------------------------------------------
 
+    @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: blocks give way first, then clusters."""
+        """Blocks give way first, then clusters."""
         out = []
         for cluster, block, beside in self._choices(request.max_tokens):
             policy = replace(self, cluster_tokens=cluster, block_tokens=block, beside=beside)
@@ -214,8 +216,9 @@ class LouisKV(AheadPolicy):
             squares=self.summary == "mean+spread", beside=bool(self.beside),
         )  # fmt: skip
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """See `SelectionPolicy.plan`; every layer keeps its own selection."""
+        """Every layer keeps its own selection."""
         if self.selected_tokens is None and not request.must_tier:
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
@@ -254,8 +257,8 @@ class LouisKV(AheadPolicy):
 
     # Selection --------------------------------------------------------------------------------
 
+    @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
         boundaries = SemanticBoundaries(
             request.shape, rows=request.batch, rows_per_sequence=request.rows_per_sequence,
             tau=self.tau, stride=self.stride, device=request.device,
@@ -266,8 +269,9 @@ class LouisKV(AheadPolicy):
             scaling=request.scaling, every_step=self.boundaries == "every", device=request.device,
         )  # fmt: skip
 
+    @override
     def make_device_index(self, request: IndexRequest) -> DeviceIndex:
-        """See `SelectionPolicy.make_device_index`: units and boundaries live on the device."""
+        """Units and boundaries live on the device."""
         return DeviceSemanticUnits(
             request.shape, self._device_sizes(request.max_groups), rows=request.batch,
             rows_per_sequence=request.rows_per_sequence, max_tokens=request.max_groups,
@@ -275,11 +279,12 @@ class LouisKV(AheadPolicy):
             every_step=self.boundaries == "every", scaling=request.scaling, device=request.device,
         )  # fmt: skip
 
+    @override
     def select(
         self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
         wanted: int,
     ) -> Selection:  # fmt: skip
-        """See `SelectionPolicy.select`; between boundaries what it was, without scoring."""
+        """Between boundaries what it was, without scoring."""
         assert isinstance(index, SemanticUnitsIndex), "louiskv ranks whole units"
         if index.score_is_replaced:
             return super().select(index, query, first_unit, end_unit, wanted)

@@ -23,6 +23,8 @@ import struct
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from penstock.core.errors import FetchError
 
 VERSION = 1
@@ -82,8 +84,8 @@ class _Text(Message):
         return json.dumps(self.values).encode()
 
     @classmethod
+    @override
     def from_body(cls, body: bytes) -> "Message":
-        """See `Message.from_body`."""
         try:
             values = json.loads(body)
         except (ValueError, RecursionError) as error:

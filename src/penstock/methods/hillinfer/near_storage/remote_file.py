@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.copy_runs import copy_runs
@@ -171,15 +172,16 @@ class RemoteFile(KVFile):
         lists = self.lists_bytes
         return lists // 16, self.device.settings.section_bytes - lists
 
+    @override
     def reserve(self, num_bytes: int) -> None:
-        """See `KVFile.reserve`."""
         message = protocol.Reserve(self.layer, num_bytes)
         self._insist(partial(self._call, message, SLOWEST_PATIENCE_S))
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
-        """See `KVFile.submit_reads`; pieces longer than a section are cut."""
+        """Pieces longer than a section are cut."""
         if np.bitwise_or.reduce(offsets | lengths) & (self.sector_bytes - 1):
             raise AlignmentError(f"a read is not aligned to {self.sector_bytes} bytes")
         most = self.room[1] // self.sector_bytes * self.sector_bytes
@@ -187,8 +189,8 @@ class RemoteFile(KVFile):
             offsets, lengths, addresses = _split(offsets, lengths, addresses, most)
         return RemoteTicket(self, offsets, lengths, addresses, keep_alive)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
-        """See `KVFile.write_at`."""
         device, section = self.device, self.device.settings.section_bytes
         section -= section % self.unit_stride
         with device.write_lock:
@@ -217,8 +219,8 @@ class RemoteFile(KVFile):
         unit = self.device.settings.unit_bytes
         return -(-unit // self.sector_bytes) * self.sector_bytes
 
+    @override
     def sync(self) -> None:
-        """See `KVFile.sync`."""
         message = protocol.Sync(self.layer)
         self._insist(partial(self._call, message, SLOWEST_PATIENCE_S))
 

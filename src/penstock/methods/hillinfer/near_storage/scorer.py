@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.methods.hillinfer.near_storage import protocol
 from penstock.methods.hillinfer.near_storage.channel import Exchange
@@ -130,16 +131,16 @@ class LocalScorer(Scorer):
         self.settings, self.generation = settings, 1
         self._keys = [ColdKeys(settings) for _ in range(layers)]
 
+    @override
     def map(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
-        """See `Scorer.map`."""
         self._keys[layer].map(first, unit_ids)
 
+    @override
     def put(self, layer: int, unit_ids: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
-        """See `Scorer.put`."""
         self._keys[layer].put(unit_ids, raw)
 
+    @override
     def begin(self, layer: int, query: NDArray[np.float32], end: int, moved: Moved) -> Scoring:
-        """See `Scorer.begin`."""
         keys = self._keys[layer]
         if moved.units is not None:
             keys.map(moved.first, moved.units)
@@ -228,8 +229,8 @@ class RemoteScorer(Scorer):
         """See `Scorer`."""
         return sum(device.generation for device in self.devices)
 
+    @override
     def ensure_alive(self) -> None:
-        """See `Scorer.ensure_alive`."""
         for device in self.devices:
             device.ensure_alive()
 
@@ -238,8 +239,9 @@ class RemoteScorer(Scorer):
         """More time for what takes long where much is cold."""
         return self.settings.rows * self.settings.max_tokens / SLOWEST_RATE
 
+    @override
     def map(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
-        """See `Scorer.map`. What was said is kept, to be said again after a restart."""
+        """What was said is kept, to be said again after a restart."""
         self._remember(layer, first, unit_ids)
         for i in range(len(self.devices)):
             self.devices[i].ensure_alive()
@@ -257,12 +259,13 @@ class RemoteScorer(Scorer):
         self._restarted = set(range(len(self.devices)))
         self.settings = self.devices[0].settings
 
+    @override
     def link_rate(self) -> float:
-        """See `Scorer.link_rate`; devices work side by side."""
+        """Devices work side by side."""
         return sum(device.link.rate for device in self.devices)
 
+    @override
     def forget_from(self, layer: int, token: int) -> None:
-        """See `Scorer.forget_from`."""
         if layer in self._maps:
             self._maps[layer][:, token:] = UNMAPPED
 
@@ -293,8 +296,8 @@ class RemoteScorer(Scorer):
             if known:
                 self._send_map(i, layer, 0, units[:, :known], encode=True)
 
+    @override
     def begin(self, layer: int, query: NDArray[np.float32], end: int, moved: Moved) -> Scoring:
-        """See `Scorer.begin`."""
         i, self._next_area = self._next_area, (self._next_area + 1) % NUM_AREAS
         exchanges, count = [], 0
         if moved.units is not None:

@@ -3,6 +3,7 @@
 import contextlib
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import StorageError
@@ -51,8 +52,8 @@ class StripedFile(KVFile):
         self.is_direct = all(file.is_direct for file in files)
         self.simulated = files[0].simulated
 
+    @override
     def reserve(self, num_bytes: int) -> None:
-        """See `KVFile.reserve`."""
         units = self._stripes.num_local(-(-num_bytes // self._stride))
         for file in self._files:
             file.reserve(units * self._stride)
@@ -70,10 +71,10 @@ class StripedFile(KVFile):
         end = np.minimum(first[run] + count[run], (unit // size + 1) * size)
         return run, (unit - first[run]) * self._stride, (end - unit) * self._stride, unit
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
-        """See `KVFile.submit_reads`."""
         run, starts, sizes, units = self._cut(offsets, lengths)
         owner, local = self._stripes.owner(units), self._stripes.local(units) * self._stride
         targets = addresses[run] + starts
@@ -92,8 +93,8 @@ class StripedFile(KVFile):
             raise
         return StripedTicket(tickets)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
-        """See `KVFile.write_at`."""
         cut = self._cut(np.array([offset]), np.array([len(data)]))
         for start, size, unit in zip(*(part.tolist() for part in cut[1:]), strict=True):
             one = np.array([unit])
@@ -101,11 +102,11 @@ class StripedFile(KVFile):
             local = int(self._stripes.local(one)[0]) * self._stride
             file.write_at(local, data[start : start + size])
 
+    @override
     def sync(self) -> None:
-        """See `KVFile.sync`."""
         for file in self._files:
             file.sync()
 
+    @override
     def close(self) -> None:
-        """See `KVFile.close`."""
         close_all(*(file.close for file in self._files))
