@@ -12,11 +12,11 @@ from penstock.core.shape import KVShape
 from penstock.engine.attended import slot_weights
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.key_index import KeyIndex
+from penstock.engine.policy import IndexRequest
 from penstock.engine.tiers.token_pool import TokenPool
 from penstock.kernels.shrunk_query import shrunk
+from penstock.methods import POLICIES
 from penstock.methods.baselines.attention_history import HeavyHitters, ObservationVotes, TimeStamps
-from penstock.methods.baselines.page_bounds import PageBoundsIndex
-from penstock.methods.baselines.page_digest import PageDigestIndex
 from penstock.methods.baselines.shadow_keys import ShadowKeyIndex
 from penstock.methods.kvswap.index import LowRankIndex
 
@@ -32,8 +32,12 @@ def made(name: str, dtype: torch.dtype) -> KeyIndex:
     shape = shape_of(dtype)
     sizes: dict[str, Any] = {"batch": 1, "max_groups": TOKENS // 8, "device": CPU}
     if name in ("quest", "arkvale"):
-        kind = PageBoundsIndex if name == "quest" else PageDigestIndex
-        return kind(shape, group_tokens=8, **sizes)
+        return POLICIES[name]().make_index(
+            IndexRequest(
+                shape=shape, group_tokens=8, scaling=SCALING, adapter=None, score_tokens=0,
+                selected_groups=4, **sizes,
+            )
+        )  # fmt: skip
     if name == "shadowkv":
         return ShadowKeyIndex(
             shape, group_tokens=8, rows_per_sequence=1, rank=16, landmark_units=1, num_outliers=0,

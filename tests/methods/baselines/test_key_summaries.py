@@ -15,6 +15,7 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest, SelectionPolicy, top_units
 from penstock.engine.retrieval_policy import BaselinePolicy
+from penstock.engine.scored_policy import ScoredIndex
 from penstock.kernels.kmeans import kmeans, nearest
 from penstock.methods.baselines.arkvale import ArkVale
 from penstock.methods.baselines.clusterkv import ClusterKV
@@ -68,6 +69,8 @@ def take_in(index: KeyIndex, keys: Tensor, block: int = 400) -> None:
 
 
 def stored_bytes(index: KeyIndex) -> int:
+    if isinstance(index, ScoredIndex):
+        return sum(part.nbytes for part in index.summary)
     return sum(value.nbytes for value in vars(index).values() if isinstance(value, Tensor))
 
 

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.choices import Choice
-from penstock.core.slot_plan import SizingRequest
-from penstock.engine.key_index import KeyIndex
-from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
-from penstock.engine.retrieval_policy import SELECTED, AheadPolicy, IndexSize
-from penstock.methods.baselines.page_digest import PageDigestIndex
+from torch import Tensor
+from typing_extensions import override
+
+from penstock.core.shape import KVShape
+from penstock.engine.scored_policy import ScoredPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArkVale(AheadPolicy):
+class ArkVale(ScoredPolicy):
     """Page eviction that can be undone, per KV head.
 
     Source: ArkVale (Chen et al., NeurIPS 2024): a full page is backed up and summarised by a
@@ -30,28 +29,22 @@ class ArkVale(AheadPolicy):
 
     name: ClassVar[str] = "arkvale"
     per_head: ClassVar[bool] = True
-    device_tier: ClassVar[bool] = True
 
-    group_tokens: int = 16
-    """Tokens of a page."""
+    @override
+    def summary_bytes(self, shape: KVShape) -> int:
+        """Two vectors of a key's size."""
+        return 2 * shape.joint_dim * shape.dtype.itemsize
 
-    choices: ClassVar[tuple[Choice, ...]] = (
-        Choice("group_tokens", (8, 16, 32, 64), "tokens of a page"),
-        SELECTED,
-    )
+    @override
+    def summarise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The middle between the smallest and the largest component, and the mean distance of the
+        keys' components from it. Both [rows, kv_heads, pages, head_dim]"""
+        # Halved before they are added: their sum may be more than float16 holds.
+        centre = keys.amin(dim=3).mul_(0.5).add_(keys.amax(dim=3), alpha=0.5)
+        return centre, (keys - centre.unsqueeze(3)).abs_().mean(dim=3)
 
-    def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: the digests have one size."""
-        sizes = {
-            "batch": request.batch,
-            "max_groups": ceil_div(request.max_tokens, self.group_tokens),
-        }
-        held = PageDigestIndex.num_bytes(request.shape, **sizes)
-        return [(self, IndexSize(held, PageDigestIndex.scratch_bytes(request.shape, **sizes)))]
-
-    def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
-        return PageDigestIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
-            group_tokens=request.group_tokens, device=request.device,
-        )  # fmt: skip
+    @override
+    def score(self, summary: tuple[Tensor, ...], query: Tensor) -> Tensor:
+        """The largest product of the query with a box: q . centre + |q| . half-extent."""
+        centre, extent = summary
+        return centre @ query + extent @ query.abs()

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.choices import Choice
-from penstock.core.slot_plan import SizingRequest
-from penstock.engine.key_index import KeyIndex
-from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
-from penstock.engine.retrieval_policy import SELECTED, AheadPolicy, IndexSize
-from penstock.methods.baselines.page_bounds import PageBoundsIndex
+from torch import Tensor
+from typing_extensions import override
+
+from penstock.core.shape import KVShape
+from penstock.engine.scored_policy import ScoredPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(AheadPolicy):
+class Quest(ScoredPolicy):
     """Query-aware page selection, per KV head.
 
     Source: Quest (arXiv 2406.10774), section 3: the element-wise minimum and maximum of a page's
@@ -26,28 +25,22 @@ class Quest(AheadPolicy):
 
     name: ClassVar[str] = "quest"
     per_head: ClassVar[bool] = True
-    device_tier: ClassVar[bool] = True
 
-    group_tokens: int = 16
-    """Tokens of a page."""
+    @override
+    def summary_bytes(self, shape: KVShape) -> int:
+        """Two vectors of a key's size."""
+        return 2 * shape.joint_dim * shape.dtype.itemsize
 
-    choices: ClassVar[tuple[Choice, ...]] = (
-        Choice("group_tokens", (8, 16, 32, 64), "tokens of a page"),
-        SELECTED,
-    )
+    @override
+    def summarise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest of each component. Both [rows, kv_heads, pages, head_dim]"""
+        return keys.amin(dim=3), keys.amax(dim=3)
 
-    def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
-        """See `BaselinePolicy.index_sizes`: the bounds have one size."""
-        sizes = {
-            "batch": request.batch,
-            "max_groups": ceil_div(request.max_tokens, self.group_tokens),
-        }
-        held = PageBoundsIndex.num_bytes(request.shape, **sizes)
-        return [(self, IndexSize(held, PageBoundsIndex.scratch_bytes(request.shape, **sizes)))]
+    @override
+    def score(self, summary: tuple[Tensor, ...], query: Tensor) -> Tensor:
+        """The largest product that any key within the bounds could have (section 3.2).
 
-    def make_index(self, request: IndexRequest) -> KeyIndex:
-        """See `SelectionPolicy.make_index`."""
-        return PageBoundsIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
-            group_tokens=request.group_tokens, device=request.device,
-        )  # fmt: skip
+        Sum over components of max(q * low, q * high), which is relu(q) . high - relu(-q) . low.
+        """
+        low, high = summary
+        return high @ query.clamp_min(0) + low @ query.clamp_max(0)
