@@ -69,7 +69,7 @@ format: $(INSTALLED) ## Format and fix what ruff can.
 	$(PY) -m ruff check --fix .
 
 bench: $(INSTALLED) ## A quick throughput table on this machine.
-	$(PY) -m penstock.bench.throughput --quick
+	$(PY) -m penstock.evaluate.throughput --quick
 
 MINUTES ?= 120
 soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import penstock
-from penstock.bench.tasks.recall import make_sample
+from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
 

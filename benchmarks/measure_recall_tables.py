@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 import penstock
-from penstock.bench.progress import Progress
+from penstock.evaluate.progress import Progress
 from penstock.models.loader import load
 from penstock.tuner.build_tables import build_tables
 from penstock.tuner.calibration_texts import calibration_tokens

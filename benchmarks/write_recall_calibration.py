@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 import penstock
-from penstock.bench.tasks.recall import make_sample
+from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.loader import load
 
 SEED = 990_002

@@ -41,9 +41,9 @@ from penstock import (
     SearchParams,
     TieredCache,
 )
-from penstock.bench.process_memory import anonymous_bytes
-from penstock.bench.result import Result
 from penstock.cli.entry import set_defaults
+from penstock.evaluate.process_memory import anonymous_bytes
+from penstock.evaluate.result import Result
 from penstock.models.loader import BUNDLED, load
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model

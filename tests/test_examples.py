@@ -36,8 +36,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import penstock.models
-from penstock.bench.tasks.recall import make_sample
 from penstock.cli.main import app
+from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.cache_argument import OUTPUT_NAME
 
 TOP = Path(__file__).parents[1]
@@ -236,7 +236,7 @@ def test_wrong_options_and_commands_are_found(monkeypatch: pytest.MonkeyPatch) -
         run_command(["penstock", "generate", "--no-such-option"], "parse only", monkeypatch)
     with pytest.raises(AssertionError, match="unrecognized"):
         run_command(["penstock", "bench", "search", "--no-such-option"], "parse only", monkeypatch)
-    words = ["python", "-m", "penstock.bench.clusters", "--no-such-option"]
+    words = ["python", "-m", "research.clusters", "--no-such-option"]
     with pytest.raises(SystemExit):
         run_command(words, "parse only", monkeypatch)
     with pytest.raises(AssertionError, match="no-such-command"):

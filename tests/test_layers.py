@@ -20,18 +20,24 @@ LADDER = (  # a package may import only from earlier rungs; packages on one rung
     {"generation"},
     {"workloads"},
     {"tuner"},
-    {"bench"},
-    {"cli", "testing"},
+    {"evaluate"},
+    {"bench", "cli", "testing", "research"},  # bench: the former name of evaluate
 )
 WALLS = {  # library -> the only packages that may import it
     "transformers": {"models", "testing"},
     "triton": {"kernels"},
-    "matplotlib": {"bench"},
+    "matplotlib": {"evaluate", "research"},
     "typer": {"cli"},
     "rich": {"cli"},
 }
 RUNG = {package: rung for rung, packages in enumerate(LADDER) for package in packages}
-MODULES = sorted(ROOT.rglob("*.py"))
+RESEARCH = Path(__file__).parents[1] / "research"
+MODULES = sorted([*ROOT.rglob("*.py"), *RESEARCH.rglob("*.py")])
+
+
+def place(path: Path) -> Path:
+    """Where a module is below src/penstock; research/ stands beside its packages."""
+    return path.relative_to(RESEARCH.parent if path.is_relative_to(RESEARCH) else ROOT)
 
 
 @cache
@@ -64,8 +70,8 @@ def broken_rules(package: str, source: str) -> list[str]:
     broken = []
     for name in sorted(imported_names(source)):
         top, *rest = name.split(".")
-        if top == PACKAGE:
-            there = rest[0] if rest else ""
+        if top in (PACKAGE, "research"):
+            there = "research" if top == "research" else rest[0] if rest else ""
             # The root module holds the public names and the version; only entry points use it.
             if there not in RUNG:
                 if not (package == "cli" and there == "__version__"):
@@ -81,14 +87,14 @@ def test_imports_go_one_way() -> None:
     inside = [path for path in MODULES if path.parent != ROOT]  # the root re-exports the public API
     assert inside
     assert [
-        f"{path.relative_to(ROOT)}: {broken}"
+        f"{place(path)}: {broken}"
         for path in inside
-        for broken in broken_rules(path.relative_to(ROOT).parts[0], path.read_text())
+        for broken in broken_rules(place(path).parts[0], path.read_text())
     ] == []
 
 
 def test_every_package_has_a_rung_and_every_rung_its_packages() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(RUNG)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"research"} == set(RUNG)
 
 
 def test_walls_are_opened_for_those_who_go_through() -> None:
@@ -96,7 +102,7 @@ def test_walls_are_opened_for_those_who_go_through() -> None:
     for path in MODULES:
         for name in imported_names(path.read_text()):
             if (library := name.split(".")[0]) in WALLS:
-                going[library].add(path.relative_to(ROOT).parts[0])
+                going[library].add(place(path).parts[0])
     assert going == WALLS
 
 
@@ -107,6 +113,9 @@ def test_walls_are_opened_for_those_who_go_through() -> None:
         ("storage", "def later():\n    import penstock.engine.tiers.token_pool"),
         ("methods", "if TYPE_CHECKING:\n    import transformers"),
         ("engine", "from penstock import TieredCache"),
+        ("evaluate", "def later():\n    from research.search import speed"),
+        ("cli", "import research"),
+        ("research", "from penstock.cli import main"),
     ],
 )
 def test_a_broken_rule_is_seen(package: str, source: str) -> None:
@@ -139,9 +148,9 @@ def named_methods(source: str) -> list[str]:
 
 def test_engine_and_core_know_no_method() -> None:
     assert [
-        f"{path.relative_to(ROOT)}: {found}"
+        f"{place(path)}: {found}"
         for path in MODULES
-        if path.relative_to(ROOT).parts[0] in GENERAL and (found := named_methods(path.read_text()))
+        if place(path).parts[0] in GENERAL and (found := named_methods(path.read_text()))
     ] == []
 
 

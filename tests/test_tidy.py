@@ -13,9 +13,10 @@ from typing import TypeVar
 Node = TypeVar("Node", bound=ast.AST)
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent / "src" / "penstock"
-MODULES = sorted(ROOT.rglob("*.py"))
+RESEARCH = TESTS.parent / "research"
+MODULES = sorted([*ROOT.rglob("*.py"), *RESEARCH.rglob("*.py")])
 FILES = [*MODULES, *sorted(TESTS.rglob("*.py")), *sorted((TESTS.parent / "training").rglob("*.py"))]
-MAY_PRINT = {"cli", "bench"}
+MAY_PRINT = {"cli", "evaluate", "research"}
 
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
@@ -61,7 +62,12 @@ def place(path: Path, line: int = 1) -> str:
 
 def outside(*packages: str) -> list[Path]:
     """The modules of all other packages."""
-    return [path for path in MODULES if path.relative_to(ROOT).parts[0] not in packages]
+
+    def package_of(path: Path) -> str:
+        top = RESEARCH.parent if path.is_relative_to(RESEARCH) else ROOT
+        return path.relative_to(top).parts[0]
+
+    return [path for path in MODULES if package_of(path) not in packages]
 
 
 def is_method(path: Path) -> bool:
@@ -72,7 +78,7 @@ def is_method(path: Path) -> bool:
 
 
 def test_the_rules_see_the_files() -> None:
-    assert {"src", "tests", "training"} == {
+    assert {"src", "tests", "training", "research"} == {
         path.relative_to(TESTS.parent).parts[0] for path in FILES
     }
     assert ROOT / "core" / "errors.py" in MODULES

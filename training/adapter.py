@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.progress import Progress
-from penstock.bench.tasks import Words
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.tasks import Words
 from penstock.models.calibrate import calibrate
 from penstock.models.loader import load
 from training.checkpoint import write_sums

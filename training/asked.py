@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.tasks import Sample, Words
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import Sample, Words
 from training.data import BOS, EOS, GENERATORS
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from penstock.bench.tasks import Sample, make_english_sample
-from penstock.bench.tasks.english.haystack import TextHaystack
-from penstock.bench.tasks.english.needles import NEEDLE_KINDS
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import Sample, make_english_sample
+from penstock.evaluate.tasks.english.haystack import TextHaystack
+from penstock.evaluate.tasks.english.needles import NEEDLE_KINDS
 from training.asked import Asker, Job
 from training.corpus import read_documents
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.result import Result
+from penstock.evaluate.result import Result
 from training.corpus import FILES, read_documents
 from training.perplexity import tables
 

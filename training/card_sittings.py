@@ -6,8 +6,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
+from penstock.evaluate.result import Result
 from training.checkpoint import sum_of
 from training.evaluate import report
 

@@ -14,8 +14,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.text_table import format_table
 from training import evaluate, evaluate_prose
 
 LEVEL = 0.05
@@ -133,7 +133,7 @@ def cells_of(paths: Sequence[Path], kind: str = "") -> tuple[list[dict[str, Any]
     Raises:
         ConfigError: a file is no such result, or two have the same cell.
     """
-    from penstock.bench.result import Result
+    from penstock.evaluate.result import Result
 
     cells: dict[tuple[str, int], dict[str, Any]] = {}
     for path in paths:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from penstock.bench.tasks.english.haystack import split_sentences
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.haystack import split_sentences
 from training.prose_settings import CorpusPlan
 
 FILES = ("books.jsonl.xz", "docs.jsonl.xz")

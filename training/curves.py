@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.bench.figures.style import FAINT, GRID, INK, STYLE
+from penstock.evaluate.figure_style import FAINT, GRID, INK, STYLE
 from training.prose_settings import PROSE
 
 _FLOOR = 1e-5

@@ -16,9 +16,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.tasks import TASKS, Sample, Words
-from penstock.bench.tasks.aggregation import count_words, flagged_sum, frequent_words
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import TASKS, Sample, Words
+from penstock.evaluate.tasks.aggregation import count_words, flagged_sum, frequent_words
 from training.dense import DENSE, Generate
 from training.prose_settings import ProseRows
 from training.questions import SEVERAL, further_questions

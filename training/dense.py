@@ -23,11 +23,11 @@ from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
-from penstock.bench.tasks import TASKS, Sample, Words
-from penstock.bench.tasks.documents import PREFACE, Document, count_tokens, essay, hide
-from penstock.bench.tasks.long_output import long_walk
-from penstock.bench.tasks.needles import Facts, multi_value
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import TASKS, Sample, Words
+from penstock.evaluate.tasks.documents import PREFACE, Document, count_tokens, essay, hide
+from penstock.evaluate.tasks.long_output import long_walk
+from penstock.evaluate.tasks.needles import Facts, multi_value
 
 Generate = Callable[[int, random.Random, Words], Sample]
 

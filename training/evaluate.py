@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.text_table import format_table
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.text_table import format_table
 from training.ahead import default_workers
 from training.asked import recall_asker
 from training.data import GENERATORS
 
 if TYPE_CHECKING:  # torch is not for the processes that make samples, which import this file again
-    from penstock.bench.result import Result
+    from penstock.evaluate.result import Result
 
 KIND = "training-evaluation"
 LONG_ANSWER = 100
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that every evaluation has."""
-    from penstock.bench.result import result_file
+    from penstock.evaluate.result import result_file
 
     add = parser.add_argument
     add("--samples", type=int, default=100, help="of each task and length")
@@ -173,8 +173,8 @@ def begin_result(
     """A result without figures; paths are left out of its command."""
     from datetime import UTC, datetime
 
-    from penstock.bench.machine import current_commit, describe_libraries, describe_machine
-    from penstock.bench.result import Result
+    from penstock.evaluate.machine import current_commit, describe_libraries, describe_machine
+    from penstock.evaluate.result import Result
 
     shown = " ".join("PATH" if "/" in word else word for word in words)
     return Result(

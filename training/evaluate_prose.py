@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.tasks import ENGLISH_TASKS
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import ENGLISH_TASKS
 from training.asked_prose import PlainTokenizer, english_asker, read_holdout
 from training.data import BOS, EOS
 from training.evaluate import add_options, chosen, run_evaluation
 
 if TYPE_CHECKING:  # torch is not for the processes that make samples, which import this file again
-    from penstock.bench.result import Result
+    from penstock.evaluate.result import Result
     from penstock.models.loader import LoadedModel
 
 KIND = "training-evaluation-prose"
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _perplexity(
     loaded: "LoadedModel", tokenizer: PlainTokenizer, texts: Sequence[str], window: int
 ) -> dict[str, Any]:
-    from penstock.bench.progress import Progress
+    from penstock.evaluate.progress import Progress
     from training.perplexity import byte_lengths, measure, tokens_to_read, windows_of
 
     assert loaded.tokenizer is not None

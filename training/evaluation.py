@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from penstock.bench.accuracy_settings import parse_setting
-from penstock.bench.answers import answer, ask
-from penstock.bench.intervals import wilson
-from penstock.bench.progress import Progress
-from penstock.bench.tasks import Sample, judge, score
+from penstock.evaluate.accuracy_settings import parse_setting
+from penstock.evaluate.answers import answer, ask
+from penstock.evaluate.intervals import wilson
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.tasks import Sample, judge, score
 from penstock.models.loader import LoadedModel
 from training.ahead import do_ahead
 from training.asked import Asked, Asker, Job

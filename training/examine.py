@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.bench.tasks import Sample, Words
+from penstock.evaluate.tasks import Sample, Words
 from training.data import BOS, EOS, GENERATORS
 
 Guess = Callable[[Tensor, int], Tensor]

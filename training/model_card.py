@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.result import Result
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.result import Result
 from training import card_prose
 from training.card_recipe import recipes
 from training.card_sittings import (
@@ -160,10 +160,10 @@ def _beginning(
     total = sum(stage["steps"] for stage in stages)
     of = f"steps, fitted into {fit:g} minutes" if fit else f"of {total:,} steps"
     on = "books and technical documents, and on questions about them"
-    bench = "text that the tasks of `penstock.bench` generate"
+    bench = "text that the tasks of `penstock.evaluate` generate"
     nature = (
         "It is a small language model, made to be measured: it goes on with English prose, and "
-        "answers the questions of `penstock.bench` about what stands in it. It knows little and "
+        "answers the questions of `penstock.evaluate` about what stands in it. It knows little and "
         "follows no instructions."
         if prose
         else "It is not a language model for people: it answers questions about generated "
@@ -205,8 +205,8 @@ def _accuracy(evaluation: Result | None, *, prose: bool) -> str:
 
 def _attention(statistics: Result) -> str:
     """Where full attention looks, and what of the papers' premises holds."""
-    from penstock.bench.statistics.premises import premises
-    from penstock.bench.statistics.table import keys_table, legends, locality_table
+    from penstock.evaluate.statistics.premises import premises
+    from penstock.evaluate.statistics.table import keys_table, legends, locality_table
 
     figures = statistics.figures
     locality, keys = legends(figures)

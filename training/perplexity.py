@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.text_table import format_table
+from penstock.evaluate.text_table import format_table
 from training.data import BOS
 from training.model import attention_backend
 

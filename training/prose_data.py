@@ -3,7 +3,7 @@
 What a row holds follows from the run's seed, the micro-batch's number and the row's number in it,
 and from nothing else. Tokens of the corpus are spliced with those of facts and questions where
 white space begins: so the row's tokens are those of its whole text (a byte-level token never goes
-on over white space), and a question looks as it does in `penstock.bench.tasks`.
+on over white space), and a question looks as it does in `penstock.evaluate.tasks`.
 """
 
 import os
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from penstock.bench.tasks.english.filler import Filler
-from penstock.bench.tasks.english.prompt_fit import Prompter, fit
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.filler import Filler
+from penstock.evaluate.tasks.english.prompt_fit import Prompter, fit
 from training.corpus import Corpus
 from training.data import BOS, EOS, OTHER, PAD, Batch, positions_of
 from training.prose_settings import PROSE, ProseSettings

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.bench.tasks.english.filler import Haystack
-from penstock.bench.tasks.english.lexicon import ADJECTIVES, NOUNS, different, random_uuid
-from penstock.bench.tasks.english.needles import (
+from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.filler import Haystack
+from penstock.evaluate.tasks.english.lexicon import ADJECTIVES, NOUNS, different, random_uuid
+from penstock.evaluate.tasks.english.needles import (
     BENCH_WORDING,
     NEEDLE_KINDS,
     NeedleDraft,
@@ -19,9 +20,8 @@ from penstock.bench.tasks.english.needles import (
     Wording,
     draft_of,
 )
-from penstock.bench.tasks.english.prompt_fit import Draft, Prompter
-from penstock.bench.tasks.english.registry import ENGLISH_TASKS
-from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.prompt_fit import Draft, Prompter
+from penstock.evaluate.tasks.english.registry import ENGLISH_TASKS
 
 MANY_KEYS = "many_keys"
 """Training only: real prose with many facts, and as many questions as fit."""

@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from penstock.bench.tasks.english.filler import Haystack, prose
-from penstock.bench.tasks.english.haystack import TextHaystack
-from penstock.bench.tasks.english.registry import make_english_sample
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.filler import Haystack, prose
+from penstock.evaluate.tasks.english.haystack import TextHaystack
+from penstock.evaluate.tasks.english.registry import make_english_sample
 from training.corpus import Corpus
 from training.data import BOS, EOS
 from training.model import Pieces, attention_backend, guess_logits, hidden_states

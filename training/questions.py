@@ -8,8 +8,8 @@ import random
 import re
 from collections.abc import Iterator
 
-from penstock.bench.tasks import Sample
-from penstock.bench.tasks.long_output import walk_question, walk_steps
+from penstock.evaluate.tasks import Sample
+from penstock.evaluate.tasks.long_output import walk_question, walk_steps
 
 _FACT = re.compile(r"The (?:special magic number|secret word) for (\S+ \S+) is ([^.]+) \.")
 _ASSIGNMENT = re.compile(r"VAR (\S+) = ([^.]+) \.")

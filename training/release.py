@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.bench.progress import Progress
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.core.whole_file import FileKind, require_own
+from penstock.evaluate.progress import Progress
 from penstock.models.released import Released
 
 _SAY_S = 2.0

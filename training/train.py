@@ -247,7 +247,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
     say(f"{settings.name}: {settings.steps:,} steps; loading torch")
     import torch
 
-    from penstock.bench.machine import current_commit, describe_libraries, describe_machine
+    from penstock.evaluate.machine import current_commit, describe_libraries, describe_machine
     from training.checkpoint import TOKENIZER_FOLDER, export, load_checkpoint
     from training.feed import AHEAD, Feed
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.tasks import Words
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.tasks import Words
 from training.checkpoint import read_weights, sum_of
 from training.data import GENERATORS, Batch
 from training.examine import draw_sample, mark

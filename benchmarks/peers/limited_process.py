@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from penstock.bench.memory_cgroup import MemoryCgroup
+from penstock.evaluate.memory_cgroup import MemoryCgroup
 
 PHASE = "phase: "
 POLL_S = 0.05

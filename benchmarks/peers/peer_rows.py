@@ -11,7 +11,7 @@ from typing import Any
 from limited_process import Ending
 from prepared import is_right
 
-from penstock.bench.text_table import format_table
+from penstock.evaluate.text_table import format_table
 
 GIB = 2**30
 _PEAKS = ("load_peak_bytes", "fill_peak_bytes", "decode_peak_bytes", "peak_bytes")

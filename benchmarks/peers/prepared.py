@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.bench.tasks import make_sample
+from penstock.evaluate.tasks import make_sample
 from penstock.models.loader import load
 from penstock.models.plain_model import random_model
 

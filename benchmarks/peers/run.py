@@ -18,10 +18,10 @@ from limited_process import Limits, run_limited
 from peer_rows import PEERS, PeerRow, peers_table
 from prepared import HERE, Models, prepare_gguf, prepare_models, prepare_samples
 
-from penstock.bench.result import Result
-from penstock.bench.tasks import TASKS
 from penstock.core.byte_size import parse_bytes
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.evaluate.result import Result
+from penstock.evaluate.tasks import TASKS
 
 JOBS = ("speed", "recall")
 HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose",

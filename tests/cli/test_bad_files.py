@@ -170,7 +170,7 @@ def test_bad_files(
 
 PROGRAMS = [
     ("audit", "--prompt-file"), ("bench", "accuracy", "--data"),
-    ("bench", "accuracy", "--haystack"), ("bench", "needles", "--haystack"), ("bench", "report"),
+    ("bench", "accuracy", "--haystack"), ("bench", "needles", "--haystack"),
 ]  # fmt: skip
 
 

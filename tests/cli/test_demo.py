@@ -37,7 +37,7 @@ def test_another_seed_is_another_document() -> None:
 
 
 def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bench.tasks.sample.score", lambda sample, text: 0.0)
+    monkeypatch.setattr("penstock.evaluate.tasks.sample.score", lambda sample, text: 0.0)
     result = run("--memory", "1/4")
     assert result.exit_code == 1
     assert "Wrong: the document says" in result.stdout

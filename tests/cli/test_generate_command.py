@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock.bench.tasks.recall import make_sample
-from penstock.bench.tasks.sample import Sample
 from penstock.cli.main import app
+from penstock.evaluate.tasks.recall import make_sample
+from penstock.evaluate.tasks.sample import Sample
 from penstock.models.loader import load
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from penstock.bench.tasks.recall import make_sample
 from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
+from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.loader import load
 from penstock.tuner import engine_run, fetch_survey, kvswap_search
 

@@ -107,9 +107,8 @@ FOREIGN = {"notes.txt": b"mine", "config.json": b'{"model_type": "llama"}', "emp
     [
         (*GENERATE, "--trace"), (*TUNE, "-o"), (*TUNE, "--save-tables"), (*CALIBRATE, "-o"),
         ("bench", "needles", "--out"), ("bench", "throughput", "--quick", "--out"),
-        ("bench", "accuracy", "--out"), ("bench", "tune", "sweep", "--out"),
-        ("bench", "documents", "--out"), ("bench", "search", "--out"),
-        ("bench", "settings", "--out"), ("bench", "record", "--prompt-file", __file__, "--out"),
+        ("bench", "accuracy", "--out"), ("bench", "documents", "--out"),
+        ("bench", "record", "--prompt-file", __file__, "--out"),
         ("audit", "--prompt-file", __file__, "--out"), ("doc", "key"),
     ],
     ids=lambda command: " ".join(map(str, (*command[:2], command[-1]))),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import training
-from penstock.bench.tasks.english.filler import prose
+from penstock.evaluate.tasks.english.filler import prose
 from training.checkpoint import read_vocabulary
 from training.data import Batch, RowMaker
 from training.settings import Settings, read_settings

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.result import Result
 from penstock.core.errors import ConfigError
+from penstock.evaluate.result import Result
 from training import model_card
 from training.card_recipe import recipes
 from training.card_sittings import (

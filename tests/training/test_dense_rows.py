@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import training
-from penstock.bench.tasks import Words
+from penstock.evaluate.tasks import Words
 from training.checkpoint import read_vocabulary
 from training.data import EOS, GENERATORS, RowMaker
 from training.dense import DENSE

@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from penstock.bench.result import Result
-from penstock.bench.tasks import judge
-from penstock.bench.tasks.english.filler import prose
 from penstock.core.errors import ConfigError
+from penstock.evaluate.result import Result
+from penstock.evaluate.tasks import judge
+from penstock.evaluate.tasks.english.filler import prose
 from penstock.models.loader import load
 from training import evaluate, evaluate_prose, model_card, perplexity, train
 from training.asked import Job

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.result import Result
-from penstock.bench.tasks import Words
+from penstock.evaluate.result import Result
+from penstock.evaluate.tasks import Words
 from penstock.models.loader import LoadedModel, load
 from training import evaluate
 from training.asked import Asked, Asker, Job, recall_asker

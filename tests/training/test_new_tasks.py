@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.bench.tasks import Sample, Words, judge
-from penstock.bench.tasks.aggregation import (
+from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import Sample, Words, judge
+from penstock.evaluate.tasks.aggregation import (
     count_words,
     flagged_sum,
     frequent_words,
     longest_list,
     most_frequent,
 )
-from penstock.bench.tasks.long_output import long_walk, output_tokens
-from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.long_output import long_walk, output_tokens
 from training.checkpoint import read_vocabulary
 
 VOCABULARY = read_vocabulary()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import training
-from penstock.bench.tasks.english.filler import joined, prose
-from penstock.bench.tasks.english.haystack import TextHaystack, split_sentences
-from penstock.bench.tasks.english.prompt_fit import Prompter
-from penstock.bench.tasks.english.registry import make_english_sample
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks.english.filler import joined, prose
+from penstock.evaluate.tasks.english.haystack import TextHaystack, split_sentences
+from penstock.evaluate.tasks.english.prompt_fit import Prompter
+from penstock.evaluate.tasks.english.registry import make_english_sample
 from training.corpus import Corpus, prepare, read_documents
 from training.data import BOS, EOS, OTHER
 from training.prose_data import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import training
-from penstock.bench.tasks import GeneratedTasks
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import GeneratedTasks
 from penstock.models.loader import load
 from training import train
 from training.checkpoint import load_checkpoint

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from penstock.bench.tasks.recall import TASKS
 from penstock.cli.main import app
+from penstock.evaluate.tasks.recall import TASKS
 from penstock.models import loader
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import training
-from penstock.bench.tasks import GeneratedTasks, Words, make_sample
 from penstock.core.errors import ConfigError
+from penstock.evaluate.tasks import GeneratedTasks, Words, make_sample
 from training.checkpoint import read_vocabulary
 from training.data import EOS, GENERATORS, OTHER, PAD, RowMaker
 from training.dense import DENSE

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import training
-from penstock.bench.result import Result
-from penstock.bench.tasks import Sample
 from penstock.core.errors import ConfigError
+from penstock.evaluate.result import Result
+from penstock.evaluate.tasks import Sample
 from penstock.models.loader import load
 from training import adapter, card_sittings, evaluate, model_card, train
 from training.checkpoint import load_checkpoint, read_vocabulary, save_checkpoint, write_sums

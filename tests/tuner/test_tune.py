@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.bench.tasks.recall import make_sample
 from penstock.core.errors import BudgetError, ConfigError, StorageError
+from penstock.evaluate.tasks.recall import make_sample
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model

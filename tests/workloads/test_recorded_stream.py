@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.bench import record_selections
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
+from penstock.evaluate import record_selections
 from penstock.methods import POLICIES, KVSwap, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument

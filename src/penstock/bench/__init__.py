@@ -1,1 +1,3 @@
-"""Benchmarks: throughput, accuracy, and the tasks that accuracy is measured with."""
+"""The former name of penstock.evaluate: `python -m penstock.bench.throughput` still runs."""
+
+from penstock.evaluate import __path__ as __path__

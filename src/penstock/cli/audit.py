@@ -9,7 +9,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def audit_command(context: typer.Context) -> None:
     """How close policies stay to full attention on a text (--help lists the options)."""
-    from penstock.bench.audit import program
+    from penstock.evaluate.audit import program
 
     with plain_output():
         program.run(context.args)

@@ -11,7 +11,7 @@ from penstock.cli.console import PlainConsole
 from penstock.cli.generate import DeviceOption, DiskOption, MemoryOption, PolicyOption
 
 if TYPE_CHECKING:
-    from penstock.bench.tasks.sample import Sample
+    from penstock.evaluate.tasks.sample import Sample
 
 
 def demo_command(
@@ -27,9 +27,9 @@ def demo_command(
     Facts are hidden in a made-up document, and all of them are asked for in one question. Exits
     with 1 when the answer is wrong.
     """
-    from penstock.bench.tasks.recall import make_sample
-    from penstock.bench.tasks.sample import score
     from penstock.cli.screen import AnswerScreen, loading, show_report
+    from penstock.evaluate.tasks.recall import make_sample
+    from penstock.evaluate.tasks.sample import score
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
 

@@ -162,7 +162,7 @@ def search_command(
 
         show_search(console, output)
     if tree is not None:  # when the answer has been told, whatever happens to the picture
-        from penstock.bench.figures.search_tree import write_search_tree
+        from penstock.evaluate.search_tree import write_search_tree
 
         write_search_tree(output, tree, model=model)
 
@@ -214,8 +214,8 @@ def _check_tree(path: Path, *, force: bool) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--tree needs matplotlib: pip install 'penstock[bench]'")
-    from penstock.bench.figures.search_tree import check_kind
-    from penstock.bench.figures.style import PICTURE
+    from penstock.evaluate.figure_style import PICTURE
+    from penstock.evaluate.search_tree import check_kind
 
     check_kind(path)
     check_writable(path, "--tree", PICTURE, force=force)

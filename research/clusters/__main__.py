@@ -1,0 +1,6 @@
+"""`python -m research.clusters`."""
+
+from penstock.evaluate.entry import run_program
+from research.clusters.program import run
+
+run_program(run)

@@ -1,0 +1,247 @@
+"""`python -m research.device_tier.speed`: end-to-end decoding in the device tier.
+
+Source: LouisKV, section 5.3 (Figs. 6 and 7) and 5.4 (Fig. 8d).
+
+A random model's queries point anywhere, so what selects are queries of a stated likeness
+(`streamed_index`); attention uses the model's own. The prompt's keys and values, and those of the
+answer up to the places where steps are measured, are synthetic and put in without a prefill.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.core.errors import BudgetError, ConfigError, StoreFullError
+from penstock.evaluate.entry import run_program
+from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.resuming import check_same
+from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
+from research.device_tier.decode_bench import DecodeBench, is_lost, take_workspaces
+from research.device_tier.decode_row import DecodeRow
+from research.device_tier.methods import (
+    ABLATION,
+    Pattern,
+    method_texts,
+    parse_method,
+    parse_patterns,
+)
+from research.device_tier.speed_table import speed_table
+
+KIND = "device_tier.speed"
+METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
+_SHARED = ("config", "layers", "steps", "places", "segment", "sameness", "stays", "on", "seed")
+"""Settings that a result which is gone on with must have in common."""
+
+Job = tuple[Pattern, int, str]
+_STAYS_HELP = (
+    "state which units are selected: these shares of a selection are in the next one, of methods "
+    "that retrieve at turns and of those that do at every step (default: as the queries have it)"
+)
+
+
+def _shares(text: str) -> list[float]:
+    """Read `TURN/STEP`; a list, as a saved result has."""
+    try:
+        turn, step = (float(word) for word in text.split("/"))
+    except ValueError:
+        turn = step = -1.0
+    if not (0 <= turn <= 1 and 0 <= step <= 1):
+        raise ConfigError(f"--stays {text} must be two shares of 0 to 1, as in 0.6/0.7")
+    return [turn, step]
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m research.{KIND}", description=__doc__)
+    add = parser.add_argument
+    add("--config", default="llama-3.1-8b", choices=list(ARCHITECTURES))
+    add("--layers", type=int, help="layers of the model (default: all)")
+    add("--patterns", default="32768/512,500/16384,32768/16384", help="PROMPT/OUTPUT tokens")
+    add("--batches", default="1,4,8")
+    add(
+        "--methods",
+        default=METHODS,
+        help="POLICY[@MEMORY][:options][!FLAG...], full-...",
+    )
+    add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
+    add("--steps", type=int, default=64, help="measured steps at each place of the answer")
+    add("--places", type=int, default=3, help="of the answer, beginning and end among them")
+    add("--step-seconds", type=float, default=4.0, help="fewer steps when they take this long")
+    add("--breakdown", type=int, default=0, metavar="STEPS", help="time a layer's parts as well")
+    add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
+    add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
+    add("--stays", metavar="TURN/STEP", help=_STAYS_HELP)
+    add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
+    add("--minutes", type=float, help="begin no row when this much time has passed")
+    add("--on", default="cuda", choices=["cpu", "cuda"])
+    add("--seed", type=int, default=0)
+    add("--out", type=result_file, help="file for the result, saved as it grows")
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    if min(args.steps, args.segment) < 1 or args.breakdown < 0 or not 0 <= args.sameness <= 1:
+        raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
+    if args.stays is not None:
+        args.stays = _shares(args.stays)
+    if args.places < 2:
+        raise ConfigError("--places must be at least 2: the answer's beginning and its end")
+    if args.layers is not None and args.layers < 1:
+        raise ConfigError("--layers must be at least 1")
+    if args.on == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here; try --on cpu")
+    return args
+
+
+class SpeedBenchmark:
+    """All rows of a run, and the model that they share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what is to be measured; the model is built by `run`."""
+        self._args = args
+        patterns, batches = parse_patterns(args.patterns), whole_numbers(args.batches, "--batches")
+        texts = list(ABLATION) if args.ablation else method_texts(args.methods)
+        self._max_tokens = max(pattern.prompt + pattern.output for pattern in patterns)
+        # Rows of one pattern and batch follow on one another: they pin the same memory.
+        self.jobs: list[Job] = [
+            (pattern, batch, text) for pattern in patterns for batch in batches for text in texts
+        ]
+        for pattern, _, text in self.jobs:
+            parse_method(text, pattern)
+        self.rows: list[dict[str, Any]] = []
+
+    def take_up(self, former: Result) -> None:
+        """Keep what an interrupted run has measured; rows that failed are tried again, last.
+
+        Raises:
+            ConfigError: that run was another one.
+        """
+        check_same(former.settings, vars(self._args), _SHARED)
+        jobs, rows = {_job_key(job) for job in self.jobs}, former.figures["rows"]
+        failed = {_key(row) for row in rows if "error" in row}
+        self.rows = [row for row in rows if "error" not in row or _key(row) not in jobs]
+        self.jobs.sort(key=lambda job: _job_key(job) in failed)
+
+    def run(self, keep: Callable[[], None]) -> None:
+        """Measure what is left; a row that fails says why, and the next one follows."""
+        done, began = {_key(row) for row in self.rows}, time.perf_counter()
+        left = [job for job in self.jobs if _job_key(job) not in done]
+        progress = Progress(len(self.jobs))
+        progress.skip(len(self.jobs) - len(left))
+        if not left:
+            return
+        bench = self._build()
+        for pattern, batch, text in left:
+            minutes = (time.perf_counter() - began) / 60
+            if self._args.minutes is not None and minutes > self._args.minutes:
+                say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+                return
+            progress.say(f"{pattern.text}, batch {batch}, {text}")
+            row = self._measure(bench, pattern, batch, text)
+            self.rows.append(row)
+            progress.step(1)
+            keep()
+            if row.get("device_lost"):
+                raise ConfigError(
+                    f"the GPU is lost after {text}: {row['error']}; --resume goes on with the rest"
+                )
+
+    def _build(self) -> DecodeBench:
+        args, began = self._args, time.perf_counter()
+        device = torch.device(args.on)
+        if args.on == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        say(f"building {args.config} with random weights")
+        model = random_model(
+            args.config, max_positions=self._max_tokens, seed=args.seed, device=device,
+            layers=args.layers,
+        )  # fmt: skip
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        take_workspaces(device, model.dtype)
+        bench = DecodeBench(
+            model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
+            device=device, steps=args.steps, places=args.places, segment=args.segment,
+            sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
+            host_bytes=int(args.host_gib * 2**30), seed=args.seed, stays=args.stays,
+        )  # fmt: skip
+        say(f"built in {time.perf_counter() - began:.1f} s")
+        return bench
+
+    def _measure(
+        self, bench: DecodeBench, pattern: Pattern, batch: int, text: str
+    ) -> dict[str, Any]:
+        began = time.perf_counter()
+        row: dict[str, Any] = {"pattern": pattern.text, "batch": batch, "method": text}
+        live: DecodeRow | None = None
+        try:
+            method = parse_method(text, pattern)
+            row["options"] = {} if method.policy is None else _plain(vars(method.policy))
+            live = DecodeRow(bench, method, pattern, batch)
+            row.update(live.run())
+        except (BudgetError, StoreFullError) as error:
+            row["skipped"] = str(error)
+        except Exception as error:  # the other rows are worth having
+            row["error"] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+            if live is not None:
+                row.update({k: v for k, v in live.figures.items() if k not in row})
+        finally:
+            if live is not None:
+                try:
+                    live.close()
+                except RuntimeError as error:
+                    row.setdefault("error", f"closing: {error}")
+        if "error" in row and bench.device.type == "cuda":
+            row["device_lost"] = is_lost()
+        row["row_s"] = time.perf_counter() - began
+        return row
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if isinstance(v, bool | int | float | str)}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row["pattern"], row["batch"], row["method"]
+
+
+def _job_key(job: Job) -> tuple[str, int, str]:
+    return job[0].text, job[1], job[2]
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    benchmark = SpeedBenchmark(args)
+    private = ("out", "json", "resume", "minutes")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
+    result = Result.begin(KIND, arguments, settings, seed=args.seed, package="research")
+    sitting = Sitting(result, args)
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former)
+
+    def keep() -> None:
+        sitting.keep({"rows": benchmark.rows})
+
+    try:
+        benchmark.run(keep)
+    finally:
+        keep()
+        print(speed_table(benchmark.rows))
+    return closed(result, args)
+
+
+if __name__ == "__main__":
+    run_program(run)

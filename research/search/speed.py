@@ -1,0 +1,287 @@
+"""`python -m research.search.speed`: step-wise beam search end to end, strategy by strategy.
+
+Source: Locality-Aware Beam Scheduling, section 5 (Figs. 9 to 12).
+
+Who survives a step is drawn by lot and not rated, so that every variant walks the same tree. With
+--whole every step of the request runs. Without it, steps are measured at some lengths: the way
+there is lengthened as if it had been decoded and saved, its last steps move their blocks without
+computing, and time is interpolated; where beams share loads, all steps move their blocks once, so
+that bytes are not interpolated. That is for host memory as the slow tier: nothing was written. All
+beams of `layerwise` and `resident` go together, so that these two are measured at one step length.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.core.errors import BudgetError, ConfigError, PenstockError, StoreFullError
+from penstock.evaluate.entry import run_program
+from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.resuming import check_same
+from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.models.loader import CausalLM, load
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import ARCHITECTURES, random_model
+from penstock.storage.store import parse_location
+from research.clusters.program import model_name
+from research.device_tier.decode_bench import is_lost
+from research.search.search_row import SearchBench, measure_row
+from research.search.speed_table import speed_table
+from research.search.variants import VARIANTS, SearchCase
+
+KIND = "search.speed"
+QUICK = {
+    "config": "tiny", "beams": "4,8", "steps": "16,32", "prompt_tokens": 32, "tokens": 96,
+    "memory": "1200KiB", "whole": "all", "device": "cpu",
+}  # fmt: skip
+"""A run of seconds, to see that everything works."""
+_SHARED = (
+    "model", "layers", "dtype", "device", "width", "prompt_tokens", "tokens", "memory", "store",
+    "lengths", "repeat", "lead_in", "block_tokens", "no_moves", "eager",
+)  # fmt: skip
+"""Settings that a result which is gone on with must have in common."""
+
+Key = tuple[int, int, str]
+"""Beams, tokens of a step, variant."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+    parser = argparse.ArgumentParser(prog="python -m research.search", description=__doc__)
+    add = parser.add_argument
+    add("--config", default="opt-125m", choices=list(ARCHITECTURES), help="random weights")
+    add("--model", metavar="FOLDER", help="a model in place of --config: recall, or a folder")
+    add("--layers", type=int, help="layers of --config (default: all)")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", help="default: float32 on the CPU, float16 on a GPU")
+    add("--beams", default="16,32,64", help="candidates of a step")
+    add("--width", type=int, default=2, help="of them, how many go on from one survivor")
+    add("--steps", default="32,64,128", help="tokens of a step")
+    add("--prompt-tokens", type=int, default=128)
+    add("--tokens", type=int, default=1920, help="tokens that a beam generates")
+    add("--memory", default="7GiB", help="fast memory for KV: 7GiB, 1/4 of all beams, auto")
+    add("--store", default="auto", help="the slow tier: auto, a folder, memory, ufs, ...")
+    add("--block-tokens", type=int, default=16)
+    add("--variants", default=",".join(VARIANTS))
+    add("--lengths", default="512,1024,1536,1920", help="places: steps that begin about there")
+    add("--repeat", type=int, default=1, help="measured steps at each place")
+    add("--lead-in", type=int, default=2, metavar="STEPS",
+        help="before a place: steps that move their blocks without computing")  # fmt: skip
+    add("--no-moves", action="store_true",
+        help="do not move the blocks of all steps once, where beams share loads")  # fmt: skip
+    add("--row-seconds", type=float, default=15.0, help="cut a layer-wise step to about this")
+    add("--whole", nargs="?", const="all", default="", metavar="VARIANTS",
+        help="run every step of these variants (default: all), and no places")  # fmt: skip
+    add("--eager", action="store_true", help="no CUDA graphs")
+    add("--quick", action="store_true", help="a tiny model on the CPU, in seconds")
+    add("--minutes", type=float, help="begin no row when this much time has passed")
+    add("--seed", type=int, default=0)
+    add("--out", type=result_file, help="file for the result, saved as it grows")
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    if "--quick" in arguments:
+        parser.set_defaults(**QUICK)
+    args = parser.parse_args(arguments)
+    if min(args.repeat, args.block_tokens, args.layers or 1) < 1 or args.layers == 0:
+        raise ConfigError("--repeat, --block-tokens and --layers must be at least 1")
+    if args.lead_in < 0:
+        raise ConfigError("--lead-in must be at least 0")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here; try --device cpu")
+    if args.dtype is None:
+        args.dtype = "float32" if args.device == "cpu" else "float16"
+    if args.dtype not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(f"--dtype {args.dtype} is not one of float32, float16, bfloat16")
+    if args.device == "cpu" and not args.whole:
+        args.whole = "all"
+        say("on the CPU the slow tier is a file: every step runs (--whole)")
+    return args
+
+
+def variant_names(text: str, option: str) -> list[str]:
+    """Variants in the order of `VARIANTS`; "all" for all of them.
+
+    Raises:
+        ConfigError: there is no such variant.
+    """
+    asked = list(VARIANTS) if text == "all" else text.split(",") if text else []
+    for name in asked:
+        if name not in VARIANTS:
+            raise ConfigError(f"{option}: {name!r} is none of {', '.join(VARIANTS)}")
+    return [name for name in VARIANTS if name in asked]
+
+
+class SearchBenchmark:
+    """All rows of a run, and the model that they share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what is to be measured; the model is built by `run`.
+
+        Raises:
+            ConfigError: a number or a name makes no sense.
+        """
+        self._args = args
+        steps = whole_numbers(args.steps, "--steps")
+        names = variant_names(args.variants, "--variants")
+        self._whole = set(variant_names(args.whole, "--whole"))
+        self._lengths = whole_numbers(args.lengths, "--lengths")
+        self.rows: list[dict[str, Any]] = []
+        self.jobs: list[Key] = [
+            (beams, step, name)
+            for beams in whole_numbers(args.beams, "--beams") for step in steps for name in names
+            if VARIANTS[name].in_steps or step == steps[0]
+        ]  # fmt: skip
+        for beams, step, name in self.jobs:
+            case = self._case(beams, step)
+            if name not in self._whole:
+                case.steps_at(self._lengths, args.repeat)
+
+    def _case(self, beams: int, step_tokens: int) -> SearchCase:
+        args = self._args
+        return SearchCase(
+            beams=beams, width=args.width, step_tokens=step_tokens, new_tokens=args.tokens,
+            prompt_tokens=args.prompt_tokens, block_tokens=args.block_tokens, seed=args.seed,
+        )  # fmt: skip
+
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
+        """Keep what an interrupted run has measured; rows that failed are tried again.
+
+        Raises:
+            ConfigError: that run was another one.
+        """
+        check_same(former.settings, settings, _SHARED)
+        jobs = set(self.jobs)
+        self.rows = [
+            row for row in former.figures["rows"]
+            if _key(row) not in jobs or ("error" not in row and self._is_wanted(row))
+        ]  # fmt: skip
+
+    def _is_wanted(self, row: dict[str, Any]) -> bool:
+        """Whether it was measured in the way that is asked for now."""
+        return "way" not in row or (row["way"] == "whole") == (row["variant"] in self._whole)
+
+    def run(self, keep: Callable[[], None]) -> None:
+        """Measure what is left; a row that fails says why, and the next one follows."""
+        done, began = {_key(row) for row in self.rows}, time.perf_counter()
+        left = [job for job in self.jobs if job not in done]
+        progress = Progress(len(self.jobs))
+        progress.skip(len(self.jobs) - len(left))
+        if not left:
+            return
+        bench = self._build()
+        for job in left:
+            minutes = (time.perf_counter() - began) / 60
+            if self._args.minutes is not None and minutes > self._args.minutes:
+                say(f"time is up after {minutes:.1f} minutes; --resume goes on")
+                return
+            progress.say(f"{job[0]} beams, steps of {job[1]}, {job[2]}")
+            row = self._measure(bench, job)
+            self.rows.append(row)
+            progress.step(1)
+            keep()
+            if row.get("device_lost"):
+                raise ConfigError(
+                    f"the GPU is lost after {job}: {row['error']}; --resume goes on with the rest"
+                )
+
+    def _build(self) -> SearchBench:
+        args, began = self._args, time.perf_counter()
+        device = torch.device(args.device)
+        if args.device == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        say(f"{'loading' if args.model else 'building'} {args.model or args.config}")
+        model = self._model(device)
+        positions, wanted = inspect_model(model).max_positions, args.prompt_tokens + args.tokens
+        if positions < wanted:
+            raise ConfigError(f"the model has {positions:,} positions; {wanted:,} are asked for")
+        say(f"ready after {time.perf_counter() - began:.1f} s")
+        return SearchBench(
+            model=model, device=device, memory=args.memory, store=args.store,
+            lengths=self._lengths, repeat=args.repeat, lead_in=args.lead_in,
+            moves_all=not args.no_moves, row_seconds=args.row_seconds, cuda_graphs=not args.eager,
+        )  # fmt: skip
+
+    def _model(self, device: torch.device) -> CausalLM:
+        args = self._args
+        if args.model:
+            return load(args.model, dtype=args.dtype, device=device).model
+        return random_model(
+            args.config, max_positions=args.prompt_tokens + args.tokens, seed=args.seed,
+            dtype=getattr(torch, args.dtype), device=device, layers=args.layers,
+        )  # fmt: skip
+
+    def _measure(self, bench: SearchBench, job: Key) -> dict[str, Any]:
+        began = time.perf_counter()
+        beams, step_tokens, name = job
+        row: dict[str, Any] = {"beams": beams, "step_tokens": step_tokens, "variant": name}
+        row["any_step"] = not VARIANTS[name].in_steps
+        row |= VARIANTS[name].arguments
+        try:
+            case = self._case(beams, step_tokens)
+            row |= measure_row(bench, case, name, whole=name in self._whole)
+        except (BudgetError, StoreFullError) as error:
+            row["skipped"] = str(error)
+        except torch.OutOfMemoryError as error:
+            row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
+        except (PenstockError, RuntimeError, AssertionError, ValueError, KeyError) as error:
+            lines = str(error).splitlines() or [""]
+            row["error"] = f"{type(error).__name__}: {lines[0]}"
+        if "error" in row and bench.device.type == "cuda":
+            row["device_lost"] = is_lost()
+        row["row_s"] = time.perf_counter() - began
+        return row
+
+
+def _key(row: dict[str, Any]) -> Key:
+    return row["beams"], row["step_tokens"], row["variant"]
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input.
+    """
+    args = parse_arguments(arguments)
+    benchmark = SearchBenchmark(args)
+    private = ("out", "json", "resume", "minutes", "quick", "config")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings["model"] = model_name(args.model) if args.model else args.config
+    settings["weights"] = "stored" if args.model else "random"
+    if "/" in args.store:
+        settings["store"] = "a folder"
+    place = parse_location(args.store)[1]
+    result = Result.begin(
+        KIND,
+        arguments,
+        settings,
+        seed=args.seed,
+        store="auto" if place == "memory" else place,
+        package="research",
+    )
+    sitting = Sitting(result, args)
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former, settings)
+
+    def keep() -> None:
+        sitting.keep({"rows": benchmark.rows})
+
+    try:
+        benchmark.run(keep)
+    finally:
+        keep()
+        print(speed_table(benchmark.rows))
+    return closed(result, args)
+
+
+if __name__ == "__main__":
+    run_program(run)

@@ -1,0 +1,1 @@
+"""Benchmarks: throughput, accuracy, and the tasks that accuracy is measured with."""

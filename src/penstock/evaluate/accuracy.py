@@ -1,0 +1,302 @@
+"""`penstock bench accuracy`: what a memory budget costs in right answers."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.evaluate.accuracy_cells import (
+    TIME_WAS_UP,
+    Cell,
+    accuracy_table,
+    not_run,
+    summarise,
+)
+from penstock.evaluate.accuracy_jobs import Examination, Examiner, Job
+from penstock.evaluate.accuracy_settings import PAPER_SUITE, parse_settings
+from penstock.evaluate.accuracy_workers import default_workers, run_here, run_jobs
+from penstock.evaluate.entry import run_program
+from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.resuming import check_same, digest_of
+from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.generation.prompts import read_text_file
+
+_SAME_WHEN_RESUMED = (
+    "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
+)  # fmt: skip
+KEEP_S = 15.0
+"""A long job is saved this often."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="penstock bench accuracy", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="recall", help="the bundled model, or a folder")
+    add("--suite", choices=["paper"], help="every method at 1/13 and 1/34 of the full cache")
+    add("--data", help="JSONL file or folder (context, question, answers) instead of own tasks")
+    add(
+        "--haystack", action="append", default=[], metavar="FILE",
+        help="UTF-8 text that English tasks are hidden in, instead of made-up prose; repeatable",
+    )  # fmt: skip
+    add("--chat", action="store_true", help="ask through the tokenizer's chat template")
+    add(
+        "--tasks", default="all",
+        help="names separated by commas; all: of the recall tasks, what the bundled model answers",
+    )  # fmt: skip
+    add("--tokens", help="lengths of the prompts (default 16384; suite 8192,16384)")
+    add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")
+    add(
+        "--settings", action="append",
+        help="POLICY@BUDGET:option=value,... separated by commas; or: ablations",
+    )  # fmt: skip
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", help="of weights and cache (default: as stored)")
+    add("--batch", type=int, help="samples answered at a time (default 10; suite: all)")
+    add("--workers", type=int, help="processes, each with the model (default 1; suite: by cores)")
+    add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
+    add("--own-prefill", action="store_true", help="prefill through each setting's own cache")
+    add("--store", default="auto", help="directory of the caches, or memory")
+    add("--minutes", type=float, help="stop cleanly when this much time has passed")
+    add("--seed", type=int, default=0)
+    add(
+        "--out",
+        type=result_file,
+        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
+    )
+    add("--resume", action="store_true", help="go on with the result in --out")
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    suite = args.suite == "paper"
+    samples = (2 if args.device == "cpu" else 16) if suite else 50
+    args.samples = samples if args.samples is None else args.samples
+    if args.batch is None:
+        args.batch = min(args.samples, 16) if suite else 10
+    if args.workers is None:
+        args.workers = default_workers(args.device) if suite else 1
+    tokens = args.tokens or ("8192,16384" if suite else "16384")
+    args.tokens = whole_numbers(tokens, "--tokens")
+    if min(args.samples, args.batch, args.chunk, args.workers) < 1:
+        raise ConfigError("--samples, --batch, --chunk and --workers must be at least 1")
+    return args
+
+
+def _chosen(text: str, names: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Tasks by a text of names, in which "all" stands for the default ones.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    tasks: dict[str, None] = {}
+    for word in text.split(","):
+        if word not in names and word != "all":
+            raise ConfigError(f"no task is called {word!r}; there are {', '.join(names)}")
+        tasks |= dict.fromkeys([word] if word in names else default)
+    return list(tasks)
+
+
+class Benchmark:
+    """All cells of one run, and the jobs that fill them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Load the model and read the settings.
+
+        Raises:
+            ConfigError: a task or a setting does not exist.
+            ModelLoadError: the model cannot be loaded.
+        """
+        self._args = args
+        texts = list(args.settings or [])
+        if args.suite == "paper":
+            texts.extend(PAPER_SUITE)
+        self.settings = parse_settings(texts or ["full,kvswap@1/13,kvswap@1/34"])
+        self._how = Examination(
+            model=args.model, device=args.device, dtype=args.dtype, data=args.data,
+            haystack=tuple(read_text_file(path, "haystack") for path in args.haystack),
+            chat=args.chat, chunk=args.chunk, own_prefill=args.own_prefill, store=args.store,
+            seed=args.seed,
+        )  # fmt: skip
+        alone = args.workers == 1
+        here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
+        self.weights = here.weights
+        names = list(here.tasks)
+        self._examiner = here if alone else None  # the workers have models of their own
+        tasks = _chosen(args.tasks, names, here.default_tasks)
+        self.cells = [
+            Cell(length=length, task=task, setting=setting.text)
+            for length in args.tokens
+            for setting in self.settings
+            for task in tasks
+        ]
+        self._at = {cell.key: cell for cell in self.cells}
+        self._groups = [(length, task) for length in args.tokens for task in tasks]
+
+    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
+        """Go on with what an interrupted run has answered.
+
+        Args:
+            settings: of this run.
+
+        Raises:
+            ConfigError: that run asked for something else, or for cells that would be lost.
+        """
+        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        for plain in former.figures["cells"]:
+            cell = Cell(**plain)
+            if cell.key in self._at:
+                self._at[cell.key].__dict__.update(cell.__dict__)
+            elif cell.scores:
+                raise ConfigError(
+                    f"cannot resume: the result has {cell.setting}, {cell.task}, {cell.length} "
+                    "tokens, which this command leaves out"
+                )
+
+    def run(self, keep: Callable[[], None] = lambda: None) -> None:
+        """Answer everything, or as much as the time allows.
+
+        Args:
+            keep: called after every job and every `KEEP_S`, to save what there is.
+        """
+        args, began = self._args, time.perf_counter()
+        pieces = len(self.settings) * args.samples
+        progress = Progress(sum(length * pieces for length, _ in self._groups))
+        for cell in self.cells:
+            progress.skip(cell.length * (args.samples if cell.refused else len(cell.scores)))
+        chains = [self._jobs(length, task) for length, task in self._groups]
+        kept = time.perf_counter()
+
+        def take(job: Job, part: Cell) -> None:
+            nonlocal kept
+            cell = self._at[part.key]
+            if cell.refused:
+                return  # whatever a later, smaller batch may do: samples are paired
+            if part.refused:
+                progress.skip(cell.length * (args.samples - len(cell.scores)))
+                progress.say(f"{job.title}: {part.setting} is refused")
+            else:
+                progress.step(cell.length * len(part.scores))
+                progress.say(f"{job.title}: {part.setting} took {part.seconds:.1f} s")
+            cell.merge(part)
+            if time.perf_counter() - kept > KEEP_S:
+                keep()
+                kept = time.perf_counter()
+
+        def tell(job: Job, what: str) -> None:
+            progress.say(f"{job.title}: {what}")
+
+        def done(job: Job) -> None:
+            keep()
+
+        def going_on() -> bool:
+            spent = (time.perf_counter() - began) / 60
+            if args.minutes is None or spent <= args.minutes:
+                return True
+            say(f"time is up after {spent:.1f} minutes")
+            return False
+
+        if self._examiner is not None:
+            run_here(chains, self._examiner, take, done, going_on, tell)
+        else:
+            # The last tasks have the longest answers: they must not be begun last.
+            run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on, tell)
+
+    def _jobs(self, length: int, task: str) -> list[Job]:
+        """Batches of the samples that a setting lacks; each begins behind those that it has."""
+        args = self._args
+        jobs = []
+        for first in range(0, args.samples, args.batch):
+            end = min(first + args.batch, args.samples)
+            left: dict[int, list[str]] = {}
+            for setting in self.settings:
+                cell = self._at[length, task, setting.text]
+                if cell.refused is None and len(cell.scores) < end:
+                    left.setdefault(max(first, len(cell.scores)), []).append(setting.text)
+            jobs += [
+                Job(length=length, task=task, first=at, count=end - at, settings=tuple(texts))
+                for at, texts in sorted(left.items())
+            ]
+        return jobs
+
+
+def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
+    """Chains by falling length; of one length the later tasks first, whose answers are longer."""
+    numbered = [(chain[0].length, number, chain) for number, chain in enumerate(chains) if chain]
+    return [chain for _, _, chain in sorted(numbered, key=lambda item: item[:2], reverse=True)]
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Measure everything that the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input, or no room for the caches.
+    """
+    args = parse_arguments(arguments)
+    private = ("out", "store", "json", "data", "haystack", "resume")
+    settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
+    result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
+    sitting, benchmark = Sitting(result, args), Benchmark(args)
+    texts = [args.data] if args.data else args.haystack
+    result.settings |= {"weights": benchmark.weights, "texts": digest_of(texts)}
+    if len(args.tokens) == 1:
+        result.settings["tokens"] = args.tokens[0]
+    result.settings["settings"] = [setting.text for setting in benchmark.settings]
+    if sitting.former is not None:
+        benchmark.take_up(sitting.former, result.settings)
+
+    def keep() -> None:
+        figures = figures_of(benchmark.cells, args.samples)
+        sitting.keep({**figures, "shared_prefill": not args.own_prefill})
+
+    interrupted = False
+    try:
+        benchmark.run(keep)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        keep()
+    print(accuracy_table(benchmark.cells))
+    print(
+        "\nloss: points lost to full attention, the mean over tasks, with its 95 % interval (the "
+        "samples\nare the same for every setting). memory: fast memory of one batch's cache."
+    )
+    for line in not_run_lines(result.figures["not_run"]):
+        print(line)
+    closed(result, args)
+    if interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def figures_of(cells: Sequence[Cell], samples: int) -> dict[str, Any]:
+    """Plain data for the result file."""
+    return {
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+        "summary": [dataclasses.asdict(summary) for summary in summarise(cells)],
+        "not_run": not_run(cells, samples),
+    }
+
+
+def not_run_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """What is missing, one line for each length, setting and number of samples.
+
+    Settings that no task could run stand in the table with the reason.
+    """
+    groups: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["length"], cell["setting"], cell["samples"]), []).append(cell)
+    return [
+        f"not run: {setting}, {', '.join(cell['task'] for cell in group)}: {samples} of "
+        f"{group[0]['wanted']} samples of {length:,} tokens ({group[0]['why']})"
+        for (length, setting, samples), group in groups.items()
+        if samples or group[0]["why"] == TIME_WAS_UP
+    ]
+
+
+if __name__ == "__main__":
+    run_program(run)

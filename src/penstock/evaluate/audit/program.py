@@ -1,0 +1,350 @@
+"""`penstock audit`: how close policies stay to full attention on a model and a text of yours."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.core.errors import BudgetError, ConfigError
+from penstock.evaluate.accuracy_settings import Setting, parse_settings
+from penstock.evaluate.audit.prompts import read_prompts, split_texts
+from penstock.evaluate.audit.reference import Reference, end_token_ids, make_reference
+from penstock.evaluate.audit.run import Fidelity, follow
+from penstock.evaluate.audit.table import audit_table, layer_table
+from penstock.evaluate.progress import Progress
+from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.statistics.capture import full_attention_steps
+from penstock.evaluate.statistics.premises import premises
+from penstock.evaluate.statistics.run import Statistics, measure
+from penstock.evaluate.statistics.table import keys_table, legends, locality_table
+from penstock.generation.prompts import PromptBatch, read_text_file
+from penstock.models.loader import LoadedModel, load
+from penstock.models.model_shape import inspect_model
+
+_POLICIES = "full,kvswap@1/13"
+_SAY_EVERY_S = 2.0
+_LEGEND = """\
+tokens: attended to by a head at a step, the mean. mass: share of full attention's probability
+that falls on them, the mean over heads, steps and layers; the worst layer with its number.
+recall@{top}: share of the {top} tokens of the most attention among them. KL: of the next token,
+full attention to policy, in nats, the mean over steps. same: steps with the same most likely
+token. memory: most fast memory of the cache, and its share of the full cache."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        ConfigError: a number is out of its range, or --out cannot be a file.
+    """
+    parser = argparse.ArgumentParser(prog="penstock audit", description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", default="recall", help="a model folder, or recall (the bundled model)")
+    add(
+        "--prompt-file", action="append", required=True, metavar="FILE",
+        help="UTF-8 text; several times: rows of one batch",
+    )  # fmt: skip
+    add("--chat", action="store_true", help="ask through the tokenizer's chat template")
+    add(
+        "--policies", action="append", metavar="LIST",
+        help="POLICY@BUDGET:option=value,... separated by commas (full,kvswap@1/13)",
+    )  # fmt: skip
+    add(
+        "--statistics", action="store_true",
+        help="no policies: where full attention looks, and whether the papers' premises hold",
+    )  # fmt: skip
+    add("--new-tokens", type=int, default=32, help="most decode steps to compare")
+    add(
+        "--follow-text", action="store_true",
+        help="decode the text's own last --new-tokens tokens, not what the model would say",
+    )  # fmt: skip
+    add("--past-end", action="store_true", help="go on behind the model's end of its answer")
+    add("--top", type=int, default=64, help="tokens of the most attention that recall is about")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--dtype", help="of weights and cache (default: as stored)")
+    add("--chunk", type=int, default=1024, help="prompt tokens per forward pass")
+    add("--store", default="auto", metavar="memory|DIR", help="where the caches lie")
+    add(
+        "--out",
+        type=result_file,
+        metavar="FILE",
+        help="JSON file for the result, saved after each policy",
+    )
+    add("--json", action="store_true", help="print the result as the last line")
+    args = parser.parse_args(arguments)
+    if min(args.new_tokens, args.top, args.chunk) < 1:
+        raise ConfigError("--new-tokens, --top and --chunk must be at least 1")
+    if args.statistics and args.policies:
+        raise ConfigError("--statistics is about full attention alone; leave out --policies")
+    if args.follow_text and args.chat:
+        raise ConfigError(
+            "--follow-text reads on in a text; a question in --chat has no more of it"
+        )
+    if args.out:
+        _check_out(Path(args.out))
+    return args
+
+
+def _check_out(path: Path) -> None:
+    """Refuse a file that could not be written when the work is done."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; give a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror or error}") from error
+
+
+def audit(
+    loaded: LoadedModel, prompt: PromptBatch, settings: Sequence[Setting], *,
+    new_tokens: int = 32, top: int = 64, chunk: int = 1024, past_end: bool = False,
+    following: Tensor | None = None, store: str = "auto",
+    keep: Callable[[Reference, list[Fidelity]], None] = lambda *_: None,
+) -> tuple[Reference, list[Fidelity]]:  # fmt: skip
+    """Compare settings with full attention on one batch of prompts; progress goes to stderr.
+
+    Args:
+        new_tokens: most decode steps.
+        top: tokens of the most attention that recall is about.
+        chunk: prompt tokens per forward pass.
+        past_end: count what comes behind an end-of-sequence token.
+        following: tokens to decode, see `split_texts`; None: the likeliest ones.
+        store: where the caches lie, see `TieredCache`.
+        keep: called after each setting with what there is.
+
+    Returns:
+        What was compared with, and one `Fidelity` for each setting, in their order. A budget that
+        is too small is in `Fidelity.refused`.
+
+    Raises:
+        PromptError: the answer ends at once.
+        UnsupportedModelError: a tiered cache cannot work with the model.
+        StorageError: the store cannot be used.
+    """
+    reading, decoding = _Paced(prompt.padded_tokens), _Paced(new_tokens)
+    reading.start("full attention reads the prompt")
+
+    def on_prefill(done: int) -> None:
+        reading.reach(done)
+        if done == prompt.padded_tokens:
+            decoding.start("full attention decodes")
+
+    reference = make_reference(
+        loaded, prompt, new_tokens=new_tokens, chunk=chunk,
+        ends=frozenset() if past_end else end_token_ids(loaded), following=following,
+        on_prefill=on_prefill, on_step=decoding.reach,
+    )  # fmt: skip
+    steps = reference.num_steps
+    judging = _Paced(steps * len(settings))
+    audits: list[Fidelity] = []
+    for number, setting in enumerate(settings):
+        judging.start(setting.text)
+        on_step = partial(_reach_behind, judging, number * steps)
+        try:
+            done = follow(
+                loaded.model, setting, reference, top=top, store=store, on_step=on_step
+            )  # fmt: skip
+        except BudgetError as error:
+            done = Fidelity(setting=setting.text, refused=str(error))
+            judging.skip(steps)
+        audits.append(done)
+        keep(reference, audits)
+    return reference, audits
+
+
+class _Paced:
+    """Progress that is said now and then instead of at every step."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._what = ""
+        self._said = 0.0
+        self._progress: Progress | None = None
+
+    def start(self, what: str) -> None:
+        """Say what begins; the clock runs from the first call on."""
+        if self._progress is None:
+            self._progress = Progress(self._total)
+        self._what = what
+        self._say()
+
+    def reach(self, done: int) -> None:
+        """So much is done."""
+        assert self._progress is not None
+        self._progress.step(done - self._done)
+        self._done = done
+        if time.perf_counter() - self._said > _SAY_EVERY_S:
+            self._say()
+
+    def skip(self, count: int) -> None:
+        """So much need not be done."""
+        assert self._progress is not None
+        self._progress.skip(count)
+        self._done += count
+
+    def _say(self) -> None:
+        assert self._progress is not None
+        self._said = time.perf_counter()
+        self._progress.say(self._what)
+
+
+def _reach_behind(progress: _Paced, before: int, done: int) -> None:
+    progress.reach(before + done)
+
+
+def run(arguments: Sequence[str]) -> Result:
+    """Audit what the command line asks for, print it and save it.
+
+    Raises:
+        PenstockError: bad input, or no room for the caches.
+    """
+    args = parse_arguments(arguments)
+    settings = [] if args.statistics else parse_settings(args.policies or [_POLICIES])
+    texts = [read_text_file(path) for path in args.prompt_file]
+    shown = [_hide(word, [args.model, *args.prompt_file]) for word in arguments]
+    private = ("out", "store", "json", "prompt_file", "policies")
+    chosen = {k: v for k, v in vars(args).items() if k not in private}
+    chosen |= {"model": Path(args.model).name, "policies": [setting.text for setting in settings]}
+    result = Result.begin("audit", shown, chosen, seed=0, store=args.store)
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+    loaded = load(args.model, dtype=args.dtype, device=args.device)
+    shape = inspect_model(loaded.model)
+    following: Tensor | None = None
+    if args.follow_text:
+        prompt, following = split_texts(loaded, texts, new_tokens=args.new_tokens)
+    else:
+        prompt = read_prompts(loaded, texts, chat=args.chat, new_tokens=args.new_tokens)
+    if args.statistics:
+        print(_run_statistics(args, loaded, prompt, following, result))
+        if args.json:
+            print(json.dumps(result.as_dict()))
+        return result
+
+    def keep(reference: Reference, audits: list[Fidelity]) -> None:
+        result.figures = {
+            "prompt_tokens": [len(ids) for ids in prompt.token_ids],
+            "steps": reference.num_steps,
+            "counted_steps": int(reference.live.sum()),
+            "layers": list(shape.tiered_layers),
+            "left_out_layers": sorted(shape.windows),
+            "policies": [dataclasses.asdict(each) for each in audits],
+        }
+        if args.out:
+            result.save(args.out)
+
+    _, audits = audit(
+        loaded, prompt, settings, new_tokens=args.new_tokens, top=args.top, chunk=args.chunk,
+        past_end=args.past_end, following=following, store=args.store, keep=keep,
+    )  # fmt: skip
+    print(report(result, audits))
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    return result
+
+
+def _run_statistics(
+    args: argparse.Namespace, loaded: LoadedModel, prompt: PromptBatch,
+    following: Tensor | None, result: Result,
+) -> str:  # fmt: skip
+    """Measure full attention alone, put the figures into `result`, save it; returns the report."""
+    shape = inspect_model(loaded.model)
+    result.kind = "statistics"
+    reading, decoding = _Paced(prompt.padded_tokens), _Paced(args.new_tokens)
+    ranking = _Paced(len(shape.tiered_layers))
+    reading.start("full attention reads the prompt")
+
+    def on_prefill(done: int) -> None:
+        reading.reach(done)
+        if done == prompt.padded_tokens:
+            decoding.start("full attention decodes")
+
+    def on_step(done: int) -> None:
+        decoding.reach(done)
+
+    def on_layer(done: int) -> None:
+        if done == 0:
+            ranking.start("rank and drift of keys, layer by layer")
+        ranking.reach(done)
+
+    steps = full_attention_steps(
+        loaded, prompt, new_tokens=args.new_tokens, chunk=args.chunk,
+        ends=frozenset() if args.past_end else end_token_ids(loaded), following=following,
+        on_prefill=on_prefill,
+    )  # fmt: skip
+    statistics = Statistics(shape.kv, prompt, top=args.top, new_tokens=args.new_tokens)
+    result.figures = {
+        "prompt_tokens": [len(ids) for ids in prompt.token_ids],
+        "layers": list(shape.tiered_layers), "left_out_layers": sorted(shape.windows),
+        **measure(statistics, steps, on_step=on_step, on_layer=on_layer),
+    }  # fmt: skip
+    if args.out:
+        result.save(args.out)
+    return report_statistics(result)
+
+
+def report_statistics(result: Result) -> str:
+    """The tables of a "statistics" result, and the papers' premises beside its figures."""
+    figures = result.figures
+    locality, keys = (textwrap.fill(text, 100) for text in legends(figures))
+    lines = [textwrap.fill(line, 100, subsequent_indent="  ") for line in premises(figures)]
+    return "\n".join(
+        [
+            _headline(result), "", locality_table(figures), "", locality, "", keys_table(figures),
+            "", keys, "", *lines, *_left_out(figures),
+        ]
+    )  # fmt: skip
+
+
+def report(result: Result, audits: Sequence[Fidelity]) -> str:
+    """The tables of an audit, and what their columns mean."""
+    figures, top = result.figures, result.settings["top"]
+    layers = figures["layers"]
+    lines = [
+        _headline(result),
+        "",
+        audit_table(audits, layers, top),
+        "",
+        _LEGEND.format(top=top),
+        *_remarks(figures, audits),
+    ]
+    if any(each.refused is None for each in audits):
+        lines += ["", "attention mass captured, by layer", "", layer_table(audits, layers)]
+    return "\n".join(lines)
+
+
+def _headline(result: Result) -> str:
+    figures = result.figures
+    rows = ", ".join(f"{count:,}" for count in figures["prompt_tokens"])
+    return f"{result.settings['model']}: {rows} tokens of prompt, {figures['steps']} decode steps"
+
+
+def _left_out(figures: dict[str, Any]) -> list[str]:
+    left_out = ", ".join(map(str, figures["left_out_layers"]))
+    if not left_out:
+        return []
+    return [f"left out: layers with a window of their own, always whole: {left_out}"]
+
+
+def _remarks(figures: dict[str, Any], audits: Sequence[Fidelity]) -> list[str]:
+    remarks = []
+    if any(each.per_head and each.refused is None for each in audits):
+        names = ", ".join(each.setting for each in audits if each.per_head)
+        remarks.append(f"selects per KV head, and its recall is per head: {names}")
+    remarks += _left_out(figures)
+    remarks += [f"{each.setting}: {note}" for each in audits for note in each.notices]
+    return remarks
+
+
+def _hide(word: str, private: Sequence[str]) -> str:
+    """An argument with paths of the user's replaced by PATH."""
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}PATH" if value in private and ("/" in value or "\\" in value) else word

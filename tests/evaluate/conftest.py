@@ -1,0 +1,80 @@
+"""Tokenizers for the English tasks and a small model: made here or bundled, nothing downloaded."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import penstock.models
+from penstock.evaluate.tasks.english.filler import prose
+from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
+from penstock.models.loader import load
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+class Letters:
+    """Not of Hugging Face: two characters a token, and one token in front."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> Sequence[int]:
+        pairs = [text[start : start + 2] for start in range(0, len(text), 2)]
+        return [0] * add_special_tokens + [1 + ord(pair[0]) for pair in pairs]
+
+
+@pytest.fixture(scope="session")
+def bpe() -> TextTokenizer:
+    """Byte-level BPE with a `<s>` in front and a chat template, as most models have it."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    inner.train_from_iterator(prose(random.Random(0)).take(400), trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer: TextTokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )  # fmt: skip
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bundled() -> TextTokenizer:
+    """The bundled model's word-level tokenizer; most English words are unknown to it."""
+    folder = Path(penstock.models.__file__).parent / "recall"
+    tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(params=["bpe", "bundled", "letters"])
+def any_tokenizer(request: pytest.FixtureRequest) -> TextTokenizer:
+    if request.param == "letters":
+        return Letters()
+    tokenizer: TextTokenizer = request.getfixturevalue(request.param)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the bundled model's first four layers, where no answer need be right."""
+    folder, loaded = tmp_path_factory.mktemp("models") / "shallow", load()
+    model: Any = loaded.model
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.config.layer_types = model.config.layer_types[:4]
+    model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
+    return folder

@@ -1,0 +1,270 @@
+"""`penstock bench tune`: sweep and predict on a tiny model, going on, and the figures."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from penstock.core.errors import ConfigError, PenstockError, StorageError
+from penstock.evaluate.result import Result
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import policy_from
+from penstock.tuner import engine_run, kvswap_search, pace
+from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
+from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS
+from research.figures.report import draw_all, figures_of
+from research.figures.tuning_prediction import draw_predictions
+from research.tuning import program, setting_runs, sweep, sweep_device
+from research.tuning.setting_runs import middle_run
+from research.tuning.table import predict_table, sweep_table
+
+Row = dict[str, Any]
+SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 3
+STEPS, LAST_ROUNDS = 2, 3  # of the tuner's own runs; unlike `ROUNDS`
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sweep_device, "SITTINGS", SITTINGS)
+        patched.setattr(sweep_device, "FINAL_ROUNDS", FINAL_ROUNDS)
+        patched.setattr(engine_run, "STEPS", STEPS)
+        patched.setattr(engine_run, "WARM_STEPS", 1)
+        patched.setattr(kvswap_search, "FINAL_ROUNDS", LAST_ROUNDS)
+        patched.setattr(pace, "_PASSES", 1)
+        yield
+
+
+def swept(out: Path) -> Result:
+    return sweep.run(["--quick", "--devices=nvme", f"--settings={SETTINGS}", f"--out={out}"])
+
+
+@pytest.fixture(scope="module")
+def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sweep") / "small.json"
+    swept(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def predict_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("predict") / "places.json"
+    program.run(["predict", "--quick", "--devices=memory", f"--out={out}"])
+    return out
+
+
+def nvme_of(path: Path) -> Row:
+    device: Row = Result.load(path).figures["devices"]["nvme"]
+    return device
+
+
+# Sweep --------------------------------------------------------------------------------------------
+
+
+def test_every_setting_ran_within_its_plan(sweep_file: Path) -> None:
+    device = nvme_of(sweep_file)
+    rows = device["settings"]
+    assert len({str(row["fields"]) for row in rows}) == len(rows) == SETTINGS < device["fit"]
+    limit = Result.load(sweep_file).figures["limit_bytes"]
+    for row in rows:
+        policy = policy_from("kvswap", row["fields"])
+        assert isinstance(policy, KVSwap)
+        assert (policy.group_tokens, policy.rank) == (row["group_tokens"], row["rank"])
+        assert row["tokens_per_s"] == pytest.approx(1 / row["step_s"])
+        assert row["error"] == pytest.approx(row["predicted_tokens_per_s"] * row["step_s"] - 1)
+        assert 0 < row["used_bytes"] <= row["peak_bytes"] <= row["planned_bytes"] <= limit
+        assert row["planned_bytes"] == row["predicted_bytes"]
+        assert 0 < row["missing"] <= row["units_wanted"]
+        assert row["read_bytes"] >= row["missing"] * row["group_tokens"] * 512
+        assert row["of_tuner"] == (row["fields"] in device["tuner"]["settings"])
+
+
+def test_the_pick_is_in_the_sweep_and_in_the_last_run(sweep_file: Path) -> None:
+    device = nvme_of(sweep_file)
+    pick = device["tuner"]["pick"]["fields"]
+    [row] = [row for row in device["settings"] if "pick" in row["roles"]]
+    assert row["fields"] == pick
+    assert row["of_tuner"], "at a place where settings are run, the pick is one of these"
+    again = {str(row["fields"]): row for row in device["final"]}
+    assert str(pick) in again
+    assert all(row["steps"] == 2 * FINAL_ROUNDS for row in again.values())
+    best = max((r for r in device["settings"] if r["within_limits"]), key=_speed)
+    assert best["roles"][0] == "best"
+    share = device["summary"]["share"]["pick"]
+    assert share == pytest.approx(row["tokens_per_s"] / best["tokens_per_s"])
+    fastest = max((r for r in device["final"] if r["within_limits"]), key=_speed)
+    share_again = again[str(pick)]["tokens_per_s"] / fastest["tokens_per_s"]
+    assert device["summary"]["share_again"]["pick"] == pytest.approx(share_again)
+
+
+def _speed(row: Row) -> float:
+    return float(row["tokens_per_s"])
+
+
+def test_measurements_are_counted(sweep_file: Path) -> None:
+    device = nvme_of(sweep_file)
+    tuner = device["tuner"]
+    assert len(tuner["settings"]) == len({str(s) for s in tuner["settings"]})
+    searched = POINTS + CHECKS
+    assert len(tuner["settings"]) - searched in (0, 1), "and a lighter twin that was a finalist"
+    assert tuner["runs"] == searched + FINALISTS, "finalists are run twice"
+    steps = STEPS * (ROUNDS * searched + LAST_ROUNDS * FINALISTS)
+    assert tuner["decode_steps"] == steps, "the finalists' last run counts too"
+    assert tuner["fidelity_checks"] == 0, "random weights have no quality"
+    assert device["sweep"] == {"runs": SETTINGS, "decode_steps": 4 * SETTINGS}
+    assert device["summary"]["saving"] == pytest.approx(SETTINGS / tuner["runs"])
+    not_of_tuner = sum(not row["of_tuner"] for row in device["settings"])
+    assert device["summary"]["errors"]["count"] == not_of_tuner
+
+
+def test_the_table_says_what_was_missed(sweep_file: Path) -> None:
+    table = sweep_table(Result.load(sweep_file).figures)
+    assert "nvme: MISSED  at least 200 settings run" in table
+    assert "nvme: met     no cache held more than planned" in table
+    assert "random weights have no quality" in table
+
+
+def test_an_interrupted_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that were measured are not run again, nor is the tuner's search."""
+    together = run_together
+    groups: list[int] = []
+
+    def unplugged(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
+        if groups:
+            raise StorageError("the disk is gone")
+        groups.append(len(runs))
+        return together(runs, **settings)
+
+    out = tmp_path / "cut.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(setting_runs, "run_together", unplugged)
+        with pytest.raises(StorageError, match="gone"):
+            swept(out)
+    journal = out.with_name("cut.json.nvme.journal")
+    before = len(journal.read_text().splitlines())
+    assert before > 1 + groups[0]
+
+    def counted(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
+        groups.append(len(runs))
+        return together(runs, **settings)
+
+    monkeypatch.setattr(setting_runs, "run_together", counted)
+    monkeypatch.setattr("penstock.tuner.kvswap_search.EngineRun", None)
+    swept(out)
+    device = nvme_of(out)
+    assert len(device["settings"]) == SETTINGS
+    assert groups == [4, SETTINGS - 4] + [len(device["final"])] * SITTINGS
+    assert not journal.exists()
+
+
+def test_of_several_runs_one_counts_with_the_memory_of_all() -> None:
+    runs = [
+        {"step_s": step, "reads": reads, "used_bytes": used, "peak_bytes": used + 1}
+        for step, reads, used in ((3.0, 30, 5), (1.0, 10, 9), (2.0, 20, 7))
+    ]
+    noted = {"used_bytes": 9, "peak_bytes": 10, "runs_step_s": [3.0, 1.0, 2.0]}
+    assert middle_run(runs) == {"step_s": 2.0, "reads": 20, **noted}
+
+
+# Predictions --------------------------------------------------------------------------------------
+
+
+def test_every_place_has_settings_that_were_never_run(predict_file: Path) -> None:
+    figures = Result.load(predict_file).figures
+    rows = figures["rows"]
+    assert [(row["batch"], row["context"]) for row in rows] == [
+        (1, 512), (1, 1024), (2, 512), (2, 1024)
+    ]  # fmt: skip
+    for row in rows:
+        assert not row["of_tuner"]
+        assert row["device"] == "memory"
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_s"])
+        assert row["peak_bytes"] <= row["predicted_bytes"] <= figures["limit_bytes"]
+    found = figures["summary"]
+    errors = sorted(abs(row["error"]) for row in rows)
+    assert found["errors"]["worst"] == pytest.approx(errors[-1])
+    assert found["errors"]["median"] == pytest.approx((errors[1] + errors[2]) / 2)
+    assert found["by_device"]["memory"] == found["errors"]
+    assert found["memory"]["held"] == found["memory"]["of"] == 4
+    assert "memory, 2 x 1,024" in predict_table(figures)
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+
+def test_figures_come_from_the_files_alone(
+    sweep_file: Path, predict_file: Path, tmp_path: Path
+) -> None:
+    """Random weights: no figure of quality."""
+    assert draw_all([sweep_file, predict_file], tmp_path) == ["small-predicted", "places"]
+    assert imread(tmp_path / "places.png")[..., :3].std(axis=2).max() > 0.05, (
+        "axes alone have no colour"
+    )
+
+
+def test_dots_lie_at_what_was_measured(sweep_file: Path) -> None:
+    result = Result.load(sweep_file)
+    rows = result.figures["devices"]["nvme"]["settings"]
+    rows[0].update(of_tuner=True)
+    [axes] = draw_predictions(result).axes
+    dots = {
+        (x, y): line.get_markerfacecolor() == "white"
+        for line in axes.get_lines() if line.get_marker() == "o"
+        for x, y in np.asarray(line.get_xydata()).tolist()
+    }  # fmt: skip
+    assert dots == {
+        (row["tokens_per_s"], row["predicted_tokens_per_s"]): row["of_tuner"] for row in rows
+    }
+    assert axes.get_xlim() == axes.get_ylim()
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    with pytest.raises(ConfigError, match="no rows"):
+        draw_predictions(replace(result, figures={"devices": {}}))
+    assert list(figures_of(result, "x")) == ["x-predicted"]
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "sweep, predict, auto"),
+        (["guess"], "not 'guess'"),
+        (["sweep", "--devices=nvme,floppy"], "'floppy' is none of real, nvme"),
+        (["sweep", "--layers=2"], "recall has its own"),
+        (["sweep", "--model=tiny", "--layers=9"], "2 \\(to predict\\) to 3"),
+        (["sweep", "--batch=0"], "--batch 0 must be at least 1"),
+        (["sweep", "--final-steps=0"], "--final-steps 0"),
+        (["sweep", "--texts=3", "--final-texts=2"], "--final-texts 2 must be at least --texts 3"),
+        (["sweep", "--floor=0"], "--floor 0.0 must be above 0"),
+        (["predict", "--contexts=long"], "--contexts takes numbers"),
+        (["predict", "--settings=0"], "--settings 0"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        program.parse_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory=1000"], "nothing fits 1000 B"),
+        (["--memory=much"], "cannot read 'much'"),
+        (["--model=recall", "--context=99999"], "40,960 positions; 99,999"),
+    ],
+)
+def test_bad_sizes(arguments: list[str], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        sweep.run(["--quick", "--devices=memory", *arguments])
+
+
+def test_help_names_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        program.run(["--help"])
+    assert end.value.code == 0
+    assert "predicted beside measured" in capsys.readouterr().out
