@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder of the run, with log.jsonl and model/")
     parser.add_argument("--evaluation", type=Path, help="default: evaluation.json in the run")
     parser.add_argument(
-        "--statistics", type=Path, help="result of `penstock audit MODEL --statistics --out`"
+        "--statistics", type=Path, help="result of `python -m research.statistics MODEL --out`"
     )
     parser.add_argument("--corpus", type=Path, help="folder that a prose model was trained on")
     parser.add_argument(
@@ -71,7 +71,7 @@ def write_card(
     Args:
         run: folder of a run that has ended.
         evaluation: result of `training.evaluate` or `training.evaluate_prose`; need not exist.
-        statistics: result of `penstock audit --statistics`.
+        statistics: result of `python -m research.statistics`.
         corpus: folder that a prose model was trained on.
         others: runs of the same with other seeds.
         notes: Markdown of one's own.
@@ -87,7 +87,7 @@ def write_card(
     result = Result.load(evaluation) if evaluation.is_file() else None
     measured = None if statistics is None else Result.load(statistics)
     if measured is not None and measured.kind != "statistics":
-        raise ConfigError(f"{statistics} is no result of penstock audit --statistics")
+        raise ConfigError(f"{statistics} is no result of research.statistics")
     try:
         said = "" if notes is None else notes.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -205,8 +205,8 @@ def _accuracy(evaluation: Result | None, *, prose: bool) -> str:
 
 def _attention(statistics: Result) -> str:
     """Where full attention looks, and what of the papers' premises holds."""
-    from penstock.evaluate.statistics.premises import premises
-    from penstock.evaluate.statistics.table import keys_table, legends, locality_table
+    from research.statistics.premises import premises
+    from research.statistics.table import keys_table, legends, locality_table
 
     figures = statistics.figures
     locality, keys = legends(figures)

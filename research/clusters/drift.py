@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.evaluate.statistics.drift import held_out, squared_distances
 from penstock.kernels.kmeans import kmeans, nearest
 from research.clusters.key_stream import KeyStream
+from research.statistics.drift import held_out, squared_distances
 
 ITERATIONS = 10
 ELEMENTS = 1 << 22

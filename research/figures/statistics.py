@@ -1,4 +1,4 @@
-"""The figure of `penstock audit --statistics`: sparsity, locality, rank and prediction."""
+"""The figure of `python -m research.statistics`: sparsity, locality, rank and prediction."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 from penstock.core.errors import ConfigError
 from penstock.evaluate.figure_style import FAINT, GRID, INK, SERIES
 from penstock.evaluate.result import Result
-from penstock.evaluate.statistics.series import column
+from research.statistics.series import column
 
 _LAYERS = "viridis"
 _MARKERS = "os^D"

@@ -21,6 +21,12 @@ def test_a_program_runs_under_its_former_name(
     assert "usage: " in capsys.readouterr().out
 
 
+def test_a_moved_option_says_where_it_is() -> None:
+    done = CliRunner().invoke(app, ["audit", "--statistics", "--prompt-file", __file__])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith("python -m research.statistics")
+
+
 @pytest.mark.parametrize("name", RESEARCH)
 def test_a_moved_command_says_where_it_is(name: str) -> None:
     done = CliRunner().invoke(app, ["bench", name, "sweep", "--out", "x"])

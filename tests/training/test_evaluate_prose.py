@@ -276,7 +276,7 @@ def test_evaluation_and_card(
         assert said in card, said
     assert "some/" not in card
     assert model_card.main([str(run), "--statistics", str(out)]) == 2
-    assert "no result of penstock audit" in capsys.readouterr().err
+    assert "no result of research.statistics" in capsys.readouterr().err
 
 
 def test_sources_without_their_paths() -> None:

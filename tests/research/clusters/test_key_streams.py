@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError, PromptError
-from penstock.evaluate.statistics.capture import full_attention_steps
 from penstock.evaluate.tasks.documents import count_tokens
 from penstock.evaluate.tasks.words import Words
 from penstock.generation.prompts import make_batch
@@ -17,6 +16,7 @@ from penstock.testing.tiny_models import tiny_model
 from research.clusters.key_stream import record_keys
 from research.clusters.ring_walk import ring_walk
 from research.clusters.texts import answer_of, generated, read_on
+from research.statistics.capture import full_attention_steps
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +20,6 @@ from penstock.evaluate.audit.run import Fidelity, follow
 from penstock.evaluate.audit.table import audit_table, layer_table
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result, result_file
-from penstock.evaluate.statistics.capture import full_attention_steps
-from penstock.evaluate.statistics.premises import premises
-from penstock.evaluate.statistics.run import Statistics, measure
-from penstock.evaluate.statistics.table import keys_table, legends, locality_table
 from penstock.generation.prompts import PromptBatch, read_text_file
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -47,20 +42,31 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="penstock audit", description=__doc__)
     add = parser.add_argument
+    add(
+        "--policies", action="append", metavar="LIST",
+        help="POLICY@BUDGET:option=value,... separated by commas (full,kvswap@1/13)",
+    )  # fmt: skip
+    add("--statistics", action="store_true", help=argparse.SUPPRESS)
+    add_options(parser)
+    args = parser.parse_args(arguments)
+    if args.statistics:
+        raise ConfigError(
+            "penstock audit --statistics is not in the installed package; in a checkout of "
+            "Penstock: python -m research.statistics"
+        )
+    check_options(args)
+    return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What to read and to decode, and where the result goes."""
+    add = parser.add_argument
     add("model", nargs="?", default="recall", help="a model folder, or recall (the bundled model)")
     add(
         "--prompt-file", action="append", required=True, metavar="FILE",
         help="UTF-8 text; several times: rows of one batch",
     )  # fmt: skip
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
-    add(
-        "--policies", action="append", metavar="LIST",
-        help="POLICY@BUDGET:option=value,... separated by commas (full,kvswap@1/13)",
-    )  # fmt: skip
-    add(
-        "--statistics", action="store_true",
-        help="no policies: where full attention looks, and whether the papers' premises hold",
-    )  # fmt: skip
     add("--new-tokens", type=int, default=32, help="most decode steps to compare")
     add(
         "--follow-text", action="store_true",
@@ -79,18 +85,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="JSON file for the result, saved after each policy",
     )
     add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        ConfigError: a number is out of its range, or --out cannot be a file.
+    """
     if min(args.new_tokens, args.top, args.chunk) < 1:
         raise ConfigError("--new-tokens, --top and --chunk must be at least 1")
-    if args.statistics and args.policies:
-        raise ConfigError("--statistics is about full attention alone; leave out --policies")
     if args.follow_text and args.chat:
         raise ConfigError(
             "--follow-text reads on in a text; a question in --chat has no more of it"
         )
     if args.out:
         _check_out(Path(args.out))
-    return args
 
 
 def _check_out(path: Path) -> None:
@@ -129,7 +139,7 @@ def audit(
         UnsupportedModelError: a tiered cache cannot work with the model.
         StorageError: the store cannot be used.
     """
-    reading, decoding = _Paced(prompt.padded_tokens), _Paced(new_tokens)
+    reading, decoding = Paced(prompt.padded_tokens), Paced(new_tokens)
     reading.start("full attention reads the prompt")
 
     def on_prefill(done: int) -> None:
@@ -143,7 +153,7 @@ def audit(
         on_prefill=on_prefill, on_step=decoding.reach,
     )  # fmt: skip
     steps = reference.num_steps
-    judging = _Paced(steps * len(settings))
+    judging = Paced(steps * len(settings))
     audits: list[Fidelity] = []
     for number, setting in enumerate(settings):
         judging.start(setting.text)
@@ -160,7 +170,7 @@ def audit(
     return reference, audits
 
 
-class _Paced:
+class Paced:
     """Progress that is said now and then instead of at every step."""
 
     def __init__(self, total: int) -> None:
@@ -197,8 +207,40 @@ class _Paced:
         self._progress.say(self._what)
 
 
-def _reach_behind(progress: _Paced, before: int, done: int) -> None:
+def _reach_behind(progress: Paced, before: int, done: int) -> None:
     progress.reach(before + done)
+
+
+def begin(
+    kind: str, arguments: Sequence[str], args: argparse.Namespace, *, policies: list[str],
+    package: str = "penstock.evaluate",
+) -> Result:  # fmt: skip
+    """The result of a run, which shows none of the user's paths.
+
+    Args:
+        policies: settings that are compared.
+        package: of the program, see `Result.begin`.
+    """
+    shown = [_hide(word, [args.model, *args.prompt_file]) for word in arguments]
+    private = ("out", "store", "json", "prompt_file")
+    chosen = {k: v for k, v in vars(args).items() if k not in private}
+    chosen |= {"model": Path(args.model).name, "policies": policies}
+    return Result.begin(kind, shown, chosen, seed=0, store=args.store, package=package)
+
+
+def open_prompts(args: argparse.Namespace) -> tuple[LoadedModel, PromptBatch, Tensor | None]:
+    """The model, its prompts, and the tokens that are decoded with --follow-text.
+
+    Raises:
+        PenstockError: the model or a text cannot be read.
+    """
+    texts = [read_text_file(path) for path in args.prompt_file]
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+    loaded = load(args.model, dtype=args.dtype, device=args.device)
+    if args.follow_text:
+        return loaded, *split_texts(loaded, texts, new_tokens=args.new_tokens)
+    prompt = read_prompts(loaded, texts, chat=args.chat, new_tokens=args.new_tokens)
+    return loaded, prompt, None
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -208,26 +250,11 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input, or no room for the caches.
     """
     args = parse_arguments(arguments)
-    settings = [] if args.statistics else parse_settings(args.policies or [_POLICIES])
-    texts = [read_text_file(path) for path in args.prompt_file]
-    shown = [_hide(word, [args.model, *args.prompt_file]) for word in arguments]
-    private = ("out", "store", "json", "prompt_file", "policies")
-    chosen = {k: v for k, v in vars(args).items() if k not in private}
-    chosen |= {"model": Path(args.model).name, "policies": [setting.text for setting in settings]}
-    result = Result.begin("audit", shown, chosen, seed=0, store=args.store)
-    print(f"loading {args.model}", file=sys.stderr, flush=True)
-    loaded = load(args.model, dtype=args.dtype, device=args.device)
+    settings = parse_settings(args.policies or [_POLICIES])
+    policies = [setting.text for setting in settings]
+    result = begin("audit", arguments, args, policies=policies)
+    loaded, prompt, following = open_prompts(args)
     shape = inspect_model(loaded.model)
-    following: Tensor | None = None
-    if args.follow_text:
-        prompt, following = split_texts(loaded, texts, new_tokens=args.new_tokens)
-    else:
-        prompt = read_prompts(loaded, texts, chat=args.chat, new_tokens=args.new_tokens)
-    if args.statistics:
-        print(_run_statistics(args, loaded, prompt, following, result))
-        if args.json:
-            print(json.dumps(result.as_dict()))
-        return result
 
     def keep(reference: Reference, audits: list[Fidelity]) -> None:
         result.figures = {
@@ -251,65 +278,12 @@ def run(arguments: Sequence[str]) -> Result:
     return result
 
 
-def _run_statistics(
-    args: argparse.Namespace, loaded: LoadedModel, prompt: PromptBatch,
-    following: Tensor | None, result: Result,
-) -> str:  # fmt: skip
-    """Measure full attention alone, put the figures into `result`, save it; returns the report."""
-    shape = inspect_model(loaded.model)
-    result.kind = "statistics"
-    reading, decoding = _Paced(prompt.padded_tokens), _Paced(args.new_tokens)
-    ranking = _Paced(len(shape.tiered_layers))
-    reading.start("full attention reads the prompt")
-
-    def on_prefill(done: int) -> None:
-        reading.reach(done)
-        if done == prompt.padded_tokens:
-            decoding.start("full attention decodes")
-
-    def on_step(done: int) -> None:
-        decoding.reach(done)
-
-    def on_layer(done: int) -> None:
-        if done == 0:
-            ranking.start("rank and drift of keys, layer by layer")
-        ranking.reach(done)
-
-    steps = full_attention_steps(
-        loaded, prompt, new_tokens=args.new_tokens, chunk=args.chunk,
-        ends=frozenset() if args.past_end else end_token_ids(loaded), following=following,
-        on_prefill=on_prefill,
-    )  # fmt: skip
-    statistics = Statistics(shape.kv, prompt, top=args.top, new_tokens=args.new_tokens)
-    result.figures = {
-        "prompt_tokens": [len(ids) for ids in prompt.token_ids],
-        "layers": list(shape.tiered_layers), "left_out_layers": sorted(shape.windows),
-        **measure(statistics, steps, on_step=on_step, on_layer=on_layer),
-    }  # fmt: skip
-    if args.out:
-        result.save(args.out)
-    return report_statistics(result)
-
-
-def report_statistics(result: Result) -> str:
-    """The tables of a "statistics" result, and the papers' premises beside its figures."""
-    figures = result.figures
-    locality, keys = (textwrap.fill(text, 100) for text in legends(figures))
-    lines = [textwrap.fill(line, 100, subsequent_indent="  ") for line in premises(figures)]
-    return "\n".join(
-        [
-            _headline(result), "", locality_table(figures), "", locality, "", keys_table(figures),
-            "", keys, "", *lines, *_left_out(figures),
-        ]
-    )  # fmt: skip
-
-
 def report(result: Result, audits: Sequence[Fidelity]) -> str:
     """The tables of an audit, and what their columns mean."""
     figures, top = result.figures, result.settings["top"]
     layers = figures["layers"]
     lines = [
-        _headline(result),
+        headline(result),
         "",
         audit_table(audits, layers, top),
         "",
@@ -321,13 +295,15 @@ def report(result: Result, audits: Sequence[Fidelity]) -> str:
     return "\n".join(lines)
 
 
-def _headline(result: Result) -> str:
+def headline(result: Result) -> str:
+    """What was read and decoded."""
     figures = result.figures
     rows = ", ".join(f"{count:,}" for count in figures["prompt_tokens"])
     return f"{result.settings['model']}: {rows} tokens of prompt, {figures['steps']} decode steps"
 
 
-def _left_out(figures: dict[str, Any]) -> list[str]:
+def left_out_lines(figures: dict[str, Any]) -> list[str]:
+    """A line about layers that no policy selects in, where there are any."""
     left_out = ", ".join(map(str, figures["left_out_layers"]))
     if not left_out:
         return []
@@ -339,7 +315,7 @@ def _remarks(figures: dict[str, Any], audits: Sequence[Fidelity]) -> list[str]:
     if any(each.per_head and each.refused is None for each in audits):
         names = ", ".join(each.setting for each in audits if each.per_head)
         remarks.append(f"selects per KV head, and its recall is per head: {names}")
-    remarks += _left_out(figures)
+    remarks += left_out_lines(figures)
     remarks += [f"{each.setting}: {note}" for each in audits for note in each.notices]
     return remarks
 

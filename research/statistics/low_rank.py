@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.evaluate.audit.fidelity import attention_shares
-from penstock.evaluate.statistics.overlap import overlap, top_set
+from research.statistics.overlap import overlap, top_set
 
 
 def spectrum(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from penstock.evaluate.audit.fidelity import attention_shares
-from penstock.evaluate.statistics.capture import LayerStep, Step
-from penstock.evaluate.statistics.low_rank import same_top
-from penstock.evaluate.statistics.mass import LEVELS, PARTS, mass_of_best, tokens_that_hold
-from penstock.evaluate.statistics.overlap import group_worth, jaccard, overlap, top_set
-from penstock.evaluate.statistics.queries import mean_cosine
-from penstock.evaluate.statistics.reuse import ReuseBuffer
+from research.statistics.capture import LayerStep, Step
+from research.statistics.low_rank import same_top
+from research.statistics.mass import LEVELS, PARTS, mass_of_best, tokens_that_hold
+from research.statistics.overlap import group_worth, jaccard, overlap, top_set
+from research.statistics.queries import mean_cosine
+from research.statistics.reuse import ReuseBuffer
 
 GROUP_TOKENS = 4
 """KVSwap's groups on NVMe (section 3.4.2: "with group size=4")."""

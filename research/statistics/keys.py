@@ -9,17 +9,17 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.evaluate.audit.reference import Counter
-from penstock.evaluate.statistics.capture import LayerStep, Step
-from penstock.evaluate.statistics.drift import drift
-from penstock.evaluate.statistics.low_rank import (
+from research.statistics.capture import LayerStep, Step
+from research.statistics.drift import drift
+from research.statistics.low_rank import (
     joined,
     rank_that_holds,
     ranks_up_to,
     recall_of_low_rank,
     spectrum,
 )
-from penstock.evaluate.statistics.rotary import Rotation
-from penstock.evaluate.statistics.series import plain
+from research.statistics.rotary import Rotation
+from research.statistics.series import plain
 
 LEVELS = (0.9, 0.95, 0.99)
 """Shares of the energy for which ranks are told."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.evaluate.statistics.series import column, mean
 from penstock.evaluate.text_table import format_table
+from research.statistics.series import column, mean
 
 _LEGEND_LOCALITY = """\
 90%: tokens that hold 90% of the probability, of all; per KV head, and heads added (the rest of the

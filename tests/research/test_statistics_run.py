@@ -1,4 +1,4 @@
-"""`penstock audit --statistics` on models: against transformers' own weights, and as a program."""
+"""`python -m research.statistics` on models, against transformers' weights, and as a program."""
 
 import copy
 import json
@@ -13,13 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
-from penstock.evaluate.audit import program
 from penstock.evaluate.audit.prompts import split_texts
 from penstock.evaluate.figure_style import STYLE, save
 from penstock.evaluate.result import Result
-from penstock.evaluate.statistics.capture import Step, full_attention_steps
-from penstock.evaluate.statistics.mass import LEVELS
-from penstock.evaluate.statistics.run import Statistics, measure
 from penstock.evaluate.tasks import GeneratedTasks
 from penstock.generation.prompts import PromptBatch, encode, make_batch
 from penstock.models.cache_argument import OUTPUT_NAME
@@ -27,6 +23,10 @@ from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from research.figures.statistics import draw_statistics
+from research.statistics import program
+from research.statistics.capture import Step, full_attention_steps
+from research.statistics.mass import LEVELS
+from research.statistics.run import Statistics, measure
 
 LENGTHS = (120, 83)
 """Of two prompts in one batch: the second is padded by 37 tokens."""
@@ -252,7 +252,7 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "statistics.json"
     program.run(
-        ["recall", "--statistics", "--prompt-file", str(prompt_file), "--new-tokens=6",
+        ["recall", "--prompt-file", str(prompt_file), "--new-tokens=6",
          "--past-end", "--top=20", f"--out={out}", "--json"]
     )  # fmt: skip
     said = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     document = json.loads(last)
     assert document == json.loads(out.read_text())
     assert document["kind"] == "statistics"
-    assert document["command"].startswith("python -m penstock.evaluate.audit recall --statistics")
+    assert document["command"].startswith("python -m research.statistics recall --prompt-file PATH")
     assert str(prompt_file) not in last
     figures = document["figures"]
     assert (figures["prompt_tokens"], figures["steps"]) == ([700], 6)
@@ -299,18 +299,11 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_one_step_compares_nothing(prompt_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = program.run(
-        ["recall", "--statistics", "--prompt-file", str(prompt_file), "--new-tokens=1"]
-    )
+    result = program.run(["recall", "--prompt-file", str(prompt_file), "--new-tokens=1"])
     assert result.figures["overlap"][0]["overlap"] == [None] * 8
     assert result.figures["queries"]["cosine"] == [None] * 8
     assert "critical groups of adjacent steps overlap strongly: - of" in capsys.readouterr().out
     draw_statistics(result)
-
-
-def test_policies_and_statistics_are_two_things(prompt_file: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out --policies"):
-        program.run(["--statistics", "--policies=full", "--prompt-file", str(prompt_file)])
 
 
 def test_nothing_to_draw() -> None:

@@ -1,4 +1,4 @@
-"""The measures of `audit --statistics` on hand-made tensors whose answers are known."""
+"""The measures of `python -m research.statistics` on hand-made tensors whose answers are known."""
 
 import math
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.evaluate.statistics.drift import drift, held_out, squared_distances
-from penstock.evaluate.statistics.low_rank import (
+from research.statistics.drift import drift, held_out, squared_distances
+from research.statistics.low_rank import (
     joined,
     rank_that_holds,
     ranks_up_to,
@@ -16,8 +16,8 @@ from penstock.evaluate.statistics.low_rank import (
     same_top,
     spectrum,
 )
-from penstock.evaluate.statistics.mass import mass_of_best, tokens_that_hold
-from penstock.evaluate.statistics.overlap import (
+from research.statistics.mass import mass_of_best, tokens_that_hold
+from research.statistics.overlap import (
     concentration,
     group_worth,
     jaccard,
@@ -25,10 +25,10 @@ from penstock.evaluate.statistics.overlap import (
     stable_part,
     top_set,
 )
-from penstock.evaluate.statistics.queries import inside_and_between, mean_cosine, segment_lengths
-from penstock.evaluate.statistics.reuse import ReuseBuffer
-from penstock.evaluate.statistics.rotary import Rotation, find_rotation
-from penstock.evaluate.statistics.series import Series
+from research.statistics.queries import inside_and_between, mean_cosine, segment_lengths
+from research.statistics.reuse import ReuseBuffer
+from research.statistics.rotary import Rotation, find_rotation
+from research.statistics.series import Series
 
 
 def seen(tokens: int, padding: int = 0) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.evaluate.statistics.series import column, mean
+from research.statistics.series import column, mean
 
 
 def premises(figures: dict[str, Any]) -> list[str]:

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.evaluate.audit.reference import Counter
-from penstock.evaluate.statistics.capture import Step
-from penstock.evaluate.statistics.keys import key_figures
-from penstock.evaluate.statistics.layer import (
+from penstock.generation.prompts import PromptBatch
+from research.statistics.capture import Step
+from research.statistics.keys import key_figures
+from research.statistics.layer import (
     BUFFER_SIZES,
     GROUP_TOKENS,
     IMPORTANT_PART,
     LayerMeter,
 )
-from penstock.evaluate.statistics.mass import LEVELS, PARTS
-from penstock.evaluate.statistics.overlap import concentration, stable_part
-from penstock.evaluate.statistics.queries import THRESHOLDS, inside_and_between, segment_lengths
-from penstock.evaluate.statistics.series import Series, mean
-from penstock.generation.prompts import PromptBatch
+from research.statistics.mass import LEVELS, PARTS
+from research.statistics.overlap import concentration, stable_part
+from research.statistics.queries import THRESHOLDS, inside_and_between, segment_lengths
+from research.statistics.series import Series, mean
 
 SELECTED_TOKENS = 400
 """KVSwap's selection, MG (section 6); of a prompt shorter than 1,600 tokens, a quarter."""

@@ -13,13 +13,13 @@ from penstock.core.errors import PromptError
 from penstock.engine.attention_call import AttentionCall
 from penstock.evaluate.audit.reference import Counter, forward
 from penstock.evaluate.audit.tap import AttentionTap
-from penstock.evaluate.statistics.rotary import Rotation, find_rotation
 from penstock.generation.prompts import PromptBatch
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.plain_model import plain_cache
 from penstock.models.prefetch_hooks import can_predict
 from penstock.models.query_projection import QueryProjection, decoder_layers
+from research.statistics.rotary import Rotation, find_rotation
 
 
 @dataclass(frozen=True, kw_only=True)
