@@ -1,9 +1,8 @@
-"""Tokenizers for the English tasks and a small model: made here or bundled, nothing downloaded."""
+"""Tokenizers for the English tasks, made here or bundled: nothing is downloaded."""
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -12,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import penstock.models
 from penstock.evaluate.tasks.english.filler import prose
 from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
-from penstock.models.loader import load
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}\n{% endfor %}"
@@ -65,16 +63,3 @@ def any_tokenizer(request: pytest.FixtureRequest) -> TextTokenizer:
         return Letters()
     tokenizer: TextTokenizer = request.getfixturevalue(request.param)
     return tokenizer
-
-
-@pytest.fixture(scope="session")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the bundled model's first four layers, where no answer need be right."""
-    folder, loaded = tmp_path_factory.mktemp("models") / "shallow", load()
-    model: Any = loaded.model
-    model.model.layers = model.model.layers[:4]
-    model.config.num_hidden_layers = 4
-    model.config.layer_types = model.config.layer_types[:4]
-    model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
-    return folder
