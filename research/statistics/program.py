@@ -1,4 +1,4 @@
-"""`python -m research.statistics`: where full attention looks; do the papers' premises hold?"""
+"""`python -m research.statistics`: where full attention looks; beside it the papers' premises."""
 
 import argparse
 import textwrap
