@@ -235,7 +235,7 @@ def test_wrong_options_and_commands_are_found(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UsageError, match="no-such-option"):
         run_command(["penstock", "generate", "--no-such-option"], "parse only", monkeypatch)
     with pytest.raises(AssertionError, match="unrecognized"):
-        run_command(["penstock", "bench", "search", "--no-such-option"], "parse only", monkeypatch)
+        run_command(["penstock", "bench", "needles", "--no-such-option"], "parse only", monkeypatch)
     words = ["python", "-m", "research.clusters", "--no-such-option"]
     with pytest.raises(SystemExit):
         run_command(words, "parse only", monkeypatch)
