@@ -8,10 +8,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
 INTERPRETER := $(VENV)/interpreter.stamp
+SITE := $(VENV)/site.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench soak clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -70,6 +71,15 @@ format: $(INSTALLED) ## Format and fix what ruff can.
 
 bench: $(INSTALLED) ## A quick throughput table on this machine.
 	$(PY) -m penstock.evaluate.throughput --quick
+
+# Their own extra: neither the demo nor a test needs it.
+$(SITE): $(INSTALLED)
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(SITE) ## Build the site of docs/ into build/site; a broken link fails it.
+	$(PY) docs/tools/commands.py --check
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 MINUTES ?= 120
 soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.

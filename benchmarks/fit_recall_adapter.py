@@ -1,7 +1,8 @@
 """Fit the low-rank adapter that ships with the bundled model, on samples of its own tasks.
 
 The calibration samples come from seeds that no benchmark uses. One kind of document is not enough
-(docs/log.md): seven kinds at 16K tokens and three at 32K are read.
+(research/notes/2026-11-20-index-on-recall-7m.md): seven kinds at 16K tokens and three at 32K are
+read.
 
     python benchmarks/fit_recall_adapter.py [--device cuda] [--out adapter.safetensors]
 """

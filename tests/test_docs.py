@@ -4,16 +4,19 @@ What the pages' examples do is in `test_examples.py`, and their figures are in `
 """
 
 import re
+import runpy
+import unicodedata
 from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 TOP = Path(__file__).parents[1]
 README = TOP / "README.md"
 README_BYTES_MAX = 8192
-PAGES = [
-    path
-    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md", "training/*.md")
-    for path in sorted(TOP.glob(pattern))
-]
+DOCS = TOP / "docs"
+PATTERNS = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "training/*.md", "research/**/*.md")
+PAGES = [path for pattern in PATTERNS for path in sorted(TOP.glob(pattern))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -37,16 +40,63 @@ def test_make_targets_exist() -> None:
     assert {word for word in named if "=" not in word} - set(targets) == set()
 
 
-def test_the_page_of_commands_names_every_one() -> None:
+def test_the_pages_show_every_command() -> None:
     from penstock.cli.main import app
 
-    named = {words[1] for words in commands(TOP / "docs" / "commands.md", "penstock")}
+    pages = [README, *DOCS.glob("**/*.md")]
+    named = {words[1] for page in pages for words in commands(page, "penstock")}
     groups = {
         group.typer_instance.info.name
         for group in app.registered_groups
         if group.typer_instance is not None
     }
     assert named == groups | {command.name for command in app.registered_commands}
+
+
+def test_the_reference_of_commands_is_what_they_say() -> None:
+    tool: dict[str, Any] = runpy.run_path(str(DOCS / "tools" / "commands.py"))
+    written = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert written == tool["page"](), "it is stale: run python docs/tools/commands.py"
+
+
+def test_the_drawing_of_the_ladder_is_of_the_one_that_holds() -> None:
+    tool: dict[str, Any] = runpy.run_path(str(DOCS / "tools" / "ladder.py"))
+    drawn = (DOCS / "images" / "ladder.svg").read_text(encoding="utf-8")
+    assert drawn == tool["drawing"](tool["rungs"]()), "it is stale: run python docs/tools/ladder.py"
+
+
+def test_architecture_is_short_and_its_files_exist() -> None:
+    text = (TOP / "ARCHITECTURE.md").read_text()
+    assert len(text.encode()) <= README_BYTES_MAX
+    walks = text.split("\n## ")[2:4]
+    named = [re.findall(r"`([a-z_]+/[\w/]+\.py)`", walk) for walk in walks]
+    assert all(named)
+    source = TOP / "src" / "penstock"
+    assert [name for names in named for name in names if not (source / name).exists()] == []
+    assert [len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 8 for walk in walks] == [True] * 2
+
+
+def in_nav(entries: list[Any]) -> list[str]:
+    """The pages of a part of the site's nav, in their order."""
+    found: list[str] = []
+    for entry in entries:
+        below = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        found += in_nav(below) if isinstance(below, list) else [below]
+    return found
+
+
+def test_the_nav_of_the_site_has_every_page_once() -> None:
+    nav = in_nav(yaml.safe_load((TOP / "mkdocs.yml").read_text())["nav"])
+    assert sorted(nav) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("**/*.md"))
+
+
+def test_notes_are_one_topic_a_file_and_in_their_index() -> None:
+    notes = TOP / "research" / "notes"
+    files = {path.name for path in notes.glob("*.md")} - {"README.md"}
+    assert {
+        name for name in files if not re.match(r"2026-\d\d-\d\d-[a-z0-9-]+\.md$", name)
+    } == set()
+    assert set(re.findall(r"\]\(([^)]+\.md)\)", (notes / "README.md").read_text())) >= files
 
 
 def test_links_lead_somewhere() -> None:
@@ -60,11 +110,18 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_places_in_pages_exist() -> None:
-    """A link to a heading names one that is there, as GitHub spells it."""
+    """A link to a heading names one that is there, as GitHub and as the site spell it."""
 
     def headings(path: Path) -> set[str]:
         titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        return {on_github(title) for title in titles} & {on_site(title) for title in titles}
+
+    def on_github(title: str) -> str:
+        return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+    def on_site(title: str) -> str:
+        plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+        return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
     assert [
         f"{path.name}: {target}#{place}"

@@ -1,9 +1,9 @@
 """The examples of the pages are run as they are pasted: every Python block, every command.
 
 Each page has an empty folder of its own, with what its commands read (`made_files`). Its blocks run
-there in their order, in this process. `prints: TEXT` in a comment of a block is what it must print;
-of a command, what that command must print. A comment in front of a block says what else is done
-with it, and why:
+there in their order, in this process; Python's are one session, as a reader pastes them. `prints:
+TEXT` in a comment of a block is what it must print; of a command, what that command must print. A
+comment in front of a block says what else is done with it, and why:
 
     <!-- run: with OPTIONS: why -->      each command gets these options behind its own
     <!-- run: parse only: why -->        options are read and checked, as far as the program does so
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -43,7 +44,13 @@ from penstock.models.cache_argument import OUTPUT_NAME
 TOP = Path(__file__).parents[1]
 PAGES = [
     str(path.relative_to(TOP))
-    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md", "training/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "benchmarks/**/*.md",
+        "training/*.md",
+        "research/**/*.md",
+    )
     for path in sorted(TOP.glob(pattern))
     if "```sh\n" in path.read_text() or "```python\n" in path.read_text()
 ]
@@ -116,13 +123,13 @@ def link(source: str, target: str) -> None:
     Path(target).symlink_to(source)
 
 
-def run_python(code: str, how: str) -> str:
-    code = code.replace("cache=cache", f"{OUTPUT_NAME}=cache")  # as docs/python.md says
+def run_python(code: str, how: str, session: dict[str, Any]) -> str:
+    code = code.replace("cache=cache", f"{OUTPUT_NAME}=cache")  # as docs/quickstart.md says
     compiled = compile(code, "example", "exec")
     printed = io.StringIO()
     if how == "run":
         with contextlib.redirect_stdout(printed):
-            exec(compiled, {"__name__": "example"})
+            exec(compiled, session)
     return printed.getvalue()
 
 
@@ -208,11 +215,12 @@ def test_the_examples_of_a_page_do_what_it_says(
     made_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_LIBRARY", str(tmp_path / "library of documents"))
+    session: dict[str, Any] = {"__name__": "example"}
     for block in blocks(page):
         if block.how == "skip":
             continue
         if block.language == "python":
-            printed = run_python(block.code, block.how)
+            printed = run_python(block.code, block.how, session)
             for text in PRINTS.findall(block.code) if block.how == "run" else ():
                 assert text in printed, block.code
                 printed = printed[printed.index(text) + len(text) :]
@@ -252,17 +260,29 @@ def test_a_command_is_read_as_a_shell_reads_it() -> None:
     assert texts == ["a b ."]
 
 
+def shown_lines(picture: Path) -> list[str]:
+    """The lines of a terminal that rich has drawn."""
+    lines: dict[float, list[tuple[float, str]]] = {}
+    for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        if "clip-path" in element.attrib:
+            place = (float(element.attrib["x"]), (element.text or "").replace("\xa0", " "))
+            lines.setdefault(float(element.attrib["y"]), []).append(place)
+    return ["".join(text for _, text in sorted(lines[y])) for y in sorted(lines)]
+
+
 def test_the_demo_that_the_readme_shows_is_the_one_that_runs() -> None:
     """Its document, question and answer; tests/cli/test_demo.py runs it on a shorter document."""
-    readme = (TOP / "README.md").read_text()
+    assert "(docs/images/demo.svg)" in (TOP / "README.md").read_text()
+    shown = "\n".join(line.rstrip() for line in shown_lines(TOP / "docs" / "images" / "demo.svg"))
     bundled = Path(penstock.models.__file__).parent / "recall"
     vocabulary = json.loads((bundled / "tokenizer.json").read_text())["model"]["vocab"]
     sample = make_sample("multi_query", 16384, random.Random(0), vocabulary)
     words = sample.prompt.split()
-    facts = re.findall(r"^  at token +([\d,]+)  (.*)$", readme, re.MULTILINE)
+    facts = re.findall(r"^  at token +([\d,]+)  (.*)$", shown, re.MULTILINE)
     assert len(facts) == len(sample.values)
     for place, fact in facts:
         start = int(place.replace(",", ""))
         assert words[start : start + len(fact.split())] == fact.split()
     question = sample.prompt.rpartition("Question : ")[2].removesuffix(" Answer :")
-    assert f"Question : {question}\nAnswer : {sample.answer.removesuffix(' <eos>')}\n" in readme
+    asked = f"Question : {question} Answer : {sample.answer.removesuffix(' <eos>')} Correct"
+    assert asked in " ".join(shown.split())

@@ -1,7 +1,7 @@
 """Fit the low-rank adapter of a trained model: `python -m training.adapter FOLDER`.
 
 Reads fresh samples of every task, answers included, and writes `adapter.safetensors` beside the
-weights. One task alone would not do: docs/log.md has what that costs.
+weights. One task alone would not do: research/notes/2026-11-20-index-on-recall-7m.md has the cost.
 """
 
 import argparse

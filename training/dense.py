@@ -3,10 +3,11 @@
 What a question of the bench teaches in a row of hundreds of tokens is a few tokens, and a model
 that has found nothing yet to retrieve by does not soon find it from so few. Two runs with few
 questions a row learnt keys of two words after 2,000 and 10,000 steps, one with many within 1,300
-(they differed in other settings too, see `docs/log.md`). `dense_replay` is for keys of two words;
-`dense_copy` and `dense_chains` are the same for single words. `dense_values` is for several values
-of one key, which recall-2's first runs found by looking for keys that come again: asked here, where
-all do, they named other keys' values (see `docs/log.md`). They lost their way where two values had
+(they differed in other settings too, see research/notes/2026-11-21-training-on-the-h200.md).
+`dense_replay` is for keys of two words; `dense_copy` and `dense_chains` are the same for single
+words. `dense_values` is for several values of one key, which recall-2's first runs found by looking
+for keys that come again: asked here, where all do, they named other keys' values (same note). They
+lost their way where two values had
 the same digit at the same place, and so did the model after three sittings (26 of its 30 wrong
 answers in 304): in `dense_values` and `alike_values` that is what every answer is full of, so that
 more than one token before has to be looked at to know which value is being said. `dense_walk` is

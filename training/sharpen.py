@@ -4,8 +4,9 @@ A softmax over n keys spreads the more, the more there are: what is right at 4K 
 rows of training are, is a little too even at 32K, where a key among 40,000 that is hardly like the
 query's has some weight too. All logits times a constant is what YaRN does for longer contexts
 (Peng et al., arXiv 2309.00071, section 3.4, there (0.1 ln(s) + 1)^2 for contexts s times longer);
-in a Qwen3 the weight of its norm of queries is that. What it did for recall-2: docs/log.md,
-2026-11-25. `sharpen` in a run's settings does the same at the end of a sitting.
+in a Qwen3 the weight of its norm of queries is that. What it did for recall-2:
+research/notes/2026-11-25-long-walks.md. `sharpen` in a run's settings does
+the same at the end of a sitting.
 """
 
 import argparse

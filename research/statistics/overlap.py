@@ -29,8 +29,8 @@ def group_worth(shares: Tensor, visible: Tensor, group_tokens: int) -> tuple[Ten
     rolling buffer, section 3.4.1).
 
     Differences: the paper adds "the scores across all heads" and does not say whether before or
-    behind the softmax; here behind it, as in our KVSwap (docs/policies.md). Keys are exact and the
-    query is the true one: what full attention wants, not what a predictor finds.
+    behind the softmax; here behind it, as in our KVSwap (docs/methods/kvswap.md). Keys are exact
+    and the query is the true one: what full attention wants, not what a predictor finds.
 
     Args:
         shares: [batch, heads, tokens]

@@ -277,7 +277,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     for kind in ("after_rope", "before_rope"):
         assert all(by_rank[-1] == [1.0, 1.0] for by_rank in
                    figures["low_rank"][kind]["recall_together"])  # fmt: skip
-    # What calibration measured on other text: docs/policies.md.
+    # What calibration measured on other text: docs/methods/kvswap.md.
     cosines = figures["prediction"]["cosine"]
     assert cosines[0] is None
     assert min(cosines[1:]) in (cosines[1], cosines[3])

@@ -15,8 +15,8 @@ def host_groups(max_groups: int, unit_bytes: int) -> int:
 
     Every step writes a token to every row, by the GPU and at the same place of each. Rows that
     begin a multiple of 2 MiB apart cost a step of 16,384 rows 82 to 98 ms instead of 14; 512 bytes
-    more a row were enough (one H100, docs/log.md, 2026-11-25). The host's caches are thought to put
-    what lies so far apart into the same few lines.
+    more a row were enough (one H100, research/notes/2026-11-25-addresses.md). The host's caches
+    probably put what lies so far apart into the same few lines.
 
     Args:
         max_groups: groups that a sequence fills.

@@ -55,7 +55,8 @@ def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
 
     The right singular vectors of K are the eigenvectors of its Gram matrix, which can be summed
     over any number of tokens in constant memory. Keys are not centred, as in the paper; centring
-    them lost 20 to 30 points on the bundled model (docs/log.md).
+    them lost 20 to 30 points on the bundled model
+    (research/notes/2026-11-20-index-on-recall-7m.md).
 
     Args:
         second_moment: K^T K. [joint_dim, joint_dim]

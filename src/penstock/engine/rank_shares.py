@@ -2,7 +2,7 @@
 
 KVSwap (section 3.2) gives every layer the same rank. Layers differ: where a head follows a copy
 word by word it needs more components than a budget has for all, and others do with a quarter of it
-(docs/policies.md, measured). The sum over the layers, and with it the bytes, stays the same.
+(docs/methods/kvswap.md, measured). The sum over the layers, and with it the bytes, stays the same.
 """
 
 from collections.abc import Sequence

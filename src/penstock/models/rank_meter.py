@@ -31,7 +31,8 @@ class RankMeter:
     The KL divergence of what the model says then from what it says with all tokens, mean over the
     last tokens of a text and over the texts, is what that layer costs at that rank. Neither the
     energy of the components nor the error of the heads' outputs tells it: in one layer a fifth of
-    the output is noise to all later ones, in another it is the next word of a copy (docs/log.md).
+    the output is noise to all later ones, in another it is the next word of a copy
+    (research/notes/2026-11-23-recall-2-two-sittings.md).
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], rank: int) -> None:

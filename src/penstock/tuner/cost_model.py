@@ -29,7 +29,7 @@ PLAIN_LAUNCHES = 15
 """Operations of a plain layer; the host runs ahead of the device."""
 READ_SUBMIT_S = 4e-6
 """Host time of handing one read to the kernel: 3.6 to 4.4 us by native AIO on a server's core
-(docs/log.md, 2026-11-22); no source has an edge board's."""
+(research/notes/2026-11-22-fewer-calls.md); no source has an edge board's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

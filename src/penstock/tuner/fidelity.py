@@ -31,7 +31,7 @@ other budgets Quest (1/10) has 0.44, KVSwap at 1/34 0.054, Loki at 1/6 0.045.
 
 Four texts are few: on two other draws of them KVSwap at 1/34 had 0.11 and 0.017, either side of the
 floor. Nor is a divergence over 64 tokens a score: KVSwap at 1/13 passes, and loses 13 points of the
-tasks at 8K to single tokens of answers that are hundreds long (docs/policies.md)."""
+tasks at 8K to single tokens of answers that are hundreds long (docs/methods/baselines.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

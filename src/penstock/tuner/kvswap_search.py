@@ -42,7 +42,8 @@ FINAL_ROUNDS = 16
 """Of that last run."""
 TWIN_SHARE = 1.05
 """A lighter twin is taken unless it was slower than this. It does less of the same work; two caches
-opened anew differ by 5 % more or less than they did (a standard deviation, docs/log.md)."""
+opened anew differ by 5 % more or less than they did (a standard deviation,
+research/notes/2026-11-23-play-off.md)."""
 _SURVEY_RANK = 48
 """Of the index that a survey ranks with; which tokens win hardly depends on it."""
 _SPREAD_SHARE = 0.7

@@ -22,7 +22,7 @@ _STAYING_WARPS = 32
 its warps. Few and large ones: a product of a batch of 32 wants 112 or 128 of an H100's 132
 multiprocessors at once, and a program that waits for the link keeps one of them. Of such steps of
 11.2 ms 4 programs cost 0.2 ms more, 16 of 16 KiB likewise, and 64 of them, tile by tile, 0.6
-(docs/log.md, 2026-11-25, night)."""
+(research/notes/2026-11-25-what-a-step-waits-for.md)."""
 
 
 @triton.jit

@@ -39,7 +39,7 @@ class LowRankIndex(KeyIndex):
     Source: KVSwap, sections 3.2 and 3.3, Eq. 1. K is flattened over its KV heads and projected by
     one basis A; a query head is projected by the rows of A that belong to its KV head.
 
-    Differences, all measured (docs/policies.md): each head's scores are normalised by a softmax
+    Differences, all measured (docs/methods/kvswap.md): each head's scores go through a softmax
     before they are added, because raw logits let the loudest head decide (the paper does not say;
     its artifact adds raw logits: `head_reduction="sum"`); for that, ReduceMax over a group comes
     before the sum over heads instead of after it, which makes the softmax `group_tokens` times

@@ -28,7 +28,7 @@ class KVSwap(SelectionPolicy):
 
     Source: KVSwap (arXiv 2511.11907), sections 3.1 to 3.4.
 
-    Differences, measured in docs/policies.md: the newest tokens stay resident by a window of
+    Differences, measured in docs/methods/kvswap.md: the newest tokens stay resident by a window of
     `window_tokens` beside the paper's unfinished group; `sink_tokens` are resident; everything that
     the reuse buffer holds is attended to, not only what was selected; index components are stored
     in 8 or 4 bits where memory is short, and divided among the layers by what each needs
@@ -153,8 +153,9 @@ class KVSwap(SelectionPolicy):
         """This policy with its open choices made, best first; and lesser ones for tight budgets.
 
         Rank goes before bits: on the bundled model 4 bits cost little, a rank below 32 costs much,
-        and a basis made from the prompt's own keys needs half as much again (docs/policies.md).
-        Before the rank falls below what works, the window shrinks and fewer tokens are selected.
+        and a basis made from the prompt's own keys needs half as much again
+        (docs/methods/kvswap.md). Before the rank falls below what works, the window shrinks and
+        fewer tokens are selected.
         """
         joint = request.shape.joint_dim
         wide, narrow = max(48, joint // 384 * 16), max(32, joint // 32)

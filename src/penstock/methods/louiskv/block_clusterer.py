@@ -180,7 +180,8 @@ def num_clusters(tokens: int, cluster_tokens: int) -> int:
     small for clusters has room to be a unit of its own.
 
     A block of a few clusters, the end of a prompt, has as many as its tokens ask for: what is asked
-    stands there, and one mean for 33 tokens was found too coarse (docs/log.md).
+    stands there, and one mean for 33 tokens was found too coarse
+    (research/notes/2026-11-21-device-tier.md).
     """
     if tokens < FEW_CLUSTERS * cluster_tokens:
         return -(-tokens // cluster_tokens)

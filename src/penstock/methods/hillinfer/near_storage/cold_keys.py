@@ -34,7 +34,7 @@ class ColdKeys:
     Differences: keys are cast once, when they are written, and the codes kept in the device's
     memory (the paper casts while it streams from flash). The rule "attention" adds shares of the
     softmax, which needs the log-sums of all devices first (two rounds, and the keys once): on
-    models with several heads a sum of raw products ranks otherwise (docs/policies.md).
+    models with several heads a sum of raw products ranks otherwise (docs/methods/hillinfer.md).
     """
 
     def __init__(self, settings: ScoreSettings) -> None:
