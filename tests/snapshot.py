@@ -176,7 +176,7 @@ def _watch(cache: TieredCache, note: Note) -> None:
     def see(layer: int, seen: Tensor) -> None:
         note(layer, "attended", [row.nonzero()[:, 0].tolist() for row in seen.cpu()])
 
-    for layer in cache._runtime.layers:
+    for layer in cache.tiers.layers:
         if isinstance(layer, RetrievalLayer):
             cast(Any, layer)._finish_fetch = follow(layer, layer._finish_fetch)
             layer.observer = see

@@ -18,6 +18,7 @@ LADDER = (  # a package may import only from earlier rungs; packages on one rung
     {"methods"},
     {"models"},
     {"generation"},
+    {"documents", "search"},
     {"workloads"},
     {"tuner"},
     {"evaluate"},

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.core.atomic_write import FileKind, require_own
 from penstock.core.errors import ConfigError, PenstockError, StorageError
-from penstock.core.whole_file import FileKind, require_own
 from penstock.evaluate.progress import Progress
 from penstock.models.released import Released
 

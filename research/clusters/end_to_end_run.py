@@ -192,7 +192,7 @@ class LiveRow:
         missed = counted["units_wanted"] - counted["units_hit"]
         useful = missed * plan.unit_bytes
         busy = reads.busy_s or float("inf")
-        report, store = self.cache.report(), self.cache._runtime._store
+        report, store = self.cache.report(), self.cache.tiers._store
         return {
             "steps": count, "mean_ms": seconds / count * 1e3, "tokens_per_s": count / seconds,
             "median_ms": float(np.median(steps_ms)), "p90_ms": float(np.percentile(steps_ms, 90)),

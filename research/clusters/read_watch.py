@@ -33,7 +33,7 @@ class ReadWatch:
     def __init__(self, cache: TieredCache) -> None:
         """Start watching; a cache that keeps everything in memory has nothing to watch."""
         self._tickets: list[Ticket] = []
-        store = cache._runtime._store
+        store = cache.tiers._store
         for region in [] if store is None else store._regions:
             self._watch(region.file)
 

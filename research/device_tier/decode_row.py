@@ -138,7 +138,7 @@ class DecodeRow:
         self._noise.fill(self._cache, length - held)
         self._position.fill_(length)
         if isinstance(self._cache, TieredCache) and not self._streamed:
-            layers = self._cache._runtime.layers
+            layers = self._cache.tiers.layers
             self._stated = self._state_units(layers)
             self._streamed = lay_stream(layers, self._stream, self._stated)
             self.figures["streamed_layers"] = self._streamed
@@ -206,11 +206,11 @@ class DecodeRow:
         steps = min(self._bench.breakdown_steps, room)
         if not isinstance(self._cache, TieredCache) or steps < 1:
             return
-        if self._cache._runtime.policy.predicts_on_device:
+        if self._cache.tiers.policy.predicts_on_device:
             return
         if self._cache._decoder is not None:
             self._cache._decoder.remove()
-        layers = self._cache._runtime.layers
+        layers = self._cache.tiers.layers
         self.figures["breakdown"] = time_parts(self._step, layers, self._bench.device, steps)
 
     def _ledger(self) -> dict[str, int] | None:

@@ -52,7 +52,7 @@ def count(cache: TieredCache) -> Counts:
     """Read a cache's counters; waits for the device."""
     phase = cache.stats.decode
     selecting, sums = 0, [0, 0, 0]
-    for layer in cache._runtime.layers:
+    for layer in cache.tiers.layers:
         if not isinstance(layer, DeviceLayer) or layer.index is None:
             continue
         selecting += 1

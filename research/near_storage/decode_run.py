@@ -103,7 +103,7 @@ class NearRow(LiveRow):
 
     @property
     def _work(self) -> NearWork | None:
-        layer = self.cache._runtime.layers[0]
+        layer = self.cache.tiers.layers[0]
         return layer._work if isinstance(layer, NearLayer) else None
 
     def figures(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class NearRow(LiveRow):
 
     def _memory(self) -> dict[str, Any]:
         """Main process and devices. Memory that stands for a simulated drive is nobody's."""
-        store = self.cache._runtime._store
+        store = self.cache.tiers._store
         stands_in = 0
         for region in [] if store is None else store._regions:
             inner = getattr(region.file, "inner", region.file)
@@ -148,7 +148,7 @@ class NearRow(LiveRow):
         work = self._work
         if work is None:
             return {}
-        layers = self.cache._runtime.layers
+        layers = self.cache.tiers.layers
         length = layers[0].length
         held = [float((layer.table.unit_in != ABSENT).sum()) for layer in layers]
         return {

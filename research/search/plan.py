@@ -1,7 +1,7 @@
 """`python -m research.search.plan`: what each step of a request loads, by the equations.
 
 Source: Locality-Aware Beam Scheduling, section 4.1, Eq. 1-5, Table 1 and Fig. 7. Nothing runs; the
-conventions are those of `penstock.generation.transfer_model`.
+conventions are those of `penstock.search.transfer_model`.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from penstock.evaluate.number_lists import whole_numbers
 from penstock.evaluate.result import Result, result_file
 from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
-from penstock.generation.transfer_model import (
+from penstock.models.kv_shapes import kv_shape
+from penstock.search.transfer_model import (
     CONVENTIONS,
     TransferRequest,
     Transfers,
     step_by_step,
     token_by_token,
 )
-from penstock.models.kv_shapes import kv_shape
 
 KIND = "search.plan"
 FIG_7_GIB = {0: 53012, 32: 2052, 64: 1044, 128: 540}

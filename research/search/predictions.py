@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.shape import KVShape
-from penstock.generation.transfer_estimate import Parents, with_shared_blocks
-from penstock.generation.transfer_model import step_by_step, token_by_token
+from penstock.search.transfer_estimate import Parents, with_shared_blocks
+from penstock.search.transfer_model import step_by_step, token_by_token
 from research.search.variants import SearchCase, Variant
 
 Int64Array = NDArray[np.int64]

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
-from penstock.generation.draws import candidate_uniforms, make_choose
-from penstock.generation.transfer_estimate import Parents, random_parents
-from penstock.generation.transfer_model import TransferRequest
 from penstock.models.beam_decoder import ModelBeamDecoder
+from penstock.search.draws import candidate_uniforms, make_choose
+from penstock.search.transfer_estimate import Parents, random_parents
+from penstock.search.transfer_model import TransferRequest
 from research.search.variants import SearchCase
 
 OnGroup = Callable[[GroupDone], None]

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.beams.beam_schedule import ScheduleOptions
-from penstock.generation.transfer_model import TransferRequest
+from penstock.search.transfer_model import TransferRequest
 
 BASELINE, IN_MEMORY, BEYOND = "layerwise", "resident", "+share"
 PAPER = "+prefetch"

@@ -6,11 +6,11 @@ from typing import Any
 
 from penstock.evaluate.result import without_folder
 from penstock.evaluate.tasks import Sample, score
-from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
-from penstock.generation.search_params import SearchParams
-from penstock.generation.search_tree import SearchOutput
-from penstock.generation.step_scorer import LOGPROB
 from penstock.models.loader import LoadedModel
+from penstock.search.beam_searcher import BeamSearcher, SearchMemory
+from penstock.search.search_params import SearchParams
+from penstock.search.search_tree import SearchOutput
+from penstock.search.step_scorer import LOGPROB
 from research.search_accuracy.verifier import follow, rate_hops, read_rules
 
 VERIFIED, LOGPROB_SEARCH = "verified", "logprob"

@@ -234,7 +234,7 @@ def _measure_on(
     device, batch = found["device"], found["batch"]
     if on_disk:
         profile = PRESETS[device]
-        store = live.cache._runtime._store
+        store = live.cache.tiers._store
         store.throttle.profile = profile
         known = live.measured.counters
         if known:  # what the device before this one had to read in a step

@@ -26,18 +26,18 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from penstock.documents.document import Document
+    from penstock.documents.settings import DocumentSettings
     from penstock.engine.policy import SelectionPolicy
-    from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
-    from penstock.generation.documents.document import Document
-    from penstock.generation.documents.settings import DocumentSettings
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
-    from penstock.generation.search_params import SearchParams
-    from penstock.generation.step_scorer import Candidate, StepScorer
     from penstock.methods import POLICIES
     from penstock.methods.kvswap.policy import KVSwap
     from penstock.methods.tuned_config import TunedConfig
     from penstock.models.cache_adapter import TieredCache
+    from penstock.search.beam_searcher import BeamSearcher, SearchMemory
+    from penstock.search.search_params import SearchParams
+    from penstock.search.step_scorer import Candidate, StepScorer
     from penstock.tuner.tune import tune
 
 __version__ = "0.1.0"
@@ -77,18 +77,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BeamSearcher": "penstock.generation.beam_searcher",
-    "Candidate": "penstock.generation.step_scorer",
-    "Document": "penstock.generation.documents.document",
-    "DocumentSettings": "penstock.generation.documents.settings",
+    "BeamSearcher": "penstock.search.beam_searcher",
+    "Candidate": "penstock.search.step_scorer",
+    "Document": "penstock.documents.document",
+    "DocumentSettings": "penstock.documents.settings",
     "LLM": "penstock.generation.engine",
     "POLICIES": "penstock.methods",
     "KVSwap": "penstock.methods.kvswap.policy",
     "SamplingParams": "penstock.generation.sampling",
-    "SearchMemory": "penstock.generation.beam_searcher",
-    "SearchParams": "penstock.generation.search_params",
+    "SearchMemory": "penstock.search.beam_searcher",
+    "SearchParams": "penstock.search.search_params",
     "SelectionPolicy": "penstock.engine.policy",
-    "StepScorer": "penstock.generation.step_scorer",
+    "StepScorer": "penstock.search.step_scorer",
     "TieredCache": "penstock.models.cache_adapter",
     "TunedConfig": "penstock.methods.tuned_config",
     "tune": "penstock.tuner.tune",

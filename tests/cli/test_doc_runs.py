@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from penstock.cli import screen
 from penstock.cli.main import app
 from penstock.core.errors import FetchError, StoreFullError
-from penstock.generation.documents.document import Document
-from penstock.generation.documents.questions import Question
+from penstock.documents.document import Document
+from penstock.documents.questions import Question
 from penstock.generation.output import RequestOutput
 from penstock.models import loader
 from penstock.models.loader import BUNDLED

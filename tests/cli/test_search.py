@@ -17,8 +17,8 @@ from penstock.cli.main import app
 from penstock.cli.search_screen import SearchScreen, search_rows, tail
 from penstock.core.ledger import MemoryReport
 from penstock.engine.beams.decoding import GroupDone, StepTraffic
-from penstock.generation.search_params import SearchParams
-from penstock.generation.search_tree import (
+from penstock.search.search_params import SearchParams
+from penstock.search.search_tree import (
     SearchNode,
     SearchOutput,
     SearchPlace,

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, SamplingParams, TieredCache
-from penstock.generation.documents.document import Document
-from penstock.generation.documents.settings import DocumentSettings
+from penstock.documents.document import Document
+from penstock.documents.settings import DocumentSettings
 from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.atomic_write import FileKind, json_kind, require_own, write_atomically
 from penstock.core.errors import ConfigError
-from penstock.core.whole_file import FileKind, json_kind, require_own, write_whole
 
 KIND = json_kind("list of penstock", "penstock-list-")
 
@@ -50,9 +50,9 @@ def test_what_is_no_file_may_be_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none", tmp_path / "pipe", Path("/dev/null")):
         require_own(path, KIND, "--out")
-    write_whole("x", Path("/dev/null"))
+    write_atomically("x", Path("/dev/null"))
     with pytest.raises(OSError, match="nobody reads from the pipe"):
-        write_whole("x", tmp_path / "pipe")
+        write_atomically("x", tmp_path / "pipe")
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; print(len(open(sys.argv[1]).read()))",
          str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True,
@@ -65,7 +65,7 @@ def write_when_read(pipe: Path) -> None:
     """More than a pipe holds, as soon as somebody reads."""
     while True:
         try:
-            write_whole("x" * 200_000, pipe)
+            write_atomically("x" * 200_000, pipe)
         except OSError:
             continue
         return
@@ -75,12 +75,12 @@ def test_a_file_keeps_its_mode_and_links_lead_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o600)
     (tmp_path / "link").symlink_to("file")
-    write_whole(b"new", tmp_path / "link")
+    write_atomically(b"new", tmp_path / "link")
     assert (tmp_path / "file").read_bytes() == b"new"
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "link").is_symlink()
     name = tmp_path / ("n" * 250)
-    write_whole("a name as long as names can be", name)
+    write_atomically("a name as long as names can be", name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "n" * 250]
 
 
@@ -92,8 +92,8 @@ def test_a_failed_write_leaves_what_was_there(
     def fail(*_: object) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr("penstock.core.whole_file.os.replace", fail)
+    monkeypatch.setattr("penstock.core.atomic_write.os.replace", fail)
     with pytest.raises(OSError, match="full"):
-        write_whole("new", tmp_path / "file")
+        write_atomically("new", tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"

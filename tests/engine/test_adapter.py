@@ -185,7 +185,7 @@ def test_an_index_for_each_layer(layer_ranks: Literal["measured", "equal"]) -> N
     )
     with TieredCache(model, policy, store="memory", max_tokens=400, adapter=made) as cache:
         model.generate(torch.arange(3, 103)[None], **cache_argument(model, cache), max_new_tokens=2)
-        runtime: Any = cache._runtime
+        runtime: Any = cache.tiers
         ranks = [layer.index.rank for layer in runtime.layers]
     expected = {"equal": [11, 11, 11], "measured": [9, 16, 8]}[layer_ranks]
     assert ranks == expected

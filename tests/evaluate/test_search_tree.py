@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from penstock.core.errors import ConfigError, StorageError
 from penstock.engine.beams.decoding import StepTraffic
 from penstock.evaluate.search_tree import draw_search_tree, write_search_tree
-from penstock.generation.search_params import SearchParams
-from penstock.generation.search_tree import (
+from penstock.search.search_params import SearchParams
+from penstock.search.search_tree import (
     Fate,
     SearchBeam,
     SearchNode,

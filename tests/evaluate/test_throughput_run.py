@@ -250,7 +250,7 @@ def test_chunks_of_a_document_differ() -> None:
 def test_a_simulated_device_takes_the_document_for_nothing(model: CausalLM) -> None:
     with TieredCache(model, FlexGen(), store="emmc", max_tokens=400) as cache:
         SyntheticKV(SHAPE, 1, torch.device("cpu")).fill(cache, 300)
-        store = cache._runtime._store
+        store = cache.tiers._store
         assert store is not None
         assert store.throttle is not None
         assert store.throttle.profile.name == "emmc"
@@ -273,7 +273,7 @@ def test_memory_figures_see_what_is_allocated(model: CausalLM, tmp_path: Path) -
     del block
     with TieredCache(model, FlexGen(), store=str(tmp_path), max_tokens=400) as cache:
         SyntheticKV(SHAPE, 1, torch.device("cpu")).fill(cache, 300)
-        store = cache._runtime._store
+        store = cache.tiers._store
         assert store is not None
         cached = cached_file_bytes(cache)
         assert cached is not None

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.generation.answer_watch import AnswerText, AnswerWatch
 from penstock.generation.sampling import SamplingParams
-from penstock.generation.step_texts import StepTexts
 from penstock.models.loader import load
+from penstock.search.step_texts import StepTexts
 
 END = 0
 

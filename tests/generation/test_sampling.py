@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.generation.sampling import SamplingParams
-from penstock.generation.search_params import SearchParams
+from penstock.search.search_params import SearchParams
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from penstock.engine.attention_call import AttentionCall
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest
 from penstock.engine.tiers.token_pool import TokenPool
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 from penstock.methods import POLICIES
 from penstock.methods.baselines.attention_history import HeavyHitters, ObservationVotes, TimeStamps
 from penstock.methods.baselines.shadow_keys import ShadowKeyIndex
@@ -111,7 +111,7 @@ def test_digits_stay() -> None:
     """Other dtypes are given back, and float16 is off by a power of two."""
     query = torch.linspace(-4.0, 4.0, 32)
     for dtype in (torch.float32, torch.bfloat16):
-        assert shrunk(query.to(dtype))[0].dtype == dtype
-        assert shrunk(query.to(dtype))[1] == 1.0
-    small, factor = shrunk(query.half())
+        assert scaled_down(query.to(dtype))[0].dtype == dtype
+        assert scaled_down(query.to(dtype))[1] == 1.0
+    small, factor = scaled_down(query.half())
     assert torch.equal(small.float() * factor, query.half().float())

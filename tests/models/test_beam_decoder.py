@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from penstock.core.errors import BudgetError, ConfigError, FetchError, StoreFullError
 from penstock.engine.beams.decoding import BeamDecoder, StepRequest
-from penstock.generation.beam_search import BeamSearch
-from penstock.generation.draws import make_choose
-from penstock.generation.search_params import SearchParams
-from penstock.generation.search_tree import SearchOutput
-from penstock.generation.step_scorer import LogProbabilityScorer
-from penstock.generation.step_texts import StepTexts
-from penstock.generation.transfer_model import TransferRequest, step_by_step, token_by_token
 from penstock.models.beam_cache import block_shape
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
+from penstock.search.beam_search import BeamSearch
+from penstock.search.draws import make_choose
+from penstock.search.search_params import SearchParams
+from penstock.search.search_tree import SearchOutput
+from penstock.search.step_scorer import LogProbabilityScorer
+from penstock.search.step_texts import StepTexts
+from penstock.search.transfer_model import TransferRequest, step_by_step, token_by_token
 from penstock.storage.store import KVStore
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.plain_decoder import PlainDecoder

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from penstock.engine.beams.decoding import BeamDecoder
-from penstock.generation.beam_search import BeamSearch
-from penstock.generation.search_params import SearchParams
-from penstock.generation.step_scorer import LogProbabilityScorer
-from penstock.generation.step_texts import StepTexts
 from penstock.models.beam_decoder import make_decoder
+from penstock.search.beam_search import BeamSearch
+from penstock.search.search_params import SearchParams
+from penstock.search.step_scorer import LogProbabilityScorer
+from penstock.search.step_texts import StepTexts
 from penstock.testing.plain_decoder import PlainDecoder
 from penstock.testing.tiny_models import tiny_model
 

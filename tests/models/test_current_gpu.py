@@ -20,12 +20,12 @@ from penstock.engine.device_tier import device_steps
 from penstock.engine.device_tier.device_steps import DeviceSteps
 from penstock.engine.runtime_config import RuntimeConfig
 from penstock.engine.tiered_runtime import TieredRuntime
-from penstock.generation.draws import make_choose
 from penstock.methods import Quest
 from penstock.models import attention_adapter, beam_decoder, graph_decoder
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_argument import cache_argument
 from penstock.models.graph_decoder import GraphDecoder
+from penstock.search.draws import make_choose
 from penstock.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -128,8 +128,8 @@ def test_a_step_that_may_be_recorded(seen: Seen, monkeypatch: pytest.MonkeyPatch
     now: list[list[torch.device]] = []
     monkeypatch.setattr(GraphDecoder, "_call", lambda *_, **__: now.append([*seen.now]))
     with TieredCache(model, POLICY, store="memory", max_tokens=80) as cache:
-        assert cache._runtime is not None
-        decoder = GraphDecoder(model, weakref.ref(cache), cache._runtime)
+        assert cache.tiers is not None
+        decoder = GraphDecoder(model, weakref.ref(cache), cache.tiers)
         model(torch.arange(3, 10)[None])
         decoder.remove()
     assert now == [[CPU]]

@@ -219,7 +219,7 @@ def test_a_layer_that_stops_within(name: str, after: bool, count: int) -> None:
                 for part in (IDS[:, :50], IDS[:, 50:55], IDS[:, 55:PROMPT]):
                     model(part, **cache_argument(model, cache))
                 try:
-                    with stopping(cache._runtime.layers[number], place, after=after):
+                    with stopping(cache.tiers.layers[number], place, after=after):
                         for i in range(PROMPT, LENGTH, count):
                             ids = IDS[:, i : i + count]
                             model(ids, **cache_argument(model, cache))
@@ -268,7 +268,7 @@ def test_work_behind_a_step_that_was_cancelled_is_no_error_of_close(policy: str)
         with torch.no_grad():
             model(torch.arange(3, 73)[None], **cache_argument(model, cache))
         name = {"hillinfer": "_begun", "dynakv": "_following"}[policy]
-        for layer in cache._runtime.layers:
+        for layer in cache.tiers.layers:
             assert hasattr(layer, name)
             setattr(layer, name, cancelled)
     assert not cache._open

@@ -48,7 +48,7 @@ def read(model: Any, cache: TieredCache, tokens: Tensor) -> None:
 
 def store(cache: TieredCache, length: int, group_tokens: int = GROUP) -> StoredPast:
     """What a document keeps of a cache."""
-    runtime, shape = cache._runtime, cache._config.shape
+    runtime, shape = cache.tiers, cache._config.shape
     files, states = [], []
     empty = StoredPast(
         shape=shape, files=[MemoryFile()] * shape.num_layers, group_tokens=group_tokens, length=1,
@@ -141,7 +141,7 @@ def test_every_policy_goes_on_behind_what_another_stored(name: str) -> None:
     past = replace(stored_by(model, SWAP), index_state=lambda layer: None)
     with open_cache(model, policy, past=past, prompt_tokens=DOCUMENT) as cache:
         for layer in range(past.shape.num_layers):
-            cache._runtime.index_state(layer)  # makes it, as early as the other one's
+            cache.tiers.index_state(layer)  # makes it, as early as the other one's
         got = ask(model, cache, question)
     assert (logits(expected)[0] - logits(got)[0]).abs().max() <= 1e-4, (
         "the question is read exactly"
@@ -156,7 +156,7 @@ def test_the_index_is_the_same_kept_or_made_from_the_keys(index: bool) -> None:
     model = tiny_model("llama")
     with open_cache(model, SWAP) as cache:
         read(model, cache, TEXT)
-        cache._runtime.layers[0].make_index()
+        cache.tiers.layers[0].make_index()
         past = store(cache, DOCUMENT)
     if not index:
         past = replace(past, index_state=lambda layer: None)
@@ -244,13 +244,13 @@ def test_a_part_of_the_past_and_then_more_of_it() -> None:
     shorter = replace(past, index_state=lambda layer: None)
     with open_cache(model, SWAP, exact=True, past=None) as cache:
         read(model, cache, TEXT)
-        whole = cache._runtime.read_tokens(1, 0, DOCUMENT)
+        whole = cache.tiers.read_tokens(1, 0, DOCUMENT)
     with open_cache(model, SWAP, exact=True, past=shorter) as cache:
         cache.crop(start)
         read(model, cache, TEXT[:, start:end])
-        cache._runtime.restore(1, DOCUMENT)
+        cache.tiers.restore(1, DOCUMENT)
         assert cache.get_seq_length() == DOCUMENT
-        mended = cache._runtime.read_tokens(1, 0, DOCUMENT)
+        mended = cache.tiers.read_tokens(1, 0, DOCUMENT)
     assert (whole - mended).abs().max() <= 1e-5
 
 
@@ -278,7 +278,7 @@ def test_policies_that_forget_cannot_be_stored() -> None:
     with open_cache(model, made("h2o")) as cache:
         read(model, cache, TEXT)
         with pytest.raises(CacheStateError, match="cannot be read back"):
-            cache._runtime.read_tokens(0, 0, GROUP)
+            cache.tiers.read_tokens(0, 0, GROUP)
 
 
 def test_a_past_that_cannot_be_read_gives_the_model_back() -> None:

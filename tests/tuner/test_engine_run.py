@@ -290,7 +290,7 @@ class Broken:
     """A document that cannot be read."""
 
     def fill(self, cache: Any, tokens: int, progress: Any = None) -> None:
-        cache._runtime.append(0, *[torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)] * 2)
+        cache.tiers.append(0, *[torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)] * 2)
         raise OSError("the text is gone")
 
 

@@ -105,7 +105,7 @@ def test_a_simulated_device_takes_it_for_nothing_and_is_itself_again(
     ) as cache:
 
         def told(share: float) -> None:
-            store = cache._runtime._store
+            store = cache.tiers._store
             assert store is not None
             assert store.throttle is not None
             seen.append(share)

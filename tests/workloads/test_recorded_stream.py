@@ -51,7 +51,7 @@ def decode(
     ) as cache:  # fmt: skip
         SyntheticKV(inspect_model(model).kv, batch, torch.device("cpu")).fill(cache, context)
         chosen: Chosen = []
-        for layer in cache._runtime.layers:
+        for layer in cache.tiers.layers:
             watch(layer.index, chosen)  # type: ignore[attr-defined]
         ids = torch.ones((batch, 1), dtype=torch.int64)
         for _ in range(steps):

@@ -141,7 +141,7 @@ def test_what_cannot_be_replaced_stays_as_it_is(name: str) -> None:
 def test_the_first_step_is_the_methods_own(model: CausalLM) -> None:
     watched = Watched(OverlapStream(overlap=0.5))
     with filled(model, streamed(KVSwap(selected_tokens=160), watched)) as cache:
-        index = cache._runtime.layers[1].index  # type: ignore[attr-defined]
+        index = cache.tiers.layers[1].index  # type: ignore[attr-defined]
         assert isinstance(index, StreamedIndex)
         seen: list[torch.Tensor] = []
         score = type(index.inner).score
@@ -199,7 +199,7 @@ def test_rows_of_different_lengths(model: CausalLM) -> None:
             input_ids=ids, attention_mask=mask, **cache_argument(model, cache), max_new_tokens=6,
             do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
-        check_slots(cache._runtime.layers[0].table)  # type: ignore[attr-defined]
+        check_slots(cache.tiers.layers[0].table)  # type: ignore[attr-defined]
     for steps in watched.steps.values():
         assert len(steps) == 5
         for step, selection in steps:
@@ -250,7 +250,7 @@ def test_all_work_is_done(name: str, model: CausalLM, monkeypatch: pytest.Monkey
         calls.clear()
         with filled(model, policy, memory=MEMORY.get(name, "1/2")) as cache:
             if number == 0:
-                inner = type(cache._runtime.layers[0].index)  # type: ignore[attr-defined]
+                inner = type(cache.tiers.layers[0].index)  # type: ignore[attr-defined]
                 for method in (ranks, "fit", "look", "append"):
                     count(inner, method)
             decode(model, cache)

@@ -11,7 +11,7 @@ from penstock.cli.generate import in_home
 from penstock.core.errors import ModelLoadError, StorageError
 
 if TYPE_CHECKING:
-    from penstock.generation.documents.shelf import Shelf
+    from penstock.documents.library import DocumentLibrary
     from penstock.models.loader import LoadedModel
     from penstock.storage.documents.document_library import Library
 
@@ -69,15 +69,15 @@ def key_of(source: str | None) -> bytes | None:
 def open_shelf(
     library: Path | None, key: str | None, *, disk: str = "auto", adapter: Path | None = None,
     prefill_chunk_size: int = 1024,
-) -> "Shelf":  # fmt: skip
+) -> "DocumentLibrary":  # fmt: skip
     """The library, and how its documents are read.
 
     Raises:
         ConfigError: the disk or the key make no sense.
     """
     from penstock.devices.throttle import Throttle
-    from penstock.generation.documents.settings import DocumentSettings
-    from penstock.generation.documents.shelf import Shelf
+    from penstock.documents.library import DocumentLibrary
+    from penstock.documents.settings import DocumentSettings
     from penstock.storage.file import KVFile
     from penstock.storage.store import parse_location
     from penstock.storage.throttled_file import ThrottledFile
@@ -92,11 +92,11 @@ def open_shelf(
         key=key_of(key), store=disk if profile is None else place, adapter=adapter,
         prefill_chunk_size=prefill_chunk_size, wrap=wrap,
     )  # fmt: skip
-    return Shelf(library_folder(library), settings)
+    return DocumentLibrary(library_folder(library), settings)
 
 
 def load_model_of(
-    shelf: "Shelf", name: str, model: str | None, console: Console, *, device: str,
+    shelf: "DocumentLibrary", name: str, model: str | None, console: Console, *, device: str,
     dtype: str | None,
 ) -> "tuple[str, LoadedModel]":  # fmt: skip
     """The model of a document, and what it is called.
@@ -106,7 +106,7 @@ def load_model_of(
 
     Raises:
         ModelLoadError: it cannot be loaded.
-        As for `Shelf.model_of`.
+        As for `DocumentLibrary.model_of`.
     """
     from penstock.cli.screen import loading
     from penstock.models.loader import load

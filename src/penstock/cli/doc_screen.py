@@ -83,11 +83,11 @@ class AddProgress:
         self._store.stop()
 
     def on_tokens(self, done: int, total: int) -> None:
-        """For `Shelf.add(on_tokens=...)`."""
+        """For `DocumentLibrary.add(on_tokens=...)`."""
         self._prefill.update(done, total)
 
     def on_bytes(self, done: int, total: int) -> None:
-        """For `Shelf.add(on_bytes=...)`."""
+        """For `DocumentLibrary.add(on_bytes=...)`."""
         self._prefill.stop()  # a terminal has one live bar
         self._store.update(done / max(total, 1))
 

@@ -14,7 +14,7 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import DocumentDamagedError, DocumentFormatError
 
 if TYPE_CHECKING:
-    from penstock.generation.documents.shelf import Shelf
+    from penstock.documents.library import DocumentLibrary
     from penstock.storage.documents import Damage
 
 _STEPS_IN_A_PIPE = 10
@@ -67,10 +67,16 @@ class ByteProgress:
 
 
 def verify(
-    shelf: "Shelf", name: str, *, repair: bool, model: str | None, device: str, dtype: str | None
+    shelf: "DocumentLibrary",
+    name: str,
+    *,
+    repair: bool,
+    model: str | None,
+    device: str,
+    dtype: str | None,
 ) -> bool:
     """Check a document; returns whether it is sound now."""
-    from penstock.generation.documents.contents import About, needed, read_groups
+    from penstock.documents.contents import About, needed, read_groups
     from penstock.storage.documents import StoredDocument
 
     console = PlainConsole(stderr=True)
@@ -114,7 +120,7 @@ def verify(
 
 
 def _repair(
-    shelf: "Shelf", name: str, console: Console, *, model: str | None, device: str,
+    shelf: "DocumentLibrary", name: str, console: Console, *, model: str | None, device: str,
     dtype: str | None,
 ) -> bool:  # fmt: skip
     _, loaded = load_model_of(shelf, name, model, console, device=device, dtype=dtype)

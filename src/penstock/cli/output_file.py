@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.core.atomic_write import FileKind, require_own
 from penstock.core.errors import ConfigError, StorageError
-from penstock.core.whole_file import FileKind, require_own
 
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Replace files that Penstock did not write.")

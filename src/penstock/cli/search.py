@@ -17,10 +17,10 @@ from penstock.cli.torch_command import TorchCommand, import_torch
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.generation.beam_searcher import BeamSearcher
-    from penstock.generation.search_params import SearchParams
-    from penstock.generation.search_tree import SearchOutput
-    from penstock.generation.step_scorer import StepScorer
+    from penstock.search.beam_searcher import BeamSearcher
+    from penstock.search.search_params import SearchParams
+    from penstock.search.search_tree import SearchOutput
+    from penstock.search.step_scorer import StepScorer
 
 PLAN = "plan"
 
@@ -131,8 +131,8 @@ def search_command(
     """
     from penstock.cli.generate import read_prompt
     from penstock.cli.screen import loading
-    from penstock.generation.beam_searcher import BeamSearcher, SearchMemory
-    from penstock.generation.search_params import SearchParams
+    from penstock.search.beam_searcher import BeamSearcher, SearchMemory
+    from penstock.search.search_params import SearchParams
 
     console = PlainConsole(stderr=True)
     params = SearchParams(
@@ -196,7 +196,7 @@ def _tell(output: "SearchOutput", model: str, as_json: bool) -> None:
 
 def _scorer(name: str, length_penalty: float, device: str) -> "StepScorer":
     """The scorer of a name; its module may be a file, or lie in the current folder."""
-    from penstock.generation.step_scorer import LOGPROB, code_folder, load_scorer
+    from penstock.search.step_scorer import LOGPROB, code_folder, load_scorer
 
     if name != LOGPROB and length_penalty != 1:
         raise ConfigError(f"--length-penalty belongs to --scorer {LOGPROB}, not to {name}")

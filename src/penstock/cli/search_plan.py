@@ -16,8 +16,9 @@ from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.beams.beam_schedule import ScheduleOptions
-from penstock.generation.transfer_estimate import with_shared_blocks
-from penstock.generation.transfer_model import (
+from penstock.models.kv_shapes import kv_shape
+from penstock.search.transfer_estimate import with_shared_blocks
+from penstock.search.transfer_model import (
     CONVENTIONS,
     Convention,
     TransferRequest,
@@ -25,7 +26,6 @@ from penstock.generation.transfer_model import (
     step_by_step,
     token_by_token,
 )
-from penstock.models.kv_shapes import kv_shape
 
 _GIB = 2**30
 _BASELINE = "token by token"

@@ -15,8 +15,8 @@ from penstock.cli.screen import TokenProgress
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.engine.beams.decoding import GroupDone, StepTraffic
-from penstock.generation.search_params import SearchParams
-from penstock.generation.search_tree import SearchNode, SearchOutput, SearchPlace, SearchStep
+from penstock.search.search_params import SearchParams
+from penstock.search.search_tree import SearchNode, SearchOutput, SearchPlace, SearchStep
 
 _SHOWN_BEAMS = 8
 _REFRESHES_PER_S = 6

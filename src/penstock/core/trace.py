@@ -5,7 +5,7 @@ import os
 import threading
 from pathlib import Path
 
-from penstock.core.whole_file import json_kind, write_whole
+from penstock.core.atomic_write import json_kind, write_atomically
 
 FORMAT = "penstock-trace-1"
 TRACE = json_kind("trace of penstock", "penstock-trace-")
@@ -48,4 +48,4 @@ class Tracer:
             for name, track, start, end, args in spans
         ]  # fmt: skip
         made = {"format": FORMAT, "displayTimeUnit": "ms", "traceEvents": events}
-        write_whole(json.dumps(made), Path(path))
+        write_atomically(json.dumps(made), Path(path))

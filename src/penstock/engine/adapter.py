@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from penstock.core.atomic_write import FileKind, write_atomically
 from penstock.core.errors import AdapterError, ConfigError
 from penstock.core.regular_file import open_regular
-from penstock.core.whole_file import FileKind, write_whole
 from penstock.engine.rank_shares import UNIT, shared_ranks
 
 FORMAT = "penstock-adapter-1"
@@ -126,7 +126,7 @@ class LowRankAdapter:
             "layers": str(len(self.layers)),
         }  # fmt: skip
         # save_file would make a file that only its owner can read.
-        write_whole(save(tensors, metadata=metadata), Path(path))
+        write_atomically(save(tensors, metadata=metadata), Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "LowRankAdapter":

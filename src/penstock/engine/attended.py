@@ -11,7 +11,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.engine.tiers.token_pool import TokenPool
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 
 Observer = Callable[[int, Tensor], None]
 """Told after each decode step of a layer: the layer, and True for every token that was attended to.
@@ -74,7 +74,7 @@ def slot_weights(pool: TokenPool, call: AttentionCall, slots: NDArray[np.int64])
     """
     batch, heads = call.query.shape[:2]
     kv_heads = pool.keys.shape[1]
-    query, factor = shrunk(call.query.view(batch, kv_heads, heads // kv_heads, -1))
+    query, factor = scaled_down(call.query.view(batch, kv_heads, heads // kv_heads, -1))
     logits = torch.matmul(query, pool.keys.transpose(2, 3)).float() * (call.scaling * factor)
     if call.softcap is not None:
         logits = torch.tanh(logits / call.softcap) * call.softcap

@@ -30,7 +30,7 @@ class Fetch(NamedTuple):
     """None where nothing was missing."""
 
 
-class _Made(NamedTuple):
+class _PreparedFetch(NamedTuple):
     """A call, and what it was made for: any other object in one of these places asks for another
     call."""
 
@@ -66,7 +66,7 @@ class FusedFetch:
         if buffer is not None:
             self._is_possible &= buffer.address % region.file.sector_bytes == 0
             self._is_possible &= buffer.row_bytes == region.row_bytes
-        self._made: _Made | None = None
+        self._made: _PreparedFetch | None = None
 
     def begin(
         self,
@@ -112,7 +112,7 @@ class FusedFetch:
         stored: NDArray[np.int64],
         queue: AioQueue,
         descriptor: int,
-    ) -> _Made | None:
+    ) -> _PreparedFetch | None:
         if type(replacement) is not FIFO or not stored.flags.c_contiguous:
             return None
         region, buffer = self._transfer.region, self._transfer.buffer
@@ -123,9 +123,11 @@ class FusedFetch:
             num_rows=buffer.num_rows, run_units=region.run_units, descriptor=descriptor,
         )  # fmt: skip
         call = GroupFetch(selection, to)
-        return _Made(call, queue, selection, table, replacement, stored, descriptor)
+        return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)
 
-    def _run(self, made: _Made, query: Tensor, groups: tuple[int, int], wanted: int) -> Fetch:
+    def _run(
+        self, made: _PreparedFetch, query: Tensor, groups: tuple[int, int], wanted: int
+    ) -> Fetch:
         found: Fetched | None = None
 
         def start(context: int, room: int, key: int) -> Submission:

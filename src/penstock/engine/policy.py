@@ -177,7 +177,7 @@ class SelectionPolicy(ABC):
         return FIFO(batch, num_slots)
 
     @property
-    def lays_out(self) -> bool:
+    def has_cluster_layout(self) -> bool:
         """Whether tokens are on the disk by cluster too, in a second file of each layer."""
         return False
 

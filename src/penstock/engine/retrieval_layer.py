@@ -17,11 +17,11 @@ from penstock.engine.attention_call import AttentionCall, AttentionSum, require_
 from penstock.engine.compact_pool import CompactPool
 from penstock.engine.fetch_plan import FetchPlan, plan_fetch
 from penstock.engine.fused_fetch import Fetch, FusedFetch
+from penstock.engine.index_fit import IndexFit, sample_groups
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.layer import Layer
 from penstock.engine.layer_cache import LayerCache, LayerSetup
 from penstock.engine.policy import SelectionPolicy
-from penstock.engine.prompt_fit import PromptFit, sample_groups
 from penstock.engine.slot_transfer import PendingRead, PoolMemory
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.engine.tiers.token_pool import copy_rows
@@ -59,7 +59,7 @@ class RetrievalLayer(LayerCache):
         self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
         self._slots_full = False
         self._visible: Tensor | None = None
-        self._fit = PromptFit()
+        self._fit = IndexFit()
         self.observer: Observer | None = None
         """Told what each decode step attends to (audits)."""
 
@@ -67,7 +67,7 @@ class RetrievalLayer(LayerCache):
         """Say which unit of each row is the first that may be selected."""
         self._first_unit = first_unit
         self._lowest_unit = int(first_unit.min())
-        self._is_even = self._lowest_unit == first_unit.max()
+        self._starts_alike = self._lowest_unit == first_unit.max()
 
     # Fetching ---------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class RetrievalLayer(LayerCache):
             )  # fmt: skip
 
     def _fetch_fused(self, query: Tensor, end_unit: int) -> Fetch | None:
-        if not self.may_fuse or not self._is_even:
+        if not self.may_fuse or not self._starts_alike:
             return None
         return self._fused.begin(
             self.index, self.table, self.replacement, self.setup.units.table, query,

@@ -14,7 +14,7 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.retrieval_policy import SELECTED, AheadPolicy, IndexSize
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class ScoredIndex(KeyIndex):
 
     @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        query, factor = shrunk(query)
+        query, factor = scaled_down(query)
         by_head = query.view(len(query), self._kv_heads, -1, query.shape[2])
         summary = tuple(part[:, :, :num_units] for part in self.summary)
         scores = self._policy.score(summary, by_head.transpose(2, 3)).float().sum(dim=(1, 3))

@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.evaluate.accuracy_settings import Setting
 from penstock.evaluate.retrieval_counts import Counts, RetrievalWatch
 from penstock.evaluate.tasks import Sample
+from penstock.generation.chunked_prefill import read_ahead
 from penstock.generation.prompts import PromptBatch, make_batch
-from penstock.generation.read_ahead import read_ahead
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel

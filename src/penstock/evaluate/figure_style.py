@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 
 from matplotlib.figure import Figure
 
+from penstock.core.atomic_write import FileKind, require_own, write_atomically
 from penstock.core.errors import StorageError
-from penstock.core.whole_file import FileKind, require_own, write_whole
 from penstock.evaluate.result import Result
 
 STYLE: dict[Any, Any] = {
@@ -70,7 +70,7 @@ def write_picture(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower().removeprefix(".")
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, metadata=_METADATA[kind])
-    write_whole(drawn.getvalue(), path)
+    write_atomically(drawn.getvalue(), path)
 
 
 def _is_picture(file: BinaryIO) -> bool:

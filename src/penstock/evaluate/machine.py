@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from penstock.core.processor import processor_name
+from penstock.core.cpu_name import cpu_name
 from penstock.storage.file_space import default_directory, file_system
 
 Facts = dict[str, str | int | float | None]
@@ -26,7 +26,7 @@ def describe_machine(store: str = "auto") -> Facts:
     """
     directory = default_directory() if store == "auto" else store
     return {
-        "cpu": processor_name(),
+        "cpu": cpu_name(),
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
         "allowed_cores": _allowed_cores(),
         "threads": torch.get_num_threads(),

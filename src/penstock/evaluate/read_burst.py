@@ -50,7 +50,7 @@ class FetchRecorder:
         """Start recording; `stop` ends it."""
         self._cache = cache
         self.batches: list[_Batch] = []
-        store = cache._runtime._store
+        store = cache.tiers._store
         assert store is not None
         self._regions = [store.region(i) for i in range(cache._config.shape.num_layers)]
         for layer, region in enumerate(self._regions):
@@ -80,7 +80,7 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
     batches = [batch for batch in recorder.batches if len(batch.units)]
     if not batches:
         return None
-    store = cache._runtime._store
+    store = cache.tiers._store
     assert store is not None
     draw = np.random.default_rng(seed)
     end = int(max(batch.units.max() for batch in batches)) + 1

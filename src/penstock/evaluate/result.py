@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.core.atomic_write import FileKind, json_kind, require_own, write_atomically
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.regular_file import read_regular_text
-from penstock.core.whole_file import FileKind, json_kind, require_own, write_whole
 from penstock.evaluate.machine import (
     Facts,
     current_commit,
@@ -80,7 +80,7 @@ class Result:
         text = json.dumps(self.as_dict(), indent=1) + "\n"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(text, target)
+            write_atomically(text, target)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 

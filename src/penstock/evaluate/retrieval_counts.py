@@ -26,7 +26,7 @@ class RetrievalWatch:
         """Begin to observe; the cache must hold tokens, or there is nothing to observe."""
         self._steps: list[list[tuple[NDArray[np.bool_], NDArray[np.bool_]]]] = []
         self._positions: list[int] = []
-        for layer in cache._runtime.layers:
+        for layer in cache.tiers.layers:
             index: Any = getattr(layer, "index", None)
             if not hasattr(index, "observer"):
                 continue

@@ -16,7 +16,7 @@ from matplotlib.path import Path as Curve
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.evaluate.figure_style import FAINT, INK, STYLE, write_picture
-from penstock.generation.search_tree import SearchNode, SearchOutput
+from penstock.search.search_tree import SearchNode, SearchOutput
 
 KINDS = (".png", ".svg", ".pdf")
 """Endings of the files that can be written."""

@@ -210,7 +210,7 @@ def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
         num_slots=plan.num_slots, selected_groups=plan.selected_groups,
         shared_pools=plan.shared_pools, unit_bytes=plan.unit_bytes,
     )  # fmt: skip
-    store = cache._runtime._store
+    store = cache.tiers._store
     if store is not None:
         figures["store"] = without_folder(cache.store_description)
         figures["is_direct"] = store.is_direct

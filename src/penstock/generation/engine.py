@@ -14,9 +14,9 @@ from penstock.core.trace import Tracer
 from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_watch import AnswerWatch, OnText
 from penstock.generation.cache_choices import CacheChoices
+from penstock.generation.chunked_prefill import read_ahead
 from penstock.generation.output import RequestOutput, RunReport
 from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
-from penstock.generation.read_ahead import read_ahead
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.seeded import Seeded
 from penstock.generation.token_text import own_stop_texts

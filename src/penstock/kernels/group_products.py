@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.device.available import uses_triton
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
@@ -43,7 +43,7 @@ def group_products_reference(codes: Tensor, queries: Tensor, bits: int) -> Tenso
         codes = _unpack(codes, queries.shape[-1]).to(queries.dtype) - 7.5
     flat = codes.reshape(batch, blocks * group_tokens * groups, -1)
     dtype = flat.dtype if bits == 16 else queries.dtype
-    queries, factor = shrunk(queries.to(dtype))
+    queries, factor = scaled_down(queries.to(dtype))
     products = torch.matmul(flat.to(dtype), queries.transpose(1, 2))
     planes = products.view(batch, blocks, group_tokens, groups, -1)
     best = planes.amax(dim=2).flatten(1, 2).float()

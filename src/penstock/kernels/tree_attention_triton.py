@@ -77,9 +77,9 @@ def _attend(
         new_best = tl.maximum(best, tl.max(logits, 1))
         safe = tl.where(new_best == -float("inf"), 0.0, new_best)
         weights = tl.exp2(logits - safe[:, None])
-        shrunk = tl.exp2(best - safe)
-        total = total * shrunk + tl.sum(weights, 1)
-        sums = sums * shrunk[:, None]
+        scaled_down = tl.exp2(best - safe)
+        total = total * scaled_down + tl.sum(weights, 1)
+        sums = sums * scaled_down[:, None]
         weights = weights.to(value.dtype).to(weighable.dtype)
         sums += tl.dot(weights, weighable, input_precision=PRECISION)
         best = new_best

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from penstock.core.atomic_write import json_kind, write_atomically
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.plain_data import fits
 from penstock.core.regular_file import read_regular_text
-from penstock.core.whole_file import json_kind, write_whole
 
 FORMAT = "penstock-config-1"
 _FAMILY = "penstock-config-"
@@ -25,7 +25,7 @@ def write_config(text: str, path: Path) -> None:
     if path.exists() and not path.is_file():
         raise StorageError(f"cannot write the config to {path}: that is not a file")
     try:
-        write_whole(text, path)
+        write_atomically(text, path)
     except OSError as error:
         raise StorageError(f"cannot write the config to {path}: {error.strerror}") from error
 

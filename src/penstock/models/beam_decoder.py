@@ -19,7 +19,7 @@ from penstock.engine.beams.beam_memory import BeamMemory
 from penstock.engine.beams.beam_schedule import ScheduleOptions
 from penstock.engine.beams.block_tree import Path
 from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
-from penstock.engine.beams.make_memory import STRATEGIES, MemoryRequest, make_memory
+from penstock.engine.beams.make_beam_memory import STRATEGIES, MemoryRequest, make_beam_memory
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
 from penstock.models.cache_argument import cache_argument
@@ -273,7 +273,7 @@ def make_decoder(
     full = -(-max_tokens // block_tokens) * beams * shape.block_bytes
     everything = strategy == "resident" and memory == "auto"
     limit = None if everything else beams_limit_bytes(memory, full, device)
-    made = make_memory(MemoryRequest(
+    made = make_beam_memory(MemoryRequest(
         shape=shape, beams=beams, max_tokens=max_tokens, device=device, store=str(store),
         limit_bytes=limit, strategy=strategy, prefetch=prefetch,
         options=ScheduleOptions(overlap=overlap, balance=balance, share=share, follow=share),

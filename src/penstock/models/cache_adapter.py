@@ -395,6 +395,12 @@ class TieredCache(Cache):  # type: ignore[misc]
         return self._runtime.stats
 
     @property
+    def tiers(self) -> TieredRuntime:
+        """The layers, the store and the ledger under this cache: what stores or measures it asks
+        there. Layers count from 0 without those that keep a sliding window."""
+        return self._runtime
+
+    @property
     def plan(self) -> SlotPlan:
         """How the memory is divided."""
         return self._runtime.plan

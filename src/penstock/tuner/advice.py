@@ -61,7 +61,7 @@ def _against_memory(best: Prediction, load: Workload) -> str:
     )
     plain = everything_in_memory(load)
     if plain is None:
-        return f"{head}: not one sequence fits, so that KV must be offloaded, cut or shrunk."
+        return f"{head}: not one sequence fits, so that KV must be offloaded, cut or scaled_down."
     waves = (
         "" if plain.waves == 1 else f", in {plain.waves} waves, as not all sequences fit at once"
     )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.core.atomic_write import json_kind, require_own
 from penstock.core.errors import StorageError
 from penstock.core.regular_file import read_regular
-from penstock.core.whole_file import json_kind, require_own
 
 FORMAT = "penstock-tuning-1"
 JOURNAL = json_kind("journal of penstock", "penstock-tuning-")

@@ -16,10 +16,10 @@ from typing import Any, get_type_hints
 import numpy as np
 
 import penstock.models
+from penstock.core.atomic_write import json_kind, write_atomically
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.plain_data import fits
 from penstock.core.regular_file import read_regular_text
-from penstock.core.whole_file import json_kind, write_whole
 from penstock.models.loader import BUNDLED
 
 FORMAT = "penstock-tables-1"
@@ -126,7 +126,7 @@ class LookupTables:
         lines = ",\n".join("  " + json.dumps(asdict(entry)) for entry in self.entries)
         head = json.dumps({"format": FORMAT, **about}, indent=1).removesuffix("\n}")
         try:
-            write_whole(f'{head},\n "entries": [\n{lines}\n ]\n}}\n', Path(path))
+            write_atomically(f'{head},\n "entries": [\n{lines}\n ]\n}}\n', Path(path))
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.core.atomic_write import json_kind, require_own, write_atomically
 from penstock.core.errors import BudgetError, ConfigError
-from penstock.core.whole_file import json_kind, require_own, write_whole
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.engine.policy import SelectionPolicy
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = predict_table(devices)
         sys.stdout.write(f"{title}\n{text_table(cells)}\n{text_summary(summary(cells))}\n\n")
     if parsed.out is not None:
-        write_whole(json.dumps(document(), indent=1) + "\n", parsed.out)
+        write_atomically(json.dumps(document(), indent=1) + "\n", parsed.out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class TextDocument:
                     states[:, :, :tokens].expand(self._batch, -1, -1, -1)
                     for states in tokens_of(self._text.cache, layer)
                 )
-                cache._runtime.append(tier, keys.contiguous(), values.contiguous())
+                cache.tiers.append(tier, keys.contiguous(), values.contiguous())
                 progress((tier + 1) / len(layers))
-            for held in cache._runtime.layers:
+            for held in cache.tiers.layers:
                 getattr(held, "drain", lambda: None)()

@@ -29,7 +29,7 @@ from penstock.models.weight_access import model_device
 from penstock.tuner.build_tables import build_tables
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.candidates import CalibratedTables
-from penstock.tuner.circumstances import circumstances
+from penstock.tuner.conditions import circumstances
 from penstock.tuner.fidelity import KL_FLOOR, Reference
 from penstock.tuner.journal import Journal
 from penstock.tuner.kvswap_search import KVSwapSearch

@@ -111,6 +111,6 @@ class PrefilledText:
             return
         for tier, layer in enumerate(self.tiered):
             keys, values = tokens_of(self.cache, layer)
-            cache._runtime.append(tier, keys, values, self._visible)
+            cache.tiers.append(tier, keys, values, self._visible)
         for layer, window in self._windows().items():  # kept as transformers does
             cache.layers[layer].hold(window.keys, window.values, window.cumulative_length)

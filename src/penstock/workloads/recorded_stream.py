@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from penstock.core.atomic_write import FileKind, write_atomically
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.regular_file import open_regular
 from penstock.core.selection import Selection
-from penstock.core.whole_file import FileKind, write_whole
 from penstock.engine.policy import IndexRequest, ceil_div
 from penstock.workloads.selection_streams import (
     NOTHING,
@@ -93,7 +93,7 @@ class Recording:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             packed = io.BytesIO()
             np.savez_compressed(packed, shares=self.shares, about=np.array(json.dumps(about)))
-            write_whole(packed.getvalue(), Path(path))
+            write_atomically(packed.getvalue(), Path(path))
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -62,20 +62,20 @@ class SyntheticKV:
                 for layer in range(self._shape.num_layers):
                     keys, values = self.chunk(min(CHUNK_TOKENS, tokens - start))
                     if tiered:
-                        cache._runtime.append(layer, keys, values)
+                        cache.tiers.append(layer, keys, values)
                     else:
                         put_tokens(cache, layer, keys, values)
                     if tiered and start == 0:
                         _reserve(cache, layer)
                 progress(min(1.0, (start + CHUNK_TOKENS) / tokens))
             if tiered:
-                for held in cache._runtime.layers:
+                for held in cache.tiers.layers:
                     getattr(held, "drain", lambda: None)()
 
 
 def _reserve(cache: TieredCache, layer: int) -> None:
     """Make room at once for all that will come; growing a file chunk by chunk is slow."""
-    runtime = cache._runtime
+    runtime = cache.tiers
     if runtime._store is not None and runtime.plan.num_slots:
         runtime._store.region(layer).reserve(runtime.plan.batch * runtime.plan.max_groups)
 
@@ -83,7 +83,7 @@ def _reserve(cache: TieredCache, layer: int) -> None:
 @contextmanager
 def unthrottled(cache: TieredCache) -> Iterator[None]:
     """Let a simulated device take writes for nothing while the document is put in."""
-    store = cache._runtime._store
+    store = cache.tiers._store
     throttle = None if store is None else store.throttle
     if throttle is None:
         yield

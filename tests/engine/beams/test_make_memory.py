@@ -11,7 +11,7 @@ from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
 from penstock.engine.beams.beam_memory import BlockShape
 from penstock.engine.beams.beam_schedule import ScheduleOptions
-from penstock.engine.beams.make_memory import STRATEGIES, MemoryRequest, make_memory
+from penstock.engine.beams.make_beam_memory import STRATEGIES, MemoryRequest, make_beam_memory
 
 KV = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=24, dtype=torch.float32)
 
@@ -24,8 +24,8 @@ def test_what_a_refusal_asks_for_is_enough(strategy: str) -> None:
         "strategy": strategy, "options": ScheduleOptions(), "prefetch": True,
     }  # fmt: skip
     with pytest.raises(BudgetError) as caught:
-        make_memory(MemoryRequest(**settings, limit_bytes=1 << 16))
+        make_beam_memory(MemoryRequest(**settings, limit_bytes=1 << 16))
     advice = re.search(r"give memory=(\S+)", str(caught.value))
     assert advice is not None
     assert parse_bytes(advice[1]) == caught.value.needed_bytes
-    make_memory(MemoryRequest(**settings, limit_bytes=parse_bytes(advice[1]))).close()
+    make_beam_memory(MemoryRequest(**settings, limit_bytes=parse_bytes(advice[1]))).close()

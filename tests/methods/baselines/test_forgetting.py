@@ -136,7 +136,7 @@ def test_what_is_dropped_is_never_read_again(policy: type[ForgettingPolicy]) -> 
         after_cut = cache.stats.decode.units_wanted - cache.stats.decode.units_hit
         rows = model.config.num_hidden_layers * (2 if chosen.per_head else 1)
         assert after_cut == rows * 16
-        layer: Any = cache._runtime.layers[0]
+        layer: Any = cache.tiers.layers[0]
         dead = None
         if policy is not StreamingLLM:
             dead = ~layer.index.alive[:, : layer.index._scored]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.selection import Selection
 from penstock.engine.fetch_plan import plan_fetch, plan_fetch_reference
 from penstock.engine.tiers.slot_table import SlotTable
-from penstock.methods.dynakv.replacement import ClusterAligned, Told
+from penstock.methods.dynakv.replacement import ClusterAligned, SlotContents
 from penstock.testing.integrity import check_slots
 
 
@@ -23,7 +23,7 @@ def told(
     held = np.array([[i if c >= 0 else -1 for i, c in enumerate(clusters)]], dtype=np.int32)
     most = max(clusters) + 1
     made.tell(
-        Told(
+        SlotContents(
             held, np.array([[max(c, 0) for c in clusters]], dtype=np.int16), 0,
             np.array([[sizes.get(c, 0) for c in range(most)]], dtype=np.int32),
             np.array([[(updated or {}).get(c, 0) for c in range(most)]], dtype=np.int32), now,
@@ -101,7 +101,7 @@ def test_compiled_plans_are_the_twins(data: st.DataObject) -> None:
         valid = generator.random(wanted.shape) < 0.8 if generator.random() < 0.5 else None
         plans = []
         for (table, policy), compiled in zip(pairs, (True, False), strict=True):
-            policy.tell(Told(table.unit_in, owners, base, sizes, updated, now))
+            policy.tell(SlotContents(table.unit_in, owners, base, sizes, updated, now))
             selection = Selection(wanted, valid)
             if compiled:
                 plans.append(plan_fetch(selection, table, policy))
@@ -134,7 +134,7 @@ def test_rows_are_copied() -> None:
     assert known is not None
     twice = [np.repeat(a, 2, axis=0) for a in (known.unit_in, known.sizes, known.updated)]
     copy.tell(
-        Told(
+        SlotContents(
             twice[0], np.array([[1, 1, 2, 2]] * 2, dtype=np.int16), 0, twice[1], twice[2], known.now
         )
     )

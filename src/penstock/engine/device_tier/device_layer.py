@@ -24,9 +24,9 @@ from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wan
 from penstock.engine.device_tier.host_memory import HostMemory
 from penstock.engine.device_tier.streams import on_link
 from penstock.engine.device_tier.workspace import Workspace
+from penstock.engine.index_fit import IndexFit, sample_groups
 from penstock.engine.layer import Layer
 from penstock.engine.policy import SelectionPolicy
-from penstock.engine.prompt_fit import PromptFit, sample_groups
 from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.token_pool import TokenPool, copy_rows
 from penstock.kernels.device.append import append_token, store_tokens
@@ -98,7 +98,7 @@ class DeviceLayer(Layer):
         self._landed: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._fit = PromptFit()
+        self._fit = IndexFit()
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
         """Told what each decode step attends to (audits)."""

@@ -91,7 +91,7 @@ class Reference:
         if end > 0:
             visible = self.mask[:, :end].bool()
             for layer, (keys, values) in enumerate(self.prefix):
-                cache._runtime.append(layer, keys, values, None if visible.all() else visible)
+                cache.tiers.append(layer, keys, values, None if visible.all() else visible)
             for index, window in self.windows.items():
                 cache.layers[index].hold(
                     window.keys.clone(), window.values.clone(), window.cumulative_length

@@ -114,7 +114,7 @@ def follow(
     ) as cache:  # fmt: skip
         reference.fill(model, cache)
         tally = _Tally(reference, top)
-        for layer in cache._runtime.layers:
+        for layer in cache.tiers.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.observer = tally.observe
         for step, full in enumerate(reference.log_probs):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from penstock.documents.document import Document
+from penstock.documents.settings import DocumentSettings
 from penstock.evaluate.tasks import Sample
 from penstock.evaluate.tasks.recall import make_sample
-from penstock.generation.documents.document import Document
-from penstock.generation.documents.settings import DocumentSettings
 from penstock.generation.engine import LLM
 from penstock.generation.prompts import PromptBatch
 from penstock.generation.sampling import SamplingParams

@@ -13,7 +13,7 @@ from typing_extensions import override
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 
 CHUNK_TOKENS = 128
 """Keys that the prompt's queries are multiplied with at a time; bounds the scratch memory."""
@@ -157,7 +157,7 @@ class AttentionHistoryIndex(KeyIndex):
     def _logits(self, keys: Tensor, first_token: int) -> Tensor:
         """float32 [rows, heads * queries, tokens], minus infinity where a query comes earlier."""
         assert self._queries is not None
-        queries, factor = shrunk(self._queries.flatten(1, 2))
+        queries, factor = scaled_down(self._queries.flatten(1, 2))
         logits = torch.matmul(queries, keys[:, :, 0].transpose(1, 2)).float()
         logits.mul_(self._scaling * factor)
         count = self._queries.shape[2]

@@ -12,7 +12,7 @@ from typing_extensions import override
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import fit_basis
 from penstock.engine.key_index import KeyIndex
-from penstock.kernels.shrunk_query import shrunk
+from penstock.kernels.scaled_query import scaled_down
 
 BASIS_TOKENS = 4096
 """Tokens of the longest prompt that a basis is made from; of shorter ones all are."""
@@ -260,7 +260,7 @@ class ShadowKeyIndex(KeyIndex):
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """Shares of the softmax, and more than all of it for outliers."""
         chunks = -(-num_units // self._landmark_units)
-        query, factor = shrunk(query)
+        query, factor = scaled_down(query)
         logits = torch.matmul(query, self._landmarks[:, :chunks].transpose(1, 2)).float()
         logits *= self._scaling * factor
         if self._landmark_units > 1:

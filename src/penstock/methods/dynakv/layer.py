@@ -27,7 +27,7 @@ from penstock.methods.dynakv.cluster_reads import ClusterRead
 from penstock.methods.dynakv.follower import ClusterFollower, Followed
 from penstock.methods.dynakv.index import FollowedClusters
 from penstock.methods.dynakv.layout import ClusterFetch, ClusterLayout, Wanted
-from penstock.methods.dynakv.replacement import ClusterAligned, Told
+from penstock.methods.dynakv.replacement import ClusterAligned, SlotContents
 from penstock.methods.dynakv.representatives import LayerRepresentatives
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import ByteArray, Int64Array
@@ -223,7 +223,7 @@ class ClusterLayer(RetrievalLayer):
         if isinstance(self.replacement, ClusterAligned):
             clusters = self.followed.clusters
             self.replacement.tell(
-                Told(
+                SlotContents(
                     self.table.unit_in, clusters.entries.cluster_of, self.followed.base,
                     clusters.entry_counts(), self.follower.updated_at, self.length,
                 )

@@ -44,7 +44,7 @@ def make_cluster_layers(policy: "DynaKV", builder: LayerBuilder) -> Sequence[Clu
             file = RepresentativeFile(setup.store.region(number).file, buffer)
             representatives = LayerRepresentatives(i, file, followed, setup)
         layout = None
-        if policy.lays_out:
+        if policy.has_cluster_layout:
             layout = _make_layout(builder.num_layers + i, policy, setup, followed)
         layers.append(
             ClusterLayer(i, setup, builder.pool(i), policy, index, layout, buffers, representatives)
@@ -86,7 +86,7 @@ def _representative_buffers(policy: "DynaKV", setup: LayerSetup) -> list[Represe
 
 
 def _cluster_buffers(policy: "DynaKV", setup: LayerSetup) -> ClusterBuffers | None:
-    if not policy.lays_out or setup.staging is not None:
+    if not policy.has_cluster_layout or setup.staging is not None:
         return None
     size = policy.read_bytes(setup.shape, setup.plan.batch, setup.plan.selected_groups)
     return ClusterBuffers(size, setup.store.region(0).file.sector_bytes)

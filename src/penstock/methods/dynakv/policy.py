@@ -143,13 +143,13 @@ class DynaKV(BaselinePolicy):
 
     @property
     @override
-    def lays_out(self) -> bool:
+    def has_cluster_layout(self) -> bool:
         return self.layout == "clusters"
 
     @property
     def files_per_layer(self) -> int:
         """Files of the store: tokens in their order, clusters, and the clusters' centroids."""
-        return 1 + self.lays_out + (self.representatives != "memory")
+        return 1 + self.has_cluster_layout + (self.representatives != "memory")
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class DynaKV(BaselinePolicy):
             dim=shape.head_dim, tokens=request.max_tokens,
             tokens_per_cluster=sizes.tokens_per_cluster,
         )  # fmt: skip
-        if self.lays_out:
+        if self.has_cluster_layout:
             held += self.layout_bytes(request)
         return IndexSize(held, max(scratch, fit) + shared)
 
@@ -216,7 +216,7 @@ class DynaKV(BaselinePolicy):
         held, scratch = size
         held += ClusterAligned.num_bytes(request.batch, num_slots)
         scratch += ClusterAligned.scratch_bytes(request.batch, num_slots)
-        if self.lays_out and request.is_direct(1):
+        if self.has_cluster_layout and request.is_direct(1):
             scratch += 2 * self.read_bytes(request.shape, request.batch, selected)
         return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)
 

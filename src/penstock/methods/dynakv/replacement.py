@@ -19,7 +19,7 @@ OLDEST = 255
 _SIZE_BITS, _CLOCK_BITS, _CLUSTER_BITS = 16, 24, 20
 
 
-class Told(NamedTuple):
+class SlotContents(NamedTuple):
     """What a layer's slots hold, and what is known of the clusters."""
 
     unit_in: NDArray[np.int32]
@@ -67,7 +67,7 @@ class ClusterAligned(ReplacementPolicy):
         self.wanted_at = np.zeros((batch, num_slots), dtype=np.int32)
         """When each slot was wanted last, by `clock`. [batch, slots]"""
         self.clock = 0
-        self.told: Told | None = None
+        self.told: SlotContents | None = None
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int) -> int:
@@ -79,7 +79,7 @@ class ClusterAligned(ReplacementPolicy):
         """Temporaries of one choice, for the ledger."""
         return 6 * 8 * batch * num_slots
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: SlotContents) -> None:
         """What the slots hold now, before `victims` is asked; read then, not before."""
         self.told = told
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-class Leavers(NamedTuple):
+class LeavingTokens(NamedTuple):
     """Tokens that the ring gives up with the step under way, and which rows have them: an index."""
 
     rows: NDArray[np.int64]
@@ -141,16 +141,16 @@ class NearLayer(RetrievalLayer):
                 link=self._work.scorer.link_rate(),
             )  # fmt: skip
 
-    def _leavers(self, end_unit: int) -> Leavers:
+    def _leavers(self, end_unit: int) -> LeavingTokens:
         """Tokens before `end_unit` that only the ring holds, where that is known."""
         first, self._left = self._left, end_unit
         if first is None or first >= end_unit or end_unit - first >= self.setup.plan.ring_slots:
-            return Leavers(_NONE, _NONE)
+            return LeavingTokens(_NONE, _NONE)
         tokens = np.arange(first, end_unit)
         rows, columns = (tokens >= self._first_unit[:, None]).nonzero()
-        return Leavers(rows, tokens[columns])
+        return LeavingTokens(rows, tokens[columns])
 
-    def _admitted(self, selection: Selection, leavers: Leavers, end_unit: int) -> Selection:
+    def _admitted(self, selection: Selection, leavers: LeavingTokens, end_unit: int) -> Selection:
         """What shall be hot: the selection, what leaves the ring, and all that fits at first."""
         if not (self.table.unit_in != ABSENT).any():
             return self._first_fill(selection, end_unit)
@@ -201,7 +201,7 @@ class NearLayer(RetrievalLayer):
     # The pools --------------------------------------------------------------------------------
 
     def _move(
-        self, admitted: Selection, leavers: Leavers, end_unit: int
+        self, admitted: Selection, leavers: LeavingTokens, end_unit: int
     ) -> tuple[FetchPlan, PendingRead | None]:
         """Promote what is missing of `admitted`, demote as much, and submit the reads."""
         self.pools.tell(
@@ -241,7 +241,7 @@ class NearLayer(RetrievalLayer):
         return self.transfer.read(units[last:], slots[last:])
 
     def _shed(self, admitted: Selection) -> NDArray[np.int64]:
-        """Demote what is above the hot pool's size, where that has shrunk."""
+        """Demote what is above the hot pool's size, where that has scaled_down."""
         found = self.table.look_up(admitted.unit_ids, admitted.valid)
         rows, slots = self.pools.surplus(found.pinned, found.counts)
         if not len(rows):

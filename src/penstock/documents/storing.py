@@ -1,0 +1,83 @@
+"""store_cache(): what a cache holds of a text, as the next generation of a document."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.shape import KVShape
+from penstock.documents.contents import (
+    GROUPS,
+    TOKENS,
+    About,
+    groups_blob,
+    index_blobs,
+    tokens_blob,
+    windows_blob,
+)
+from penstock.engine.stored_past import READ_BYTES, group_rows
+from penstock.models.cache_adapter import TieredCache
+from penstock.storage.documents import DocumentWriter, Shape
+
+OnBytes = Callable[[int, int], None]
+"""Called with the bytes written so far and all of them."""
+
+
+def document_shape(shape: KVShape, group_tokens: int) -> Shape:
+    """What a document's units are for this cache."""
+    return Shape(shape.num_layers, group_tokens * shape.token_bytes)
+
+
+def store_groups(
+    cache: TieredCache, writer: DocumentWriter, first_group: int, end_token: int,
+    group_tokens: int, progress: OnBytes,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Append the groups from `first_group` on, as far as `end_token`, in every layer.
+
+    Returns:
+        Their units. [groups]
+
+    Raises:
+        CacheStateError: the cache's policy forgets tokens, or keeps them on a device.
+        FetchError: the cache cannot read them.
+        StorageError: they cannot be written.
+    """
+    layers, row_bytes = writer.shape.layers, writer.shape.row_bytes
+    start = first_group * group_tokens
+    step = max(1, READ_BYTES // row_bytes) * group_tokens
+    spans = [(first, min(first + step, end_token)) for first in range(start, end_token, step)]
+    total = layers * -(-(end_token - start) // group_tokens) * row_bytes
+    done, units = 0, np.empty(0, dtype=np.int64)
+    for layer in range(layers):
+        parts = [np.empty(0, dtype=np.int64)]
+        for first, end in spans:
+            tokens = cache.tiers.read_tokens(layer, first, end)[0]
+            rows = group_rows(tokens, group_tokens, row_bytes)
+            parts.append(writer.append(layer, rows))
+            done += rows.nbytes
+            progress(done, total)
+        units = np.concatenate(parts)
+    return units
+
+
+def store_cache(
+    cache: TieredCache, writer: DocumentWriter, tokens: Sequence[int],
+    held: NDArray[np.int64], *, identity: Mapping[str, str], about: About, progress: OnBytes,
+) -> None:  # fmt: skip
+    """Commit what a cache holds of `tokens`, units, index and windows.
+
+    Args:
+        tokens: all of the text; the cache holds as many.
+        held: units of the first groups, which the document has already. [groups]
+
+    Raises:
+        CacheStateError: the cache's policy forgets tokens, or keeps them on a device.
+        StorageError: they cannot be written; nothing is committed.
+    """
+    assert about.tokens == len(tokens) == cache.get_seq_length()
+    fresh = store_groups(cache, writer, len(held), len(tokens), about.group_tokens, progress)
+    blobs = {TOKENS: tokens_blob(tokens), GROUPS: groups_blob(np.concatenate([held, fresh]))}
+    if about.has_index:
+        blobs |= index_blobs(cache, writer.shape.layers)
+    blobs |= windows_blob(cache)
+    writer.commit(identity=identity, about=about.as_json(), blobs=blobs)

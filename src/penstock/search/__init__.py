@@ -1,0 +1,1 @@
+"""Step-wise search: beams, scorers, and what a search moves between the tiers."""
