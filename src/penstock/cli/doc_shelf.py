@@ -193,7 +193,7 @@ def remove_command(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="Stored documents.")],
     library: LibraryOption = None,
 ) -> None:
-    """Remove documents; one that somebody has open is refused."""
+    """Remove documents; an open one is refused."""
     found, names = open_library(library), list(dict.fromkeys(names))
     for name in names:  # all or none, for a mistyped one
         found.find(name)
