@@ -65,15 +65,24 @@ def test_the_drawing_of_the_ladder_is_of_the_one_that_holds() -> None:
     assert drawn == tool["drawing"](tool["rungs"]()), "it is stale: run python docs/tools/ladder.py"
 
 
-def test_architecture_is_short_and_its_files_exist() -> None:
+def test_architecture_is_short_and_so_are_its_walks() -> None:
     text = (TOP / "ARCHITECTURE.md").read_text()
     assert len(text.encode()) <= README_BYTES_MAX
     walks = text.split("\n## ")[2:4]
-    named = [re.findall(r"`([a-z_]+/[\w/]+\.py)`", walk) for walk in walks]
-    assert all(named)
-    source = TOP / "src" / "penstock"
-    assert [name for names in named for name in names if not (source / name).exists()] == []
+    assert all(".py`" in walk for walk in walks)
     assert [len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 8 for walk in walks] == [True] * 2
+
+
+def test_files_and_folders_that_pages_name_exist() -> None:
+    """Below the repository or below the package, as `engine/policy.py` is."""
+    below = (TOP, TOP / "src" / "penstock")
+    named = {
+        (page.name, name)
+        for page in [README, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+        for name in re.findall(r"`((?:[\w-]+/)+(?:[\w-]+\.\w+)?)`", page.read_text())
+    }
+    assert len(named) > 50
+    assert {each for each in named if not any((top / each[1]).exists() for top in below)} == set()
 
 
 def in_nav(entries: list[Any]) -> list[str]:

@@ -19,7 +19,7 @@ ABOUT = {
     "workloads": "what a cache is given to work on",
     "tuner": "settings from measurements and models of cost",
     "evaluate": "a user's bench: tasks, accuracy, audit, throughput",
-    "bench": "measures everything",
+    "bench": "evaluate, as of old",
     "cli": "entry points",
     "testing": "contracts and doubles",
     "research": "not in the wheel",
