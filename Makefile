@@ -45,7 +45,7 @@ test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile
 
-# MATRIX='--only plain,both-avx2' chooses lines; lines passed at this commit are not run again.
+# MATRIX='--only plain,both-avx2' chooses lines; lines that the same code has passed are not run again.
 test-matrix: $(INSTALLED) ## Run the tests as other machines do; writes docs/test-matrix.md.
 	$(PY) tests/matrix.py $(MATRIX)
 

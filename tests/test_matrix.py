@@ -182,14 +182,18 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def commit(root: Path, first: str) -> Path:
     calls = root.parent / "calls"
     (root / "Makefile").write_text(MAKEFILE.format(calls=calls, first=first))
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "-C", root, "add", "Makefile"], check=True)
-    subprocess.run(["git", "-C", root, *who, "commit", "-qm", first], check=True)
+    git(root, "add", "Makefile")
+    git(root, "commit", "-qm", first)
     return calls
 
 
+def git(root: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", root, *who, *words], check=True)
+
+
 @pytest.mark.skipif(not (shutil.which("git") and shutil.which("make")), reason="no git or make")
-def test_lines_are_run_once_a_commit(checkout: Path, tmp_path: Path) -> None:
+def test_lines_are_run_once_for_the_same_code(checkout: Path, tmp_path: Path) -> None:
     calls = commit(checkout, "echo '7 passed in 0.10s'")
     assert matrix.main(["--only=two"]) == 0
     assert matrix.main([]) == 0
@@ -202,6 +206,10 @@ def test_lines_are_run_once_a_commit(checkout: Path, tmp_path: Path) -> None:
     assert (one["passed"], one["demo"]) == (12, "right")
     assert none["outcome"] == "not run: there is no Python 3.999"
     assert "there is no Python 3.999" in matrix.TABLE.read_text()
+    git(checkout, "add", "docs")
+    git(checkout, "commit", "-qm", "the table alone")
+    assert matrix.main([]) == 0
+    assert calls.read_text() == text, "nor where the table alone has changed"
 
     commit(checkout, "echo FAILED tests/a.py::b; echo '1 failed, 7 passed in 0.10s'; false")
     assert matrix.main(["--only=one"]) == 1
