@@ -33,7 +33,7 @@ def watched(*layers: list[list[int]], steps: list[int], untold: int = 0) -> Coun
     """Counts of layers whose boundaries are given step by step, a column for each sequence; before
     the first of them are `untold` steps."""
     made = [SimpleNamespace(index=SimpleNamespace(observer=None)) for _ in layers]
-    cache: Any = SimpleNamespace(_runtime=SimpleNamespace(layers=[SimpleNamespace(), *made]))
+    cache: Any = SimpleNamespace(tiers=SimpleNamespace(layers=[SimpleNamespace(), *made]))
     watch = RetrievalWatch(cache)
     for layer, decisions in zip(made, layers, strict=True):
         for position, decision in enumerate(decisions):
