@@ -184,7 +184,7 @@ def _joined(missing: float, selected: float) -> float:
     """How much of what lies side by side is read together, where slots keep a part of a selection.
 
     Both neighbours must be missing, and the slots that take them must lie side by side too. The
-    square of the missing share is what runs show (research/notes/2026-11-22-stored-documents.md).
+    square of the missing share is what runs show (research/notes/2026-11-22-requests-of-a-step.md).
     """
     return float((missing / selected) ** 2) if selected else 1.0
 
