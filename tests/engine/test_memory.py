@@ -1,18 +1,15 @@
 """The ledger's claim is what is really allocated: tensors and buffers, counted one by one."""
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.device_tier.host_memory import HostMemory
 from penstock.engine.runtime_config import RuntimeConfig
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
@@ -26,10 +23,7 @@ from penstock.methods.hillinfer.policy import HillInfer
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.louiskv.device_index import DeviceSemanticUnits
 from penstock.methods.louiskv.policy import LouisKV
-from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.file import KVFile
-from penstock.storage.store import KVStore
-from penstock.storage.unit_region import UnitRegion
+from penstock.testing.held_memory import held_bytes
 
 SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
 MAX_TOKENS, BATCH = 8192, 2
@@ -79,45 +73,6 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
     "device-flexgen": (FlexGen(), {"device_tier": True}),
 }  # fmt: skip
-
-_ELSEWHERE = (KVStore, UnitRegion, KVFile, nn.Module, HostMemory)
-"""What is not in the budget: the store, the model, pinned memory beside it."""
-
-
-def spans(thing: Any, seen: set[int]) -> set[tuple[int, int]]:
-    """(address, bytes) of every tensor storage, array and buffer that is reachable."""
-    if id(thing) in seen or isinstance(thing, _ELSEWHERE):
-        return set()
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        return {(storage.data_ptr(), storage.nbytes())}
-    if isinstance(thing, AlignedBuffer):
-        return {(thing.address, thing.num_bytes)}
-    if isinstance(thing, np.ndarray):
-        while isinstance(thing.base, np.ndarray):
-            thing = thing.base
-        return {(thing.__array_interface__["data"][0], thing.nbytes)}
-    children: list[Any] = []
-    if isinstance(thing, dict):
-        children = list(thing.values())
-    elif isinstance(thing, (list, tuple)):
-        children = list(thing)
-    elif is_dataclass(thing):
-        children = [getattr(thing, f.name) for f in fields(thing)]
-    elif type(thing).__module__.startswith("penstock."):
-        children = list(vars(thing).values())
-    return set().union(*(spans(child, seen) for child in children))
-
-
-def union_bytes(found: set[tuple[int, int]]) -> int:
-    """Bytes covered; views of one memory count once."""
-    total, reached = 0, 0
-    for start, size in sorted(found):
-        end = start + size
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRuntime:
@@ -186,7 +141,7 @@ def test_the_claim_is_what_is_allocated(setting: str) -> None:
     try:
         report = runtime.report()
         claimed = report.used_bytes - temporary_bytes(runtime)
-        allocated = union_bytes(spans(runtime, set()))
+        allocated = held_bytes(runtime)
         # The bases of an index may stand where its temporaries are booked.
         assert claimed * (1 - SLACK) <= allocated <= report.used_bytes * (1 + SLACK)
         assert report.used_bytes <= report.limit_bytes

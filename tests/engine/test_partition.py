@@ -10,17 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from penstock.core.shape import KVShape
-from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
 from penstock.engine.tiered_runtime import TieredRuntime
-from penstock.kernels.reference import attention_reference
 from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
 from penstock.methods.louiskv.policy import LouisKV
+from penstock.testing import mirrored_runtime
+from penstock.testing.mirrored_runtime import MirroredRuntime
 
-MAX_TOKENS, MAX_BATCH, SCALING = 96, 4, 0.25
+MAX_TOKENS, MAX_BATCH = 96, 4
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 ALL = 10**6
 SMALL: dict[str, Any] = {"window_tokens": 4, "sink_tokens": 4, "rank": 4}
@@ -73,68 +71,15 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
 
 
 def make_runtime(policy: SelectionPolicy, batch: int, **changes: Any) -> TieredRuntime:
-    options: dict[str, Any] = {
-        "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
-        "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
-    }  # fmt: skip
-    return TieredRuntime(RuntimeConfig(**{**options, **changes}), batch)
+    options: dict[str, Any] = {"shape": SHAPE, "max_tokens": MAX_TOKENS}
+    return mirrored_runtime.make_runtime(policy, batch, **{**options, **changes})
 
 
-class Twins:
-    """The tiers, and the same tokens in plain tensors."""
-
-    def __init__(self, runtime: TieredRuntime, padding: list[int], seed: int) -> None:
-        self.runtime = runtime
-        self.random = torch.Generator().manual_seed(seed)
-        self.padding = torch.tensor(padding)
-        empty = torch.zeros(len(padding), SHAPE.num_kv_heads, 0, SHAPE.head_dim)
-        self.kv = [(empty, empty) for _ in range(SHAPE.num_layers)]
-
-    @property
-    def length(self) -> int:
-        return self.kv[0][0].shape[2]
-
-    def randn(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self.random)
-
-    def step(self, count: int, predict: bool = False) -> None:
-        batch, total = len(self.padding), self.length + count
-        visible = torch.arange(total) >= self.padding[:, None]
-        shown = None if bool(visible.all()) else visible
-        causal = torch.ones(count, total, dtype=torch.bool).tril(total - count)
-        for layer in range(SHAPE.num_layers):
-            following = layer + 1
-            predict = predict and following < SHAPE.num_layers
-            if predict and self.runtime.wants_query(following):
-                self.runtime.begin_fetch(following, self.randn(batch, 4, SHAPE.head_dim))
-            query = self.randn(batch, 4, count, SHAPE.head_dim)
-            keys, values = (self.randn(batch, 2, count, SHAPE.head_dim) for _ in range(2))
-            call = AttentionCall(query, keys, values, SCALING, visible=shown)
-            actual = self.runtime.attend(layer, call).transpose(1, 2)
-            old_keys, old_values = self.kv[layer]
-            self.kv[layer] = (
-                torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2),
-            )  # fmt: skip
-            mask = causal & visible[:, None, None]
-            expected, _ = attention_reference(query, *self.kv[layer], scaling=SCALING, mask=mask)
-            seen = visible[:, -count:, None].unsqueeze(1)  # what padding sees does not matter
-            difference = (actual - expected).masked_fill(~seen, 0.0).abs().max().item()
-            assert difference < 2e-5, (layer, count, total, difference)
-
-    def crop(self, length: int) -> None:
-        self.runtime.crop(length)
-        self.kv = [(keys[:, :, :length], values[:, :, :length]) for keys, values in self.kv]
-
-    def select(self, rows: list[int]) -> None:
-        self.runtime.select_rows(torch.tensor(rows))
-        self.kv = [(keys[rows], values[rows]) for keys, values in self.kv]
-        self.padding = self.padding[rows]
-
-    def restart(self, padding: list[int], *, crop: bool) -> None:
-        if not crop:
-            self.runtime.reset()
-        self.crop(0)
-        self.padding = torch.tensor((padding * MAX_BATCH)[: len(self.padding)])
+def restart(mirrored: MirroredRuntime, padding: list[int], *, crop: bool) -> None:
+    if not crop:
+        mirrored.runtime.reset()
+    mirrored.crop(0)
+    mirrored.padding = torch.tensor((padding * MAX_BATCH)[: len(mirrored.padding)])
 
 
 STEPS = st.lists(
@@ -154,23 +99,23 @@ STEPS = st.lists(
 )
 
 
-def play(twins: Twins, first: int, steps: list[tuple[str, Any]]) -> None:
-    twins.step(first)
+def play(mirrored: MirroredRuntime, first: int, steps: list[tuple[str, Any]]) -> None:
+    mirrored.step(first)
     for kind, argument in steps:
         if kind == "prefill":
-            if twins.length + argument <= MAX_TOKENS:
-                twins.step(argument)
+            if mirrored.length + argument <= MAX_TOKENS:
+                mirrored.step(argument)
         elif kind in ("decode", "predicted"):
-            for _ in range(min(argument, MAX_TOKENS - twins.length)):
-                twins.step(1, predict=kind == "predicted")
+            for _ in range(min(argument, MAX_TOKENS - mirrored.length)):
+                mirrored.step(1, predict=kind == "predicted")
         elif kind == "crop":
             # At least one visible token stays in every row.
-            twins.crop(max(int(twins.padding.max()) + 1, twins.length - argument))
+            mirrored.crop(max(int(mirrored.padding.max()) + 1, mirrored.length - argument))
         elif kind == "rows":
-            twins.select([i % len(twins.padding) for i in argument])
+            mirrored.select_rows([i % len(mirrored.padding) for i in argument])
         else:
-            twins.restart(argument, crop=kind == "crop to nothing")
-            twins.step(max(argument) + 1)
+            restart(mirrored, argument, crop=kind == "crop to nothing")
+            mirrored.step(max(argument) + 1)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -187,7 +132,7 @@ def test_random_lives(
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, len(padding), **options)
     try:
-        play(Twins(runtime, padding, seed), first, steps)
+        play(MirroredRuntime(runtime, padding, seed), first, steps)
         report = runtime.report()
         assert report.used_bytes <= report.limit_bytes
     finally:
@@ -199,10 +144,10 @@ def test_random_lives(
 def test_padding_does_not_outlive_its_prompt(setting: str, crop: bool) -> None:
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 2, **options)
-    twins = Twins(runtime, [0, 25], 0)
-    play(twins, 40, [("decode", 3)])
-    twins.restart([0], crop=crop)
-    play(twins, 40, [("decode", 12)])
+    mirrored = MirroredRuntime(runtime, [0, 25], 0)
+    play(mirrored, 40, [("decode", 3)])
+    restart(mirrored, [0], crop=crop)
+    play(mirrored, 40, [("decode", 12)])
     runtime.close()
 
 
@@ -211,5 +156,5 @@ def test_a_long_answer_to_a_short_prompt(setting: str) -> None:
     """Sinks and units come from decoding alone."""
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 1, **options)
-    play(Twins(runtime, [0], 0), 2, [("decode", 15), ("predicted", 30)])
+    play(MirroredRuntime(runtime, [0], 0), 2, [("decode", 15), ("predicted", 30)])
     runtime.close()

@@ -94,13 +94,10 @@ def generate(model: Any, cache: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        ("llama", ArkVale(window_tokens=8, selected_tokens=10**6)),
-        ("qwen2", PQCache(window_tokens=8, selected_tokens=10**6)),
         (
             "llama",
             PQCache(window_tokens=8, selected_tokens=10**6, group_tokens=4, reuse_tokens=0),
         ),
-        ("llama", ClusterKV(window_tokens=8, selected_tokens=10**6)),
         (
             "qwen2",
             ClusterKV(
@@ -108,7 +105,7 @@ def generate(model: Any, cache: Any) -> Any:
             ),
         ),
     ],
-    ids=["arkvale", "pqcache", "pqcache-groups", "clusterkv", "clusterkv-often"],
+    ids=["pqcache-groups", "clusterkv-often"],
 )
 def test_full_budget_equals_the_plain_model(family: str, policy: SelectionPolicy) -> None:
     model = tiny_model(family)
