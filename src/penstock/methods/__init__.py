@@ -19,12 +19,13 @@ from penstock.methods.dynakv.policy import DynaKV
 from penstock.methods.hillinfer.policy import HillInfer
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.louiskv.policy import LouisKV
+from penstock.methods.policy_table import PolicyTable
 
 _ALL: tuple[type[SelectionPolicy], ...] = (
     KVSwap, Full, FlexGen, ShadowKV, Loki, InfiniGenStarReuse, InfiniGenStar, InfiniGen, Quest,
     ArkVale, PQCache, ClusterKV, LeoAM, LouisKV, DynaKV, HillInfer, SnapKV, H2O, RaaS, StreamingLLM,
 )  # fmt: skip
-POLICIES: dict[str, type[SelectionPolicy]] = {policy.name: policy for policy in _ALL}
+POLICIES = PolicyTable(_ALL)
 """Every method by the name that the command line uses."""
 
 __all__ = ["POLICIES", "FlexGen", "Full", "KVSwap", "Quest", "SelectionPolicy"]

@@ -55,11 +55,9 @@ def policy_from(name: str, fields: Mapping[str, Any]) -> SelectionPolicy:
     """The policy of a name with fields as `fields_of` gave them; the rest have their defaults.
 
     Raises:
-        ConfigError: there is no policy or field of that name, or a value makes no sense.
+        ConfigError: there is no usable policy or field of that name, or a value makes no sense.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
-    kind = POLICIES[name]
+    kind = POLICIES.find(name)
     hints = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     for field, value in fields.items():

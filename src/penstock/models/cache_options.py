@@ -19,13 +19,9 @@ def named_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     """The policy of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or another package's cannot be used.
     """
-    if isinstance(policy, SelectionPolicy):
-        return policy
-    if policy not in POLICIES:
-        raise ConfigError(f"there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
-    return POLICIES[policy]()
+    return policy if isinstance(policy, SelectionPolicy) else POLICIES.find(policy)()
 
 
 def find_basis(

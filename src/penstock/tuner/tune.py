@@ -203,8 +203,7 @@ def _require_policies(policies: Sequence[str], floor: float) -> None:
     if not policies:
         raise ConfigError("give at least one policy to tune")
     for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
+        POLICIES.find(name)
     if not 0 < floor < math.inf:
         raise ConfigError(f"--floor {floor} must be above 0 nats, and finite")
 
