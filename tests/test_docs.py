@@ -34,6 +34,13 @@ def test_the_readme_is_short_and_begins_with_demo_and_test() -> None:
     assert text.index(b"make test") < 800
 
 
+def test_contributing_shows_a_whole_policy() -> None:
+    text = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    quest = TOP / "src" / "penstock" / "methods" / "baselines" / "quest.py"
+    assert f"```python\n{quest.read_text(encoding='utf-8')}```\n" in text, "copy the file anew"
+    assert len(text.encode()) <= README_BYTES_MAX
+
+
 def test_make_targets_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (TOP / "Makefile").read_text(), re.MULTILINE)
     named = {word for page in PAGES for words in commands(page, "make") for word in words[1:]}
