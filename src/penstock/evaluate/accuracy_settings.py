@@ -93,9 +93,8 @@ def parse_setting(text: str) -> Setting:
     """
     head, _, options = text.strip().partition(":")
     name, _, memory = head.partition("@")
-    if name not in POLICIES:
-        raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}")
-    known = {field.name for field in dataclasses.fields(POLICIES[name])}
+    kind = POLICIES.find(name)
+    known = {field.name for field in dataclasses.fields(kind)}
     chosen: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, equals, value = (part.strip() for part in option.partition("="))
@@ -105,7 +104,7 @@ def parse_setting(text: str) -> Setting:
             )
         chosen[key] = _value(value)
     try:
-        policy = POLICIES[name](**chosen)
+        policy = kind(**chosen)
     except TypeError as error:
         raise ConfigError(f"cannot read the setting {text!r}: {error}") from error
     return Setting(text.strip(), policy, memory or None)

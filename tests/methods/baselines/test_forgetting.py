@@ -25,9 +25,8 @@ from penstock.methods.baselines.attention_history import (
 from penstock.methods.baselines.forgetting import ForgettingPolicy
 from penstock.methods.baselines.h2o import H2O
 from penstock.methods.baselines.raas import RaaS
-from penstock.methods.baselines.recency import RecencyIndex
 from penstock.methods.baselines.snapkv import SnapKV
-from penstock.methods.baselines.streaming_llm import StreamingLLM
+from penstock.methods.baselines.streaming_llm import RecencyIndex, StreamingLLM
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 

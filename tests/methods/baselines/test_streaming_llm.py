@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from penstock.methods.baselines.recency import RecencyIndex
-from penstock.methods.baselines.streaming_llm import StreamingLLM
+from penstock.methods.baselines.streaming_llm import RecencyIndex, StreamingLLM
 
 
 def test_the_cache_rolls() -> None:
