@@ -1,6 +1,6 @@
 """HillInfer's figures 12, 13, 16 and what decides them, from the simulated SmartSSD PC."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -21,13 +21,6 @@ _LOOKS = {
 }  # fmt: skip
 _MOST_BARS = 8
 """Constants shown of the sensitivity: those that tell most."""
-
-
-def smartssd_figures(name: str) -> dict[str, Callable[[Result], Figure]]:
-    """The figures of such a result, by their names."""
-    return {
-        name: draw_smartssd, f"{name}-split": draw_split, f"{name}-parts": draw_parts,
-    }  # fmt: skip
 
 
 def _rows(result: Result) -> list[Row]:

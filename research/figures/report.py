@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ from research.figures.near_agreement import draw_near_agreement
 from research.figures.near_counts import draw_near_counts
 from research.figures.near_decode import near_decode_figures
 from research.figures.near_placement import draw_near_placement
-from research.figures.near_smartssd import smartssd_figures
+from research.figures.near_smartssd import draw_parts, draw_smartssd, draw_split
 from research.figures.needle import draw_needles
 from research.figures.pareto import draw_pareto, has_front
 from research.figures.result_lengths import by_length
@@ -49,79 +50,83 @@ from research.figures.token_budgets import draw_token_budgets, has_token_budgets
 from research.figures.tuning_prediction import draw_predictions
 from research.figures.tuning_quality import draw_tuning_quality, has_quality
 
+Draw = Callable[[Result], Figure]
 RESULTS, FIGURES = Path("benchmarks/results"), Path("benchmarks/figures")
 BUNDLED = "recall"
 """The model of results that name none."""
 
 
-def figures_of(result: Result, name: str) -> dict[str, Callable[[Result], Figure]]:
+class _Drawn(NamedTuple):
+    """A figure of a kind of results."""
+
+    end: str
+    """What stands behind the result's name."""
+    draw: Draw
+    has: Callable[[Result], bool] = lambda _: True
+    """Whether a result has it."""
+
+
+_DRAWN = {
+    "throughput": (_Drawn("", draw_throughput),),
+    "audit": (_Drawn("", draw_audit),),
+    "statistics": (_Drawn("", draw_statistics),),
+    "needles": (_Drawn("", draw_needles),),
+    "setting": (_Drawn("", draw_setting), _Drawn("-breakdown", draw_breakdown, has_breakdown)),
+    "clusters": (
+        _Drawn("", draw_cluster_costs), _Drawn("-drift", draw_cluster_drift),
+        _Drawn("-keys", draw_cluster_keys),
+    ),
+    "clusters.quality": (_Drawn("", draw_cluster_quality),),
+    "near_storage.placement": (
+        _Drawn("", draw_near_placement), _Drawn("-counts", draw_near_counts),
+    ),
+    "near_storage.agreement": (_Drawn("", draw_near_agreement),),
+    "near_storage.smartssd": (
+        _Drawn("", draw_smartssd), _Drawn("-split", draw_split), _Drawn("-parts", draw_parts),
+    ),
+    "search_accuracy": (_Drawn("", draw_search_accuracy),),
+    "search.plan": (_Drawn("", draw_search_plan),),
+    "device_tier.kernels": (_Drawn("", draw_device_kernels),),
+    "device_tier.speed": (
+        _Drawn("", draw_device_speed, lambda result: not result.settings.get("ablation")),
+        _Drawn("", draw_device_ablation, lambda result: bool(result.settings.get("ablation"))),
+        _Drawn("-breakdown", draw_device_breakdown, has_device_breakdown),
+    ),
+    "documents": (_Drawn("", draw_documents),),
+    "tuning.predict": (_Drawn("", draw_predictions),),
+    "tuning.sweep": (
+        _Drawn("", draw_tuning_quality, has_quality), _Drawn("-predicted", draw_predictions),
+    ),
+    "ablation": (
+        _Drawn("-retrievals", draw_retrievals, has_retrievals),
+        _Drawn("-units", draw_units, has_retrievals),
+        _Drawn("-segments", draw_segments, has_retrievals),
+        _Drawn("-budgets", draw_token_budgets, has_token_budgets),
+    ),
+    "accuracy": (
+        _Drawn("", draw_methods, compares_methods),
+        _Drawn("-tasks", draw_tasks, lambda result: not compares_methods(result)),
+        _Drawn("-pareto", draw_pareto, has_front),
+    ),
+}  # fmt: skip
+"""By the kind of a result."""
+_BY_ROWS: dict[str, Callable[[Result, str], dict[str, Draw]]] = {
+    "clusters.end_to_end": cluster_speed_figures, "near_storage.decode": near_decode_figures,
+    "search.speed": search_speed_figures,
+}  # fmt: skip
+"""Kinds whose figures have names of their own."""
+
+
+def figures_of(result: Result, name: str) -> dict[str, Draw]:
     """The figures that a result gives, by their names; none for what a table says better.
 
     Args:
         name: of the result's file, without its ending.
     """
-    if result.kind == "throughput":
-        return {name: draw_throughput}
-    if result.kind == "audit":
-        return {name: draw_audit}
-    if result.kind == "statistics":
-        return {name: draw_statistics}
-    if result.kind == "needles":
-        return {name: draw_needles}
-    if result.kind == "setting":
-        more = {f"{name}-breakdown": draw_breakdown} if has_breakdown(result) else {}
-        return {name: draw_setting, **more}
-    if result.kind == "clusters":
-        return {
-            name: draw_cluster_costs, f"{name}-drift": draw_cluster_drift,
-            f"{name}-keys": draw_cluster_keys,
-        }  # fmt: skip
-    if result.kind == "clusters.quality":
-        return {name: draw_cluster_quality}
-    if result.kind == "clusters.end_to_end":
-        return cluster_speed_figures(result, name)
-    if result.kind == "near_storage.placement":
-        return {name: draw_near_placement, f"{name}-counts": draw_near_counts}
-    if result.kind == "near_storage.agreement":
-        return {name: draw_near_agreement}
-    if result.kind == "near_storage.decode":
-        return near_decode_figures(result, name)
-    if result.kind == "near_storage.smartssd":
-        return smartssd_figures(name)
-    if result.kind == "search_accuracy":
-        return {name: draw_search_accuracy}
-    if result.kind == "search.speed":
-        return search_speed_figures(result, name)
-    if result.kind == "search.plan":
-        return {name: draw_search_plan}
-    if result.kind == "device_tier.kernels":
-        return {name: draw_device_kernels}
-    if result.kind == "device_tier.speed":
-        more = {f"{name}-breakdown": draw_device_breakdown} if has_device_breakdown(result) else {}
-        ablation = bool(result.settings.get("ablation"))
-        return {name: draw_device_ablation if ablation else draw_device_speed, **more}
-    if result.kind == "documents":
-        return {name: draw_documents}
-    if result.kind == "tuning.predict":
-        return {name: draw_predictions}
-    if result.kind == "tuning.sweep":
-        more = {name: draw_tuning_quality} if has_quality(result) else {}
-        return {**more, f"{name}-predicted": draw_predictions}
-    if _is_ablation(result):
-        figures: dict[str, Callable[[Result], Figure]] = {}
-        if has_retrievals(result):
-            figures[f"{name}-retrievals"] = draw_retrievals
-            figures[f"{name}-units"] = draw_units
-            figures[f"{name}-segments"] = draw_segments
-        if has_token_budgets(result):
-            figures[f"{name}-budgets"] = draw_token_budgets
-        return figures
-    if result.kind != "accuracy":
-        return {}
-    front = {f"{name}-pareto": draw_pareto} if has_front(result) else {}
-    if compares_methods(result):
-        return {name: draw_methods, **front}
-    return {f"{name}-tasks": draw_tasks, **front}
+    if result.kind in _BY_ROWS:
+        return _BY_ROWS[result.kind](result, name)
+    kind = "ablation" if _is_ablation(result) else result.kind
+    return {name + one.end: one.draw for one in _DRAWN.get(kind, ()) if one.has(result)}
 
 
 def _is_ablation(result: Result) -> bool:

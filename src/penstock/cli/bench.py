@@ -1,7 +1,7 @@
 """`penstock bench`: the benchmarks, under one command."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import importlib
+from collections.abc import Callable
 
 import typer
 
@@ -9,15 +9,20 @@ from penstock.cli.console import plain_output
 from penstock.cli.torch_command import TorchCommand
 from penstock.core.errors import ConfigError
 
+PROGRAMS = {
+    "accuracy": ("accuracy", "What a memory budget costs in right answers"),
+    "documents": (
+        "documents.program",
+        "Stored documents: first token when reopened, checked reading",
+    ),
+    "needles": ("needles", "A needle at every depth of documents of every length"),
+    "record": ("record_selections", "Take down what a policy selects on a real model"),
+    "throughput": ("throughput", "Tokens per second, step times, bytes read"),
+}
+"""Modules of `penstock.evaluate`, and what they measure."""
 RESEARCH = {"report": "figures", "search": "search", "settings": "settings", "tune": "tuning"}
 """Commands of earlier versions that a checkout alone has, as `python -m research.NAME`."""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-def run_program(run: Callable[[Sequence[str]], Any], context: typer.Context) -> None:
-    """Run a program that prints by itself."""
-    with plain_output():
-        run(context.args)
 
 
 bench_app = typer.Typer(
@@ -26,44 +31,22 @@ bench_app = typer.Typer(
 )  # fmt: skip
 
 
-@bench_app.command("accuracy", cls=TorchCommand, context_settings=PASS_ON)
-def accuracy_command(context: typer.Context) -> None:
-    """What a memory budget costs in right answers (--help lists the options)."""
-    from penstock.evaluate import accuracy
+def _run_program(module: str) -> Callable[[typer.Context], None]:
+    """A command that passes its words on to `penstock.evaluate.MODULE`."""
 
-    run_program(accuracy.run, context)
+    def command(context: typer.Context) -> None:
+        program = importlib.import_module(f"penstock.evaluate.{module}")
+        with plain_output():
+            program.run(context.args)
 
-
-@bench_app.command("documents", cls=TorchCommand, context_settings=PASS_ON)
-def documents_command(context: typer.Context) -> None:
-    """Stored documents: first token when reopened, checked reading (--help lists the options)."""
-    from penstock.evaluate.documents import program
-
-    run_program(program.run, context)
+    return command
 
 
-@bench_app.command("needles", cls=TorchCommand, context_settings=PASS_ON)
-def needles_command(context: typer.Context) -> None:
-    """A needle at every depth of documents of every length (--help lists the options)."""
-    from penstock.evaluate import needles
-
-    run_program(needles.run, context)
-
-
-@bench_app.command("record", cls=TorchCommand, context_settings=PASS_ON)
-def record_command(context: typer.Context) -> None:
-    """Take down what a policy selects on a real model (--help lists the options)."""
-    from penstock.evaluate import record_selections
-
-    run_program(record_selections.run, context)
-
-
-@bench_app.command("throughput", cls=TorchCommand, context_settings=PASS_ON)
-def throughput_command(context: typer.Context) -> None:
-    """Tokens per second, step times, bytes read (--help lists the options)."""
-    from penstock.evaluate import throughput
-
-    run_program(throughput.run, context)
+for name, (program, about) in PROGRAMS.items():
+    bench_app.command(
+        name, cls=TorchCommand, context_settings=PASS_ON,
+        short_help=f"{about}.", help=f"{about} (--help lists the options).",
+    )(_run_program(program))  # fmt: skip
 
 
 def answer_moved_command(context: typer.Context) -> None:
