@@ -10,7 +10,6 @@ share the work: each keeps what its methods say there, and a last run takes it a
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,8 +22,10 @@ from torch import Tensor
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.evaluate.accuracy_settings import Setting, parse_settings
 from penstock.evaluate.entry import run_program
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result, without_path
+from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
@@ -32,7 +33,7 @@ from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import share_weights
 from research.clusters.end_to_end_run import ForcedText
 from research.clusters.end_to_end_table import NO_CLUSTERS
-from research.clusters.program import model_name
+from research.clusters.recording import model_name
 from research.clusters.texts import RING_WALK, answer_of, read_on
 from research.clusters.traces import DocumentTokens, Found, Trace, TraceFolder
 
@@ -66,19 +67,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--window", type=int, default=64, help="newest tokens that all attend to")
     add("--methods", default=";".join(METHODS), help="as in penstock bench accuracy")
     add("--chunk", type=int, default=512, help="tokens per forward pass of the prefill")
-    add("--seed", type=int, default=0)
     add("--traces", metavar="FOLDER",
         help="keep what each method says of a document here, and do not ask again")  # fmt: skip
     add("--kept", action="store_true",
         help="ask nobody: documents of which --traces has all methods")  # fmt: skip
-    add(
-        "--out",
-        type=result_file,
-        metavar="FILE",
-        help="JSON file for the result, saved as it grows",
-    )
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, resume=False, minutes=False)
     if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output <= PARTS:
         raise ConfigError(f"sizes count from 1 on, --output from {PARTS + 1} on")
     if args.kept and not args.traces:
@@ -296,19 +289,15 @@ def run(arguments: Sequence[str]) -> Result:
     private = ("out", "json", "text", "traces", "document", "kept")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": model_name(args.model), "output_of": "file" if args.text else args.task}
-    paths = (args.text, args.traces)
-    shown = ["PATH" if argument in paths else argument for argument in arguments]
-    for name in ("--text=", "--traces="):
-        shown = [f"{name}PATH" if item.startswith(name) else item for item in shown]
+    shown = without_path(arguments, "--text", args.text)
+    shown = without_path(shown, "--traces", args.traces)
     result = Result.begin(KIND, shown, settings, seed=args.seed, package="research")
     measure(args, result)
     result.figures["methods"] = summary(result.figures["rows"])
     print(quality_table(result.figures["rows"]))
     if args.out:
         result.save(args.out)
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 if __name__ == "__main__":

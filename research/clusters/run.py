@@ -98,9 +98,7 @@ class Run:
 
     def _drift(self) -> Tensor:
         figures, late = drift_figures(
-            self._stream,
-            cluster_tokens=self._settings.cluster_tokens,
-            seed=self._settings.seed,
+            self._stream, cluster_tokens=self._settings.cluster_tokens, seed=self._settings.seed
         )
         self._figures["drift"] = figures
         return late
@@ -109,11 +107,7 @@ class Run:
         rows = []
         for update in METHODS:
             row, self._partitions[update] = run_method(
-                self._stream,
-                self._settings,
-                update,
-                BUFFER,
-                on_layer=self._layer_done(update, 2),
+                self._stream, self._settings, update, BUFFER, on_layer=self._layer_done(update, 2)
             )
             rows.append(row)
         counts = [round(count) for count in rows[-1]["clusters_of_layer"]]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
 from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
 from penstock.generation.prompts import read_text_file
@@ -48,9 +49,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=248, help="tokens that are decoded and counted")
     add("--methods", default=METHODS, help="POLICY[:options], full-dynamic")
     add("--dtype", help="of weights and cache (default: as stored)")
-    add("--out", type=result_file, help="file for the result, saved as it grows")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
     if min(args.prompt, args.steps) < 1:
         raise ConfigError("--prompt and --steps count from 1 on")
     return args

@@ -6,8 +6,6 @@ GPU, a bfloat16 matrix product. k-means is set beside the prefill of the same pr
 
 import argparse
 import gc
-import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +13,10 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import Sitting, closed
 from penstock.evaluate.text_table import format_table
 from penstock.models.plain_model import ARCHITECTURES
 from research.device_tier.cluster_cases import KMEANS, cluster_cases, prefill_layer_s
@@ -46,12 +46,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--config", default="llama-3.1-8b", choices=list(ARCHITECTURES), help="of the prefill")
     add("--small", action="store_true", help="tiny sizes, to see the program run")
     add("--most-seconds", type=float, default=0.12, help="of one measurement")
-    add("--minutes", type=float, help="begin no topic when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
-    add("--seed", type=int, default=0)
-    add("--out", type=result_file, help="file for the result, saved as it grows")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, resume=False)
     for topic in args.topics.split(","):
         if topic not in _TOPICS:
             raise ConfigError(f"there is no topic {topic!r}; choose from {', '.join(_TOPICS)}")
@@ -191,15 +187,13 @@ def run(arguments: Sequence[str]) -> Result:
     torch.manual_seed(args.seed)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "minutes")}
     result = Result.begin(KIND, arguments, settings, seed=args.seed, package="research")
-    topics, began = args.topics.split(","), time.perf_counter()
+    sitting, topics = Sitting(result, args), args.topics.split(",")
     progress = Progress(len(topics))
     progress.say("ceilings")
     figures: dict[str, Any] = {"ceilings": ceilings(grid, device), "rows": []}
     result.figures = figures
     for topic in topics:
-        minutes = (time.perf_counter() - began) / 60
-        if args.minutes is not None and minutes > args.minutes:
-            progress.say(f"time is up after {minutes:.1f} minutes")
+        if sitting.time_is_up():
             break
         progress.say(topic)
         try:
@@ -212,12 +206,9 @@ def run(arguments: Sequence[str]) -> Result:
         except RuntimeError as error:  # memory that is not there
             figures["rows"].append({"kernel": topic, "size": "all", "error": _said(error)})
         progress.step(1)
-        if args.out:
-            result.save(args.out)
+        sitting.save()
     print(kernel_table(figures))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,22 @@ answer up to the places where steps are measured, are synthetic and put in witho
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from penstock.core.errors import BudgetError, ConfigError, StoreFullError
+from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
-from penstock.evaluate.resuming import check_same
-from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import Sitting, say, sit
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
-from research.device_tier.decode_bench import DecodeBench, is_lost, take_workspaces
+from research.device_tier.decode_bench import DecodeBench, take_workspaces
 from research.device_tier.decode_row import DecodeRow
 from research.device_tier.methods import (
     ABLATION,
@@ -33,6 +34,7 @@ from research.device_tier.methods import (
     parse_patterns,
 )
 from research.device_tier.speed_table import speed_table
+from research.grid import Grid, attempt
 
 KIND = "device_tier.speed"
 METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
@@ -65,11 +67,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, help="layers of the model (default: all)")
     add("--patterns", default="32768/512,500/16384,32768/16384", help="PROMPT/OUTPUT tokens")
     add("--batches", default="1,4,8")
-    add(
-        "--methods",
-        default=METHODS,
-        help="POLICY[@MEMORY][:options][!FLAG...], full-...",
-    )
+    add("--methods", default=METHODS, help="POLICY[@MEMORY][:options][!FLAG...], full-...")
     add("--ablation", action="store_true", help="the methods of Fig. 8d instead")
     add("--steps", type=int, default=64, help="measured steps at each place of the answer")
     add("--places", type=int, default=3, help="of the answer, beginning and end among them")
@@ -79,13 +77,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
     add("--stays", metavar="TURN/STEP", help=_STAYS_HELP)
     add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
-    add("--minutes", type=float, help="begin no row when this much time has passed")
     add("--on", default="cuda", choices=["cpu", "cuda"])
-    add("--seed", type=int, default=0)
-    add("--out", type=result_file, help="file for the result, saved as it grows")
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     if min(args.steps, args.segment) < 1 or args.breakdown < 0 or not 0 <= args.sameness <= 1:
         raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
     if args.stays is not None:
@@ -99,60 +92,47 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class SpeedBenchmark:
+class SpeedGrid(Grid[Job]):
     """All rows of a run, and the model that they share."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Read what is to be measured; the model is built by `run`."""
+    SHARED = _SHARED
+    KEY = ("pattern", "batch", "method")
+    _bench: DecodeBench
+
+    def __init__(self, args: argparse.Namespace, settings: dict[str, Any]) -> None:
+        """Read what is to be measured; the model is built by `open`."""
         self._args = args
         patterns, batches = parse_patterns(args.patterns), whole_numbers(args.batches, "--batches")
         texts = list(ABLATION) if args.ablation else method_texts(args.methods)
         self._max_tokens = max(pattern.prompt + pattern.output for pattern in patterns)
         # Rows of one pattern and batch follow on one another: they pin the same memory.
-        self.jobs: list[Job] = [
+        jobs = [
             (pattern, batch, text) for pattern in patterns for batch in batches for text in texts
         ]
-        for pattern, _, text in self.jobs:
+        for pattern, _, text in jobs:
             parse_method(text, pattern)
-        self.rows: list[dict[str, Any]] = []
+        super().__init__(settings, jobs)
 
+    @override
+    def keys(self, job: Job) -> list[tuple[Any, ...]]:
+        return [(job[0].text, job[1], job[2])]
+
+    @override
+    def title(self, job: Job) -> str:
+        return f"{job[0].text}, batch {job[1]}, {job[2]}"
+
+    @override
+    def report(self) -> str:
+        return speed_table(self.rows)
+
+    @override
     def take_up(self, former: Result) -> None:
-        """Keep what an interrupted run has measured; rows that failed are tried again, last.
+        super().take_up(former)  # what failed is tried again, last
+        there = {self.key_of(row) for row in self.rows}
+        self.jobs.sort(key=lambda job: self.keys(job)[0] in there)
 
-        Raises:
-            ConfigError: that run was another one.
-        """
-        check_same(former.settings, vars(self._args), _SHARED)
-        jobs, rows = {_job_key(job) for job in self.jobs}, former.figures["rows"]
-        failed = {_key(row) for row in rows if "error" in row}
-        self.rows = [row for row in rows if "error" not in row or _key(row) not in jobs]
-        self.jobs.sort(key=lambda job: _job_key(job) in failed)
-
-    def run(self, keep: Callable[[], None]) -> None:
-        """Measure what is left; a row that fails says why, and the next one follows."""
-        done, began = {_key(row) for row in self.rows}, time.perf_counter()
-        left = [job for job in self.jobs if _job_key(job) not in done]
-        progress = Progress(len(self.jobs))
-        progress.skip(len(self.jobs) - len(left))
-        if not left:
-            return
-        bench = self._build()
-        for pattern, batch, text in left:
-            minutes = (time.perf_counter() - began) / 60
-            if self._args.minutes is not None and minutes > self._args.minutes:
-                say(f"time is up after {minutes:.1f} minutes; --resume goes on")
-                return
-            progress.say(f"{pattern.text}, batch {batch}, {text}")
-            row = self._measure(bench, pattern, batch, text)
-            self.rows.append(row)
-            progress.step(1)
-            keep()
-            if row.get("device_lost"):
-                raise ConfigError(
-                    f"the GPU is lost after {text}: {row['error']}; --resume goes on with the rest"
-                )
-
-    def _build(self) -> DecodeBench:
+    @override
+    def open(self) -> None:
         args, began = self._args, time.perf_counter()
         device = torch.device(args.on)
         if args.on == "cuda":
@@ -165,56 +145,34 @@ class SpeedBenchmark:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
         take_workspaces(device, model.dtype)
-        bench = DecodeBench(
+        self._bench = DecodeBench(
             model=model, adapter=random_adapter(model, args.seed), shape=inspect_model(model).kv,
             device=device, steps=args.steps, places=args.places, segment=args.segment,
             sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
             host_bytes=int(args.host_gib * 2**30), seed=args.seed, stays=args.stays,
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
-        return bench
 
-    def _measure(
-        self, bench: DecodeBench, pattern: Pattern, batch: int, text: str
-    ) -> dict[str, Any]:
-        began = time.perf_counter()
+    @override
+    def measure(self, job: Job, progress: Progress) -> list[dict[str, Any]]:
+        pattern, batch, text = job
         row: dict[str, Any] = {"pattern": pattern.text, "batch": batch, "method": text}
-        live: DecodeRow | None = None
-        try:
+
+        def measured() -> dict[str, Any]:
             method = parse_method(text, pattern)
             row["options"] = {} if method.policy is None else _plain(vars(method.policy))
-            live = DecodeRow(bench, method, pattern, batch)
-            row.update(live.run())
-        except (BudgetError, StoreFullError) as error:
-            row["skipped"] = str(error)
-        except Exception as error:  # the other rows are worth having
-            row["error"] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-            if live is not None:
+            live = DecodeRow(self._bench, method, pattern, batch)
+            try:
+                return live.run()
+            finally:
                 row.update({k: v for k, v in live.figures.items() if k not in row})
-        finally:
-            if live is not None:
-                try:
-                    live.close()
-                except RuntimeError as error:
-                    row.setdefault("error", f"closing: {error}")
-        if "error" in row and bench.device.type == "cuda":
-            row["device_lost"] = is_lost()
-        row["row_s"] = time.perf_counter() - began
-        return row
+                live.close()
+
+        return [attempt(row, measured, self._bench.device)]
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if isinstance(v, bool | int | float | str)}
-
-
-def _key(row: dict[str, Any]) -> tuple[str, int, str]:
-    return row["pattern"], row["batch"], row["method"]
-
-
-def _job_key(job: Job) -> tuple[str, int, str]:
-    return job[0].text, job[1], job[2]
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -224,23 +182,11 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    benchmark = SpeedBenchmark(args)
     private = ("out", "json", "resume", "minutes")
     settings = {k: v for k, v in vars(args).items() if k not in private}
+    grid = SpeedGrid(args, settings)
     result = Result.begin(KIND, arguments, settings, seed=args.seed, package="research")
-    sitting = Sitting(result, args)
-    if sitting.former is not None:
-        benchmark.take_up(sitting.former)
-
-    def keep() -> None:
-        sitting.keep({"rows": benchmark.rows})
-
-    try:
-        benchmark.run(keep)
-    finally:
-        keep()
-        print(speed_table(benchmark.rows))
-    return closed(result, args)
+    return sit(Sitting(result, args), grid, args)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,7 @@ from matplotlib.figure import Figure
 from penstock.core.errors import ConfigError
 from penstock.evaluate.figure_style import GRID
 from penstock.evaluate.result import Result
-from research.settings.rows import (
-    budgets_of,
-    device_title,
-    is_ours,
-    setting_rows,
-    short_number,
-)
+from research.settings.rows import budgets_of, device_title, is_ours, setting_rows, short_number
 
 _PARTS = ("#c96a2b", "#e3b34c", "#9db6c4", "#7fae73", "#a68bc2", "#c98a9d")
 _CUT = 3.0

@@ -58,11 +58,6 @@ class NearCase(Case):
         return same
 
 
-def near_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a row's case."""
-    return NearCase(**{field.name: row[field.name] for field in dataclasses.fields(NearCase)}).key
-
-
 def with_budget(method: str, memory: str) -> str:
     """A setting with the budget in it, unless it names one or its method takes none."""
     head, colon, options = method.partition(":")
@@ -114,10 +109,7 @@ def split_cases(
         "reuse": most / alpha,
     }  # fmt: skip
     shares = [alpha + (most - alpha) * i / (sizes - 1) for i in range(sizes)]
-    return [
-        NearCase(**place),
-        *(NearCase(**place, hot=round(share * length)) for share in shares),
-    ]
+    return [NearCase(**place), *(NearCase(**place, hot=round(share * length)) for share in shares)]
 
 
 def section_order(row: dict[str, Any]) -> tuple[Any, ...]:

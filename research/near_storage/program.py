@@ -1,7 +1,6 @@
 """`python -m research.near_storage placement|agreement`: measured on a recorded decode."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,18 +9,15 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.number_lists import real_numbers, whole_numbers
-from penstock.evaluate.result import Result, result_file, without_path
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import closed
 from penstock.models.loader import LoadedModel, load
-from research.clusters.key_stream import KeyStream, record_keys
-from research.clusters.program import model_name
+from research.clusters.key_stream import KeyStream
+from research.clusters.recording import add_recording_options, begin_recording, facts_of, record
 from research.clusters.run import Counter
-from research.clusters.texts import answer_of, generated, read_on
 from research.near_storage.agreement import measure_agreement
-from research.near_storage.placement import (
-    decay_settings,
-    measure_placement,
-    settings_of,
-)
+from research.near_storage.placement import decay_settings, measure_placement, settings_of
 from research.near_storage.premises import measure_premises
 from research.near_storage.table import agreement_table, placement_table
 
@@ -38,12 +34,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m research.near_storage", description=__doc__)
     add = parser.add_argument
     add("measure", choices=MEASURES)
-    add("--model", default="recall", help="the bundled model, a released one, or a folder")
-    add("--text", metavar="FILE", help="read this text on, in place of a task")
-    add("--task", default="two_walkers", help="whose right answer is the output")
-    add("--generate", action="store_true", help="the output is what the model says itself")
-    add("--prompt", type=int, default=4096, help="tokens of the prompt")
-    add("--output", type=int, default=128, help="most tokens of the output")
+    add_recording_options(parser, task="two_walkers", prompt=4096, output=128)
     add("--alphas", default="0.1,0.2", help="shares of the past that a step selects")
     add("--hot", default="0.2,0.4,0.6", help="placement: shares of the past in the hot pool")
     add("--decay", default="0,8,16,32,64,128,256", help="placement: steps after which hits are"
@@ -51,16 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--pool", type=float, default=0.4, help="the one hot pool of agreement, and of --decay")
     add("--short", type=int, default=0, help="placement: read a prompt of so many tokens too, with"
         " half as many of output (the paper's: 128)")  # fmt: skip
-    add("--chunk", type=int, default=512, help="tokens per forward pass")
-    add("--seed", type=int, default=0)
-    add(
-        "--out",
-        type=result_file,
-        metavar="FILE",
-        help="JSON file for the result, saved after each part",
-    )
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, resume=False, minutes=False)
     if min(args.prompt, args.output, args.chunk) < 1 or args.prompt < 16 or args.output < 2:
         raise ConfigError("--prompt must be at least 16, --output 2 and --chunk 1")
     if not 0 < args.pool <= 1:
@@ -82,29 +64,6 @@ def shares(text: str, option: str) -> list[float]:
     return found
 
 
-def record(
-    loaded: LoadedModel, args: argparse.Namespace, *, prompt_tokens: int, output_tokens: int
-) -> KeyStream:  # fmt: skip
-    """Read what the command line asks for.
-
-    Raises:
-        PenstockError: bad input.
-    """
-    if args.text:
-        prompt = prompt_tokens
-        ids = read_on(loaded, args.text, prompt_tokens=prompt, output_tokens=output_tokens)
-    else:
-        ids, prompt = answer_of(
-            loaded, args.task, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
-            seed=args.seed,
-        )  # fmt: skip
-    if args.generate:
-        said = Counter(output_tokens)
-        ids = generated(loaded, ids[:prompt], output_tokens, on_token=said.up_to("generated"))
-    counter = Counter(len(ids))
-    return record_keys(loaded, ids, prompt, chunk=args.chunk, on_chunk=counter.up_to("tokens read"))
-
-
 def run(arguments: Sequence[str]) -> Result:
     """Measure, print the tables, save the result.
 
@@ -117,20 +76,14 @@ def run(arguments: Sequence[str]) -> Result:
     if hot[-1] < alphas[0]:
         raise ConfigError("a hot pool must hold what a step selects: --hot is below --alphas")
     torch.manual_seed(args.seed)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "json", "text")}
-    settings["model"] = model_name(args.model)
-    shown = without_path(arguments, "--text", args.text)
-    result = Result.begin(KIND, shown, settings, seed=args.seed, package="research")
+    result = begin_recording(KIND, arguments, args)
     result = replace(result, kind=f"{KIND}.{args.measure}")
     loaded = load(args.model)
     stream = record(loaded, args, prompt_tokens=args.prompt, output_tokens=args.output)
     heads, _, dim = stream.keys[0].shape
     result.figures |= {
-        "model": settings["model"], "prompt_tokens": stream.prompt_tokens,
-        "output_tokens": stream.output_tokens, "layers": list(stream.layers), "kv_heads": heads,
-        "query_heads": len(stream.queries[0]), "head_dim": dim,
+        **facts_of(stream, args), "query_heads": len(stream.queries[0]), "head_dim": dim,
         "token_bytes": 2 * heads * dim * loaded.model.dtype.itemsize,
-        "output": "generated" if args.generate else "text" if args.text else args.task,
         "expected": round(stream.expected, 4),
     }  # fmt: skip
 
@@ -145,9 +98,7 @@ def run(arguments: Sequence[str]) -> Result:
         _agreement(loaded, stream, result.figures, args.pool, alphas)
         save()
         print(agreement_table(result.figures))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 def _placement(

@@ -6,14 +6,15 @@ names a result of `research.near_storage placement`.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import closed
 from research.near_storage.smartssd_constants import SHAPES, Constants, listed
 from research.near_storage.smartssd_hillinfer import VARIANTS
 from research.near_storage.smartssd_locality import ASSUMED_LOCALITY, read_locality
@@ -52,9 +53,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " is shown, the others for speed-ups beside it; default: assumed")  # fmt: skip
     add("--variant", default=VARIANTS[1].name, choices=[one.name for one in VARIANTS],
         help="whose sensitivity is shown")  # fmt: skip
-    add("--out", type=result_file, metavar="FILE", help="JSON file for the result")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
     try:
         args.lengths = sorted({int(number) for number in args.lengths.split(",")})
     except ValueError as error:
@@ -122,9 +121,7 @@ def run(arguments: Sequence[str]) -> Result:
         result.save(args.out)
     print(f"Simulated, not measured. Locality: {localities[0].source}\n")
     print(smartssd_table(result.figures))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 from research.near_storage.smartssd_constants import Constants
-from research.near_storage.smartssd_places import (
-    NO_LOCALITY,
-    Locality,
-    Places,
-    Workload,
-    divide,
-)
+from research.near_storage.smartssd_places import NO_LOCALITY, Locality, Places, Workload, divide
 
 FULL, H2O, PREFETCH, LEOAM = "full", "h2o-like", "prefetch-based", "leoam-like"
 BASELINES = (FULL, H2O, PREFETCH, LEOAM)

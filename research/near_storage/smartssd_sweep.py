@@ -23,18 +23,8 @@ from research.near_storage.smartssd_hillinfer import (
     hillinfer_step,
     rates,
 )
-from research.near_storage.smartssd_places import (
-    NO_LOCALITY,
-    Locality,
-    Workload,
-    divide,
-)
-from research.near_storage.smartssd_step import (
-    BASELINES,
-    FULL,
-    StepTime,
-    baseline_step,
-)
+from research.near_storage.smartssd_places import NO_LOCALITY, Locality, Workload, divide
+from research.near_storage.smartssd_step import BASELINES, FULL, StepTime, baseline_step
 
 RIVALS = tuple(name for name in BASELINES if name != FULL)
 """What the paper's speed-ups are over."""

@@ -11,7 +11,8 @@ from typing import Any
 from penstock.core.byte_size import parse_bytes
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result
 from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
 from penstock.models.kv_shapes import kv_shape
@@ -40,9 +41,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128)
     add("--tokens", type=int, default=1920)
     add("--memory", default="7GiB")
-    add("--out", type=result_file, help="file for the result")
-    add("--json", action="store_true", help="print the result as the last line")
-    return parser.parse_args(arguments)
+    return read_options(parser, arguments, seed=False, resume=False, minutes=False)
 
 
 def run(arguments: Sequence[str]) -> Result:

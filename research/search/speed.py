@@ -12,24 +12,25 @@ beams of `layerwise` and `resident` go together, so that these two are measured 
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from penstock.core.errors import BudgetError, ConfigError, PenstockError, StoreFullError
+from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
-from penstock.evaluate.resuming import check_same
-from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import Sitting, say, sit
 from penstock.models.loader import CausalLM, load
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_model
 from penstock.storage.store import parse_location
-from research.clusters.program import model_name
-from research.device_tier.decode_bench import is_lost
+from research.clusters.recording import model_name
+from research.grid import Grid, attempt
 from research.search.search_row import SearchBench, measure_row
 from research.search.speed_table import speed_table
 from research.search.variants import VARIANTS, SearchCase
@@ -83,14 +84,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="run every step of these variants (default: all), and no places")  # fmt: skip
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--quick", action="store_true", help="a tiny model on the CPU, in seconds")
-    add("--minutes", type=float, help="begin no row when this much time has passed")
-    add("--seed", type=int, default=0)
-    add("--out", type=result_file, help="file for the result, saved as it grows")
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK)
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     if min(args.repeat, args.block_tokens, args.layers or 1) < 1 or args.layers == 0:
         raise ConfigError("--repeat, --block-tokens and --layers must be at least 1")
     if args.lead_in < 0:
@@ -120,11 +116,15 @@ def variant_names(text: str, option: str) -> list[str]:
     return [name for name in VARIANTS if name in asked]
 
 
-class SearchBenchmark:
+class SearchGrid(Grid[Key]):
     """All rows of a run, and the model that they share."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Read what is to be measured; the model is built by `run`.
+    SHARED = _SHARED
+    KEY = ("beams", "step_tokens", "variant")
+    _bench: SearchBench
+
+    def __init__(self, args: argparse.Namespace, settings: dict[str, Any]) -> None:
+        """Read what is to be measured; the model is built by `open`.
 
         Raises:
             ConfigError: a number or a name makes no sense.
@@ -134,13 +134,13 @@ class SearchBenchmark:
         names = variant_names(args.variants, "--variants")
         self._whole = set(variant_names(args.whole, "--whole"))
         self._lengths = whole_numbers(args.lengths, "--lengths")
-        self.rows: list[dict[str, Any]] = []
-        self.jobs: list[Key] = [
+        jobs = [
             (beams, step, name)
             for beams in whole_numbers(args.beams, "--beams") for step in steps for name in names
             if VARIANTS[name].in_steps or step == steps[0]
         ]  # fmt: skip
-        for beams, step, name in self.jobs:
+        super().__init__(settings, jobs)
+        for beams, step, name in jobs:
             case = self._case(beams, step)
             if name not in self._whole:
                 case.steps_at(self._lengths, args.repeat)
@@ -152,48 +152,26 @@ class SearchBenchmark:
             prompt_tokens=args.prompt_tokens, block_tokens=args.block_tokens, seed=args.seed,
         )  # fmt: skip
 
-    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
-        """Keep what an interrupted run has measured; rows that failed are tried again.
+    @override
+    def title(self, job: Key) -> str:
+        return f"{job[0]} beams, steps of {job[1]}, {job[2]}"
 
-        Raises:
-            ConfigError: that run was another one.
-        """
-        check_same(former.settings, settings, _SHARED)
+    @override
+    def take_up(self, former: Result) -> None:
+        super().take_up(former)
         jobs = set(self.jobs)
-        self.rows = [
-            row for row in former.figures["rows"]
-            if _key(row) not in jobs or ("error" not in row and self._is_wanted(row))
+        self.held.rows = [
+            row for row in self.rows
+            if self.key_of(row) not in jobs or "way" not in row
+            or (row["way"] == "whole") == (row["variant"] in self._whole)
         ]  # fmt: skip
 
-    def _is_wanted(self, row: dict[str, Any]) -> bool:
-        """Whether it was measured in the way that is asked for now."""
-        return "way" not in row or (row["way"] == "whole") == (row["variant"] in self._whole)
+    @override
+    def report(self) -> str:
+        return speed_table(self.rows)
 
-    def run(self, keep: Callable[[], None]) -> None:
-        """Measure what is left; a row that fails says why, and the next one follows."""
-        done, began = {_key(row) for row in self.rows}, time.perf_counter()
-        left = [job for job in self.jobs if job not in done]
-        progress = Progress(len(self.jobs))
-        progress.skip(len(self.jobs) - len(left))
-        if not left:
-            return
-        bench = self._build()
-        for job in left:
-            minutes = (time.perf_counter() - began) / 60
-            if self._args.minutes is not None and minutes > self._args.minutes:
-                say(f"time is up after {minutes:.1f} minutes; --resume goes on")
-                return
-            progress.say(f"{job[0]} beams, steps of {job[1]}, {job[2]}")
-            row = self._measure(bench, job)
-            self.rows.append(row)
-            progress.step(1)
-            keep()
-            if row.get("device_lost"):
-                raise ConfigError(
-                    f"the GPU is lost after {job}: {row['error']}; --resume goes on with the rest"
-                )
-
-    def _build(self) -> SearchBench:
+    @override
+    def open(self) -> None:
         args, began = self._args, time.perf_counter()
         device = torch.device(args.device)
         if args.device == "cuda":
@@ -204,7 +182,7 @@ class SearchBenchmark:
         if positions < wanted:
             raise ConfigError(f"the model has {positions:,} positions; {wanted:,} are asked for")
         say(f"ready after {time.perf_counter() - began:.1f} s")
-        return SearchBench(
+        self._bench = SearchBench(
             model=model, device=device, memory=args.memory, store=args.store,
             lengths=self._lengths, repeat=args.repeat, lead_in=args.lead_in,
             moves_all=not args.no_moves, row_seconds=args.row_seconds, cuda_graphs=not args.eager,
@@ -219,30 +197,18 @@ class SearchBenchmark:
             dtype=getattr(torch, args.dtype), device=device, layers=args.layers,
         )  # fmt: skip
 
-    def _measure(self, bench: SearchBench, job: Key) -> dict[str, Any]:
-        began = time.perf_counter()
+    @override
+    def measure(self, job: Key, progress: Progress) -> list[dict[str, Any]]:
         beams, step_tokens, name = job
         row: dict[str, Any] = {"beams": beams, "step_tokens": step_tokens, "variant": name}
         row["any_step"] = not VARIANTS[name].in_steps
         row |= VARIANTS[name].arguments
-        try:
+
+        def measured() -> dict[str, Any]:
             case = self._case(beams, step_tokens)
-            row |= measure_row(bench, case, name, whole=name in self._whole)
-        except (BudgetError, StoreFullError) as error:
-            row["skipped"] = str(error)
-        except torch.OutOfMemoryError as error:
-            row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
-        except (PenstockError, RuntimeError, AssertionError, ValueError, KeyError) as error:
-            lines = str(error).splitlines() or [""]
-            row["error"] = f"{type(error).__name__}: {lines[0]}"
-        if "error" in row and bench.device.type == "cuda":
-            row["device_lost"] = is_lost()
-        row["row_s"] = time.perf_counter() - began
-        return row
+            return measure_row(self._bench, case, name, whole=name in self._whole)
 
-
-def _key(row: dict[str, Any]) -> Key:
-    return row["beams"], row["step_tokens"], row["variant"]
+        return [attempt(row, measured, self._bench.device)]
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -252,35 +218,18 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    benchmark = SearchBenchmark(args)
     private = ("out", "json", "resume", "minutes", "quick", "config")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings["model"] = model_name(args.model) if args.model else args.config
     settings["weights"] = "stored" if args.model else "random"
     if "/" in args.store:
         settings["store"] = "a folder"
-    place = parse_location(args.store)[1]
+    grid, place = SearchGrid(args, settings), parse_location(args.store)[1]
     result = Result.begin(
-        KIND,
-        arguments,
-        settings,
-        seed=args.seed,
-        store="auto" if place == "memory" else place,
+        KIND, arguments, settings, seed=args.seed, store="auto" if place == "memory" else place,
         package="research",
-    )
-    sitting = Sitting(result, args)
-    if sitting.former is not None:
-        benchmark.take_up(sitting.former, settings)
-
-    def keep() -> None:
-        sitting.keep({"rows": benchmark.rows})
-
-    try:
-        benchmark.run(keep)
-    finally:
-        keep()
-        print(speed_table(benchmark.rows))
-    return closed(result, args)
+    )  # fmt: skip
+    return sit(Sitting(result, args), grid, args)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ Float64Array = NDArray[np.float64]
 
 
 def request_totals(
-    case: SearchCase,
-    entries: Sequence[Entry],
-    prediction: Prediction,
-    moved: Sequence[Entry] = (),
+    case: SearchCase, entries: Sequence[Entry], prediction: Prediction, moved: Sequence[Entry] = ()
 ) -> dict[str, Any]:
     """Time and bytes of the whole request: summed where every step ran to its end (for bytes: or
     moved its blocks), else interpolated.

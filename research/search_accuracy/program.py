@@ -2,20 +2,23 @@
 
 import argparse
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.core.errors import ConfigError
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same
-from penstock.evaluate.sitting import Sitting, closed, say
-from penstock.evaluate.tasks import GeneratedTasks, Sample
+from penstock.evaluate.sitting import Sitting, sit
+from penstock.evaluate.tasks import GeneratedTasks
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
-from research.clusters.program import model_name
+from research.clusters.recording import model_name
+from research.grid import Grid
 from research.search_accuracy.searches import (
     Plan,
     answer_document,
@@ -28,6 +31,8 @@ from research.search_accuracy.table import accuracy_tables
 
 KIND = "search_accuracy"
 TASK = "pointer_chasing"
+Job = tuple[float, int]
+"""Temperature, and number of the document."""
 _MAY_GROW = ("documents", "checked")
 _PRIVATE = ("out", "resume", "json", "store", "seed", "minutes")
 _PASS_WORK = 16
@@ -57,17 +62,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--memory", default="1/13", help="the small memory: bytes, 6MiB, or a fraction of what"
         " all beams take")  # fmt: skip
     add("--store", default="auto", help="slow tier of the small memory: a folder, or memory")
-    add("--minutes", type=float, help="stop cleanly when this much time has passed")
-    add("--seed", type=int, default=0)
-    add(
-        "--out",
-        type=result_file,
-        metavar="FILE",
-        help="JSON file for the result, saved as it grows",
-    )
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     args.beams = _ascending(args.beams, "--beams", int)
     args.temperatures = _ascending(args.temperatures, "--temperatures", float)
     if min(args.documents, *args.beams, args.width, args.step) < 1 or args.checked < 0:
@@ -82,8 +77,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class _Work:
+class _Documents(Grid[Job]):
     """All documents at all temperatures: what is to be done, and what is done."""
+
+    ROWS = "documents"
+    KEY = ("temperature", "document")
 
     def __init__(self, args: argparse.Namespace, loaded: LoadedModel) -> None:
         if loaded.tokenizer is None:
@@ -92,7 +90,9 @@ class _Work:
         if TASK not in source.names:
             raise ConfigError(f"{TASK} needs a model with the bundled model's vocabulary")
         self._args, self._loaded = args, loaded
-        self.settings = settings_of(args) | {"weights": fingerprint(loaded.model)}
+        temperatures = (GREEDY_TEMPERATURE, *args.temperatures)
+        jobs = [(one, number) for number in range(args.documents) for one in temperatures]
+        super().__init__(settings_of(args) | {"weights": fingerprint(loaded.model)}, jobs)
         self.samples = source.draw(TASK, 0, args.documents, tokens=args.tokens, seed=args.seed)
         self.plan = Plan(
             beams=args.beams, width=args.width, step_tokens=args.step,
@@ -101,33 +101,45 @@ class _Work:
         for beams in self.plan.beams:
             if beams > 1:  # refuses what cannot be shared out before anything runs
                 self.plan.params(beams, args.temperatures[0], self.samples[0], 0)
-        self.records: list[dict[str, Any]] = []
 
+    @override
     def take_up(self, former: Result) -> None:
-        """Go on with the records of an earlier run.
-
-        Raises:
-            ConfigError: it was made with other settings.
-        """
         names = [name for name in self.settings if name not in _MAY_GROW]
         check_same(former.settings, self.settings, names)
-        self.records = list(former.figures["documents"])
-        last = max((one["document"] for one in self.records), default=0)
+        super().take_up(former)
+        last = max((one["document"] for one in self.rows), default=0)
         if last >= self._args.documents:
             raise ConfigError(f"cannot resume: the result has {last + 1} documents; ask for those")
 
-    def run(self, keep: Callable[[], None]) -> None:
-        """Answer document by document, all temperatures in turn, or what the time allows."""
-        args, began = self._args, time.perf_counter()
-        left = [key for key in self._keys() if not self._done(*key)]
-        progress = Progress(sum(self._cost(*key) for key in left))
-        for temperature, number in left:
-            spent = (time.perf_counter() - began) / 60
-            if args.minutes is not None and spent > args.minutes:
-                say(f"time is up after {spent:.1f} minutes; --resume goes on")
-                return
-            self.records.append(self._answer(temperature, number, progress))
-            keep()
+    @override
+    def title(self, job: Job) -> str:
+        return f"document {job[1] + 1}"
+
+    @override
+    def measure(self, job: Job, progress: Progress) -> list[dict[str, Any]]:
+        return [self._answer(*job, progress)]
+
+    @override
+    def work(self, job: Job) -> int:
+        temperature, number = job
+        if temperature == GREEDY_TEMPERATURE:
+            return _PASS_WORK + 1
+        checked = number < self._args.checked
+        return sum(_PASS_WORK + beams for beams in searches_of(self.plan, checked=checked))
+
+    @override
+    def figures(self) -> dict[str, Any]:
+        [hops] = {sample.answer.count(">") for sample in self.samples}
+        return {
+            "hops": hops, "answer_tokens": self.samples[0].max_new_tokens,
+            "prompt_tokens": max(1 + len(sample.prompt.split()) for sample in self.samples),
+            "beams": list(self._args.beams), "documents": self.rows,
+            **summarise(self.rows, self._args.beams),
+        }  # fmt: skip
+
+    @override
+    def report(self) -> str:
+        return accuracy_tables(self.figures())
 
     def _answer(self, temperature: float, number: int, progress: Progress) -> dict[str, Any]:
         sample, key = self.samples[number], {"temperature": temperature, "document": number}
@@ -148,22 +160,6 @@ class _Work:
             checked=number < self._args.checked,
         )  # fmt: skip
 
-    def _keys(self) -> Iterator[tuple[float, int]]:
-        for number in range(self._args.documents):
-            for temperature in (GREEDY_TEMPERATURE, *self._args.temperatures):
-                yield temperature, number
-
-    def _done(self, temperature: float, number: int) -> bool:
-        return any(
-            (one["temperature"], one["document"]) == (temperature, number) for one in self.records
-        )
-
-    def _cost(self, temperature: float, number: int) -> int:
-        if temperature == GREEDY_TEMPERATURE:
-            return _PASS_WORK + 1
-        checked = number < self._args.checked
-        return sum(_PASS_WORK + beams for beams in searches_of(self.plan, checked=checked))
-
 
 def run(arguments: Sequence[str]) -> Result:
     """Measure, print the tables, save the result as it grows.
@@ -176,28 +172,9 @@ def run(arguments: Sequence[str]) -> Result:
         KIND, arguments, settings_of(args), seed=args.seed, store=args.store, package="research"
     )
     sitting = Sitting(result, args)
-    work = _Work(args, load(args.model, dtype=args.dtype))
+    work = _Documents(args, load(args.model, dtype=args.dtype))
     result.settings = work.settings
-    if sitting.former is not None:
-        work.take_up(sitting.former)
-    facts = _facts(work.samples)
-
-    def keep() -> None:
-        sitting.keep({
-            **facts, "beams": list(args.beams), "documents": work.records,
-            **summarise(work.records, args.beams),
-        })  # fmt: skip
-
-    interrupted = False
-    try:
-        work.run(keep)
-    except KeyboardInterrupt:
-        interrupted = True
-    keep()
-    print(accuracy_tables(result.figures))
-    if interrupted:
-        raise KeyboardInterrupt
-    return closed(result, args)
+    return sit(sitting, work, args)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -205,15 +182,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: value for name, value in vars(args).items() if name not in _PRIVATE}
     lists = {name: list(getattr(args, name)) for name in ("beams", "temperatures")}
     return settings | lists | {"model": model_name(args.model), "task": TASK}
-
-
-def _facts(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the documents are like; all are alike."""
-    [hops] = {sample.answer.count(">") for sample in samples}
-    return {
-        "hops": hops, "answer_tokens": samples[0].max_new_tokens,
-        "prompt_tokens": max(1 + len(sample.prompt.split()) for sample in samples),
-    }  # fmt: skip
 
 
 def _ascending(text: str, option: str, number: Callable[[str], Any]) -> tuple[Any, ...]:

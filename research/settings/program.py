@@ -9,40 +9,32 @@ profiler measures one layer.
 """
 
 import argparse
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.evaluate.accuracy_settings import parse_settings
 from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
-from penstock.evaluate.resuming import check_same
-from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.evaluate.result import Result
+from penstock.evaluate.resuming import Row
+from penstock.evaluate.sitting import Sitting, say, sit
 from penstock.methods import KVSwap
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
 from penstock.models.prefetch_hooks import predictor_bytes
 from penstock.workloads.selection_streams import PAPER_OVERLAP
+from research.grid import Grid
 from research.settings.cases import Floor, Measurement, measure_case
-from research.settings.methods import (
-    BATCHES,
-    METHODS,
-    Case,
-    Machine,
-    cases_of_a,
-    cases_of_b,
-)
+from research.settings.methods import BATCHES, METHODS, Case, Machine, cases_of_a, cases_of_b
 from research.settings.table import ratios_of, ratios_text, settings_table
 
 TOTALS, SHARES = "2000MiB,800MiB", "1/13,1/34"
-_SAME_WHEN_RESUMED = (
-    "setting", "config", "on", "overlap", "memory", "layers", "steps", "step_seconds",
-)  # fmt: skip
 _GROWING = ("contexts", "batches", "totals", "shares", "devices")
 LEAST_LAYERS = 4
 """First, two inner ones, last."""
@@ -66,16 +58,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=6, help="measured steps on each device")
     add("--step-seconds", type=float, default=12.0, help="steps that would be longer are not run")
     add("--on", default="cpu", choices=["cpu", "cuda"])
-    add("--minutes", type=float, help="stop cleanly when this much time has passed")
-    add("--seed", type=int, default=0)
-    add(
-        "--out",
-        type=result_file,
-        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
-    )
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     for device in args.devices.split(","):
         if device not in PRESETS:
             raise ConfigError(f"no device {device!r}; choose from {', '.join(PRESETS)}")
@@ -86,11 +69,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class SettingBenchmark:
+class SettingGrid(Grid[Case]):
     """All cases of one run, their rows, and the floors of their batches."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    SHARED = (
+        "setting", "config", "on", "overlap", "memory", "layers", "steps", "step_seconds",
+    )  # fmt: skip
+    KEY = ("method", "context", "budget", "device", "batch")
+    _floor: Floor | None = None
+
+    def __init__(self, args: argparse.Namespace, settings: dict[str, Any]) -> None:
         """Build the model and plan every case.
+
+        Args:
+            settings: of the result, which gets the numbers of layers.
 
         Raises:
             ConfigError: a method does not exist, or too few layers were asked for.
@@ -126,77 +118,61 @@ class SettingBenchmark:
         )  # fmt: skip
         if args.setting == "A":
             batches = whole_numbers(args.batches, "--batches")
-            self.cases = cases_of_a(methods, devices, contexts, batches, args.memory, self.machine)
+            cases = cases_of_a(methods, devices, contexts, batches, args.memory, self.machine)
         else:
-            self.cases = cases_of_b(
+            cases = cases_of_b(
                 methods, devices, contexts, args.totals.split(","), args.shares.split(","),
                 self.machine,
             )  # fmt: skip
+        settings.update(layers=self.layers, of_layers=self.of_layers)
         # One document of a batch serves all of its cases.
-        self.cases.sort(key=lambda case: (case.context, case.batch))
-        self.rows: list[dict[str, Any]] = []
+        super().__init__(settings, sorted(cases, key=lambda case: (case.context, case.batch)))
         self._sitting = 1
 
-    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
-        """Keep what an interrupted run has measured.
-
-        Args:
-            settings: of the result; what the earlier run was asked for is added.
-
-        Raises:
-            ConfigError: that run asked for something else.
-        """
-        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+    @override
+    def take_up(self, former: Result) -> None:
+        super().take_up(former)
         for name in _GROWING:
-            texts = former.settings[name].split(","), settings[name].split(",")
-            settings[name] = ",".join(dict.fromkeys(word for words in texts for word in words))
-        asked = parse_settings([former.settings["methods"], settings["methods"]])
-        settings["methods"] = ",".join(method.text for method in asked)
-        self.rows = list(former.figures["rows"])
+            texts = former.settings[name].split(","), self.settings[name].split(",")
+            self.settings[name] = ",".join(dict.fromkeys(w for words in texts for w in words))
+        asked = parse_settings([former.settings["methods"], self.settings["methods"]])
+        self.settings["methods"] = ",".join(method.text for method in asked)
         self._sitting = 1 + max((row.get("sitting", 0) for row in self.rows), default=0)
 
-    def run(self, keep: Any) -> None:
-        """Measure what is left."""
-        began = time.perf_counter()
-        left = [case for case in self.cases if not self._is_done(case)]
-        progress = Progress(progress_of(self.cases))
-        progress.skip(progress_of(self.cases) - progress_of(left))
-        floor: Floor | None = None
-        for case in left:
-            minutes = (time.perf_counter() - began) / 60
-            if self._args.minutes is not None and minutes > self._args.minutes:
-                say(f"time is up after {minutes:.1f} minutes")
-                break
-            progress.say(f"{case.method}, {case.context} tokens, batch {case.batch}")
-            if floor is None or floor.batch != case.batch:
-                if floor is not None:
-                    floor.close()
-                floor = Floor(self.bench, case.batch)
-            rows = measure_case(self.bench, case, floor)
-            self.rows += [{**row, "sitting": self._sitting} for row in rows]
-            progress.step(_weight(case))
-            keep()
-        if floor is not None:
-            floor.close()
+    @override
+    def keys(self, job: Case) -> list[tuple[Any, ...]]:
+        return [(job.method, job.context, job.budget, device, job.batch) for device in job.devices]
 
-    def _is_done(self, case: Case) -> bool:
-        wanted = {(case.method, case.context, case.budget, d) for d in case.devices}
-        if self._args.setting == "A":
-            rows = [row for row in self.rows if row["batch"] == case.batch]
-        else:
-            rows = self.rows
-        return wanted <= {
-            (row["method"], row["context"], row["budget"], row["device"]) for row in rows
-        }
+    @override
+    def work(self, job: Case) -> int:
+        return job.context * job.batch // 1024 + 4
 
+    @override
+    def title(self, job: Case) -> str:
+        return f"{job.method}, {job.context} tokens, batch {job.batch}"
 
-def _weight(case: Case) -> int:
-    return case.context * case.batch // 1024 + 4
+    @override
+    def measure(self, job: Case, progress: Progress) -> list[Row]:
+        if self._floor is None or self._floor.batch != job.batch:
+            self.close()
+            self._floor = Floor(self.bench, job.batch)
+        rows = measure_case(self.bench, job, self._floor)
+        return [{**row, "sitting": self._sitting} for row in rows]
 
+    @override
+    def close(self) -> None:
+        if self._floor is not None:
+            self._floor.close()
+            self._floor = None
 
-def progress_of(cases: Sequence[Case]) -> int:
-    """Work in these cases, in the units of the progress lines."""
-    return sum(_weight(case) for case in cases)
+    @override
+    def figures(self) -> Row:
+        ratios = ratios_of(self.rows, same_batch=self._args.setting == "A")
+        return {"rows": self.rows, "ratios": ratios}
+
+    @override
+    def report(self) -> str:
+        return f"{settings_table(self.rows)}\n{ratios_text(self.figures()['ratios'])}"
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -206,26 +182,11 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    benchmark = SettingBenchmark(args)
     private = ("out", "json", "resume", "minutes")
     settings = {k: v for k, v in vars(args).items() if k not in private}
-    settings.update(layers=benchmark.layers, of_layers=benchmark.of_layers)
+    grid = SettingGrid(args, settings)
     result = Result.begin("setting", arguments, settings, seed=args.seed, package="research")
     result.command = result.command.replace("research.setting ", "research.settings ")
     if args.on == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name()
-    sitting = Sitting(result, args)
-    if sitting.former is not None:
-        benchmark.take_up(sitting.former, result.settings)
-
-    def keep() -> None:
-        ratios = ratios_of(benchmark.rows, same_batch=args.setting == "A")
-        sitting.keep({"rows": benchmark.rows, "ratios": ratios})
-
-    try:
-        benchmark.run(keep)
-    finally:
-        keep()
-    print(settings_table(benchmark.rows))
-    print(ratios_text(result.figures["ratios"]))
-    return closed(result, args)
+    return sit(Sitting(result, args), grid, args)

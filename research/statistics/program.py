@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from penstock.evaluate.audit.program import (
     Paced,
-    add_options,
     begin,
-    check_options,
     headline,
     left_out_lines,
     open_prompts,
+    read_prompt_options,
 )
 from penstock.evaluate.audit.reference import end_token_ids
 from penstock.evaluate.result import Result
@@ -30,10 +29,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: a number is out of its range, or --out cannot be a file.
     """
     parser = argparse.ArgumentParser(prog="python -m research.statistics", description=__doc__)
-    add_options(parser)
-    args = parser.parse_args(arguments)
-    check_options(args)
-    return args
+    return read_prompt_options(parser, arguments)
 
 
 def run(arguments: Sequence[str]) -> Result:

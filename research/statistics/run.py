@@ -18,12 +18,7 @@ from penstock.evaluate.audit.reference import Counter
 from penstock.generation.prompts import PromptBatch
 from research.statistics.capture import Step
 from research.statistics.keys import key_figures
-from research.statistics.layer import (
-    BUFFER_SIZES,
-    GROUP_TOKENS,
-    IMPORTANT_PART,
-    LayerMeter,
-)
+from research.statistics.layer import BUFFER_SIZES, GROUP_TOKENS, IMPORTANT_PART, LayerMeter
 from research.statistics.mass import LEVELS, PARTS
 from research.statistics.overlap import concentration, stable_part
 from research.statistics.queries import THRESHOLDS, inside_and_between, segment_lengths

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.policy import SelectionPolicy
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.result import Result
-from penstock.evaluate.sitting import closed, say
+from penstock.evaluate.sitting import say
 from penstock.methods import POLICIES
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.tuned_config import Solution, TunedConfig
@@ -28,7 +28,7 @@ from penstock.tuner.other_policies import OtherPolicies
 from penstock.tuner.solutions import config_of
 from penstock.tuner.tuning_task import TuningTask
 from research.tuning.held_out import held_out_texts
-from research.tuning.options import PRIVATE, add_options, check_options, require_positive
+from research.tuning.options import read_tuning_options, run_bench
 from research.tuning.table import auto_table
 from research.tuning.workbench import Workbench
 
@@ -44,7 +44,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: a setting makes no sense.
     """
     parser = argparse.ArgumentParser(prog="python -m research.tuning auto", description=__doc__)
-    add_options(parser)
     add = parser.add_argument
     add("--budgets", default="1/6,1/3", help="each in place of --memory")
     add("--policies", default="all", help="names with commas")
@@ -52,9 +51,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="of a round of the last run, which has three")
     add("--texts", type=int, default=2, help="held-out documents for quality")
     add("--forced", type=int, default=32, help="tokens that are decoded at the end of each")
-    args = parser.parse_args(arguments)
-    check_options(args)
-    require_positive(args, ("context", "steps", "texts", "forced"))
+    args = read_tuning_options(parser, arguments, ("context", "steps", "texts", "forced"))
     if args.model != BUNDLED or args.quick:
         raise ConfigError("policies are compared by quality: --model recall, and no --quick")
     args.budgets = args.budgets.split(",")
@@ -93,6 +90,9 @@ class AutoBench:
                 found["cases"].append(self._case(budget, device, faithful))
                 if args.out:
                     self._result.save(args.out)
+
+    def forget(self) -> None:
+        """Each device's journal went when it was done."""
 
     def _case(self, budget: str, device: str, faithful: Faithful) -> Row:
         """Tune one device, run what came out again, and hold it to full attention."""
@@ -163,15 +163,7 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    settings: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in PRIVATE}
-    result = Result.begin(
-        KIND, arguments, settings, seed=args.seed, store=args.store, package="research"
-    )
-    AutoBench(args, result).run()
-    if args.out:
-        result.save(args.out)
-    print(auto_table(result.figures))
-    return closed(result, args)
+    return run_bench(KIND, AutoBench, auto_table, arguments, args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Options that both programs of `python -m research.tuning` have, and checks of them."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
-from penstock.evaluate.result import result_file
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import closed
 from penstock.models.loader import BUNDLED
 from penstock.models.plain_model import ARCHITECTURES
 from penstock.tuner.fidelity import KL_FLOOR
@@ -23,8 +25,19 @@ PRIVATE = ("out", "json", "quick", "store")
 """Options that say nothing about what is measured, or hold a path."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a program's parser."""
+def read_tuning_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], positive: Sequence[str],
+    quick: Mapping[str, Any] | None = None,
+) -> argparse.Namespace:  # fmt: skip
+    """Add the options that all programs have to one's own, and read the command line.
+
+    Args:
+        positive: options whose numbers are at least 1.
+        quick: defaults of the program's own options with --quick.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
     add = parser.add_argument
     add("--model", default=BUNDLED, choices=[BUNDLED, *ARCHITECTURES],
         help="the bundled model, or an architecture with random weights")  # fmt: skip
@@ -33,19 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", default="real,nvme,emmc", help="of " + ",".join(DEVICES))
     add("--store", default="auto", metavar="FOLDER", help="where the device `real` has its files")
     add("--floor", type=float, default=KL_FLOOR, help="most KL from full attention, in nats")
-    add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a tiny model and few settings, in seconds")
-    add("--out", type=result_file, metavar="FILE", help="JSON file; beside it a journal for each "
-        "device, with which an interrupted run goes on")  # fmt: skip
-    add("--json", action="store_true", help="print the result as the last line")
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Put in place what depends on other options.
-
-    Raises:
-        ConfigError: a setting makes no sense.
-    """
+    if "--quick" in arguments:
+        parser.set_defaults(**QUICK, **(quick or {}))
+    out = "the result; beside it a journal for each device, with which an interrupted run goes on"
+    args = read_options(parser, arguments, resume=False, minutes=False, out=out)
     devices = list(dict.fromkeys(args.devices.split(",")))
     for name in devices:
         if name not in DEVICES:
@@ -60,15 +65,45 @@ def check_options(args: argparse.Namespace) -> None:
             raise ConfigError(f"--layers {args.layers} must be 2 (to predict) to {most}")
     if args.floor <= 0:
         raise ConfigError(f"--floor {args.floor} must be above 0")
-
-
-def require_positive(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse numbers below 1.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    for name in names:
+    for name in positive:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    return args
+
+
+class Bench(Protocol):
+    """What a program measures."""
+
+    def run(self) -> None:
+        """Measure; the result has what is finished."""
+
+    def forget(self) -> None:
+        """Remove the journals, with which an interrupted run goes on: all is in the result."""
+
+
+def run_bench(
+    kind: str, make: Callable[[argparse.Namespace, Result], Bench],
+    table: Callable[[dict[str, Any]], str], arguments: Sequence[str], args: argparse.Namespace,
+) -> Result:  # fmt: skip
+    """Measure everything that the command line asks for, print it and save it.
+
+    Args:
+        kind: of the result.
+        make: loads the model.
+        table: of the figures.
+
+    Raises:
+        PenstockError: bad input, or a device failed.
+    """
+    settings: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in PRIVATE}
+    result = Result.begin(
+        kind, arguments, settings, seed=args.seed, store=args.store, package="research"
+    )
+    bench = make(args, result)
+    bench.run()
+    if args.out:
+        result.save(args.out)
+        bench.forget()
+    print(table(result.figures))
+    return closed(result, args)

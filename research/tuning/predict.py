@@ -12,23 +12,16 @@ and slow minutes. What the clock had is in the result as well, with errors of it
 import argparse
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result
-from penstock.evaluate.sitting import closed, say
+from penstock.evaluate.sitting import say
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import OPEN_RUNS, KVSwapSearch, Spot
-from research.tuning.options import (
-    PRIVATE,
-    QUICK,
-    add_options,
-    check_options,
-    require_positive,
-)
+from research.tuning.options import read_tuning_options, run_bench
 from research.tuning.setting_runs import Row, middle_run, run_settings, setting_row
 from research.tuning.summary import predict_summary
 from research.tuning.table import predict_table
@@ -45,17 +38,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: a setting makes no sense.
     """
     parser = argparse.ArgumentParser(prog="python -m research.tuning predict", description=__doc__)
-    add_options(parser)
     add = parser.add_argument
     add("--contexts", default="4096,8192,16384", help="tokens of a sequence with its answer")
     add("--batches", default="1,2,4", help="sequences; --memory is for the most and longest")
     add("--settings", type=int, default=2, help="drawn at each batch and context of a device")
     add("--steps", type=int, default=STEPS, help="of a round, of which a pass has four")
-    if "--quick" in arguments:
-        parser.set_defaults(**QUICK, contexts="512,1024", batches="1,2", settings=1, steps=2)
-    args = parser.parse_args(arguments)
-    check_options(args)
-    require_positive(args, ("settings", "steps"))
+    quick = {"contexts": "512,1024", "batches": "1,2", "settings": 1, "steps": 2}
+    args = read_tuning_options(parser, arguments, ("settings", "steps"), quick)
     args.contexts = sorted(whole_numbers(args.contexts, "--contexts"))
     args.batches = sorted(whole_numbers(args.batches, "--batches"))
     return args
@@ -71,7 +60,9 @@ class Predictions:
             PenstockError: bad input.
         """
         self._args, self._result = args, result
+        say(f"{args.model}, {len(args.batches) * len(args.contexts)} places a device")
         self._bench = Workbench(args, kind=KIND, batches=args.batches, contexts=args.contexts)
+        self.forget = self._bench.forget
 
     def run(self) -> None:
         """Measure; the result has the devices that are finished.
@@ -138,10 +129,6 @@ class Predictions:
         new = [each for each in spot.found if search.measured(spot, each.policy) is None]
         return draw.sample(new, min(self._args.settings, len(new)))
 
-    def forget(self) -> None:
-        """Remove the journals: all is in the result."""
-        self._bench.forget()
-
 
 def run(arguments: Sequence[str]) -> Result:
     """Measure everything that the command line asks for, print it and save it.
@@ -150,18 +137,7 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    settings: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in PRIVATE}
-    result = Result.begin(
-        KIND, arguments, settings, seed=args.seed, store=args.store, package="research"
-    )
-    say(f"{args.model}, {len(args.batches) * len(args.contexts)} places a device")
-    predictions = Predictions(args, result)
-    predictions.run()
-    if args.out:
-        result.save(args.out)
-        predictions.forget()
-    print(predict_table(result.figures))
-    return closed(result, args)
+    return run_bench(KIND, Predictions, predict_table, arguments, args)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,15 @@ limits of the paper stand guard (`PaperTables`).
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.result import Result
-from penstock.evaluate.sitting import closed, say
+from penstock.evaluate.sitting import say
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.search_space import settings_of
 from research.tuning.held_out import HeldOutQuality, held_out_texts
-from research.tuning.options import (
-    PRIVATE,
-    QUICK,
-    add_options,
-    check_options,
-    require_positive,
-)
+from research.tuning.options import read_tuning_options, run_bench
 from research.tuning.summary import sweep_summary
 from research.tuning.sweep_device import DeviceSweep
 from research.tuning.table import sweep_table
@@ -48,7 +41,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: a setting makes no sense.
     """
     parser = argparse.ArgumentParser(prog="python -m research.tuning sweep", description=__doc__)
-    add_options(parser)
     add = parser.add_argument
     add("--context", type=int, default=8192, help="tokens of a sequence, its answer included")
     add("--batch", type=int, default=1)
@@ -63,13 +55,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--texts", type=int, default=2, help="held-out documents for quality")
     add("--final-texts", type=int, default=12, help="such documents for what runs again")
     add("--forced", type=int, default=32, help="tokens that are decoded at the end of each")
-    if "--quick" in arguments:
-        parser.set_defaults(**QUICK, context=1024, settings=8, steps=2, final_steps=2, texts=1,
-                            final_texts=2, forced=8)  # fmt: skip
-    args = parser.parse_args(arguments)
-    check_options(args)
+    quick = {
+        "context": 1024, "settings": 8, "steps": 2, "final_steps": 2, "texts": 1,
+        "final_texts": 2, "forced": 8,
+    }  # fmt: skip
     sizes = ("batch", "context", "settings", "steps", "final_steps", "texts", "forced")
-    require_positive(args, sizes)
+    args = read_tuning_options(parser, arguments, sizes, quick)
     if args.final_texts < args.texts:
         raise ConfigError(
             f"--final-texts {args.final_texts} must be at least --texts {args.texts}: what runs "
@@ -88,7 +79,9 @@ class Sweep:
             PenstockError: bad input.
         """
         self._args, self._result = args, result
+        say(f"{args.model}, {args.batch} x {args.context:,} tokens, memory {args.memory}")
         self._bench = Workbench(args, kind=KIND, batches=[args.batch], contexts=[args.context])
+        self.forget = self._bench.forget
 
     def run(self) -> None:
         """Measure; the result has what is finished.
@@ -135,10 +128,6 @@ class Sweep:
         closer = first if args.final_texts == args.texts else on(args.final_texts)
         return TwoLooks(first, closer, args.floor)
 
-    def forget(self) -> None:
-        """Remove the journals: all is in the result."""
-        self._bench.forget()
-
 
 def run(arguments: Sequence[str]) -> Result:
     """Measure everything that the command line asks for, print it and save it.
@@ -147,18 +136,7 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input.
     """
     args = parse_arguments(arguments)
-    settings: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in PRIVATE}
-    result = Result.begin(
-        KIND, arguments, settings, seed=args.seed, store=args.store, package="research"
-    )
-    say(f"{args.model}, {args.batch} x {args.context:,} tokens, memory {args.memory}")
-    sweep = Sweep(args, result)
-    sweep.run()
-    if args.out:
-        result.save(args.out)
-        sweep.forget()
-    print(sweep_table(result.figures))
-    return closed(result, args)
+    return run_bench(KIND, Sweep, sweep_table, arguments, args)
 
 
 if __name__ == "__main__":

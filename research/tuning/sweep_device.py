@@ -9,12 +9,7 @@ from penstock.methods.search_space import fields_of
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.kvswap_search import Found, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
-from research.tuning.setting_runs import (
-    middle_run,
-    name_of,
-    run_settings,
-    setting_row,
-)
+from research.tuning.setting_runs import middle_run, name_of, run_settings, setting_row
 from research.tuning.summary import TOP, fastest
 from research.tuning.two_looks import TwoLooks
 

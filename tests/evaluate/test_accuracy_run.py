@@ -280,11 +280,7 @@ def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "more"),
-    [
-        ("all", ()),
-        ("all,long_walk,copy", ("long_walk",)),
-        ("long_walk,all", ("long_walk",)),
-    ],
+    [("all", ()), ("all,long_walk,copy", ("long_walk",)), ("long_walk,all", ("long_walk",))],
 )
 def test_all_tasks_are_those_that_the_bundled_model_answers(
     asked: str, more: tuple[str, ...]

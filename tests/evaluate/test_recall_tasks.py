@@ -6,15 +6,7 @@ import re
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.evaluate.tasks import (
-    TASKS,
-    Sample,
-    Words,
-    judge,
-    make_sample,
-    score,
-    score_any_order,
-)
+from penstock.evaluate.tasks import TASKS, Sample, Words, judge, make_sample, score, score_any_order
 from penstock.evaluate.tasks.documents import essay, hide, noise
 from penstock.evaluate.tasks.recall import DEFAULT_TASKS, RECALL_2_TASKS
 

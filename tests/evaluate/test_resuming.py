@@ -11,13 +11,14 @@ import pytest
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.evaluate.number_lists import real_numbers, whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import GroupedRows, check_same, digest_of, grow
-from penstock.evaluate.sitting import Sitting
+from penstock.evaluate.sitting import Sitting, sit
 
 
-def asked(out: Path | None, *, resume: bool = True) -> argparse.Namespace:
-    return argparse.Namespace(out=None if out is None else str(out), resume=resume, json=False)
+def asked(out: Path, *, resume: bool = True, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(out=str(out), resume=resume, json=False, **more)
 
 
 def begun(kind: str = "search.speed", seed: int = 0) -> Result:
@@ -96,7 +97,56 @@ def test_a_sitting_goes_on_with_its_own_kind_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             Sitting(wrong, asked(out))
     with pytest.raises(ConfigError, match="name it"):
-        Sitting(begun(), asked(None))
+        read_options(argparse.ArgumentParser(), ["--resume"])
+
+
+class Counted:
+    """Work that counts to three, and stops at a number with an error."""
+
+    def __init__(self, stop: BaseException | None = None) -> None:
+        self.rows: list[int] = []
+        self._stop = stop
+
+    def take_up(self, former: Result) -> None:
+        self.rows = list(former.figures["rows"])
+
+    def run(self, sitting: Sitting) -> None:
+        for number in range(len(self.rows), 3):
+            if sitting.time_is_up():
+                return
+            self.rows.append(number)
+            sitting.keep(self.figures())
+            if self._stop is not None:
+                raise self._stop
+
+    def figures(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def report(self) -> str:
+        return f"counted to {len(self.rows)}"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), ConfigError("no more"), RuntimeError("bad")])
+def test_work_that_is_stopped_is_saved_and_gone_on_with(
+    stop: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is printed, unless the program itself is wrong."""
+    args = asked(tmp_path / "result.json")
+    with pytest.raises(type(stop)):
+        sit(Sitting(begun(), args), Counted(stop), args)
+    told = "" if isinstance(stop, RuntimeError) else "counted to 1\n"
+    assert capsys.readouterr().out == told
+    assert Result.load(args.out).figures["rows"] == [0]
+    assert sit(Sitting(begun(), args), Counted(), args).figures["rows"] == [0, 1, 2]
+    assert capsys.readouterr().out == "counted to 3\n"
+
+
+def test_work_begins_nothing_when_the_time_is_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = asked(tmp_path / "result.json", minutes=0)
+    assert sit(Sitting(begun(), args), Counted(), args).figures["rows"] == []
+    assert "time is up after 0.0 minutes; --resume goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", ["", '{"format": "penstock-result-1", "kind": "se', "[]"])

@@ -15,11 +15,7 @@ from penstock.evaluate.process_memory import anonymous_bytes
 from penstock.evaluate.result import Result
 from penstock.methods.hillinfer.policy import HillInfer
 from research.clusters.end_to_end_run import MAIN
-from research.figures.near_decode import (
-    draw_near_decode,
-    draw_near_split,
-    near_decode_figures,
-)
+from research.figures.near_decode import draw_near_decode, draw_near_split, near_decode_figures
 from research.figures.report import draw_all
 from research.near_storage import decode
 from research.near_storage.decode_cases import (
@@ -28,7 +24,6 @@ from research.near_storage.decode_cases import (
     SPLIT,
     NearCase,
     main_cases,
-    near_key,
     split_cases,
     with_budget,
     without_budget,
@@ -223,7 +218,8 @@ def test_cases() -> None:
     assert len([case for case in cases if case.section == SPLIT]) == 1 + 9
     assert {case.device for case in cases if case.section == SPLIT} == {"ufs"}
     for case in cases:
-        assert near_key({**case.row, "mean_ms": 1.0}) == case.key
+        row = {**case.row, "mean_ms": 1.0}
+        assert tuple(row[name] for name in decode.Decode.KEY) == case.key
     assert with_budget("leoam:fine_tokens=32", "1/2") == "leoam@1/2:fine_tokens=32"
     assert with_budget("flexgen", "1/2") == "flexgen"
     assert with_budget("h2o@1/4", "1/2") == "h2o@1/4"

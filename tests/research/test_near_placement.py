@@ -227,11 +227,7 @@ def test_a_run(result_file: Path, tmp_path: Path) -> None:
     assert document["kind"] == "near_storage.placement"
     assert document["command"].startswith("python -m research.near_storage placement --task")
     found = document["figures"]
-    assert (found["model"], found["output"], found["output_tokens"]) == (
-        "shallow",
-        "ring_walk",
-        30,
-    )
+    assert (found["model"], found["output"], found["output_tokens"]) == ("shallow", "ring_walk", 30)
     assert found["token_bytes"] == 2 * 4 * 64 * 2
     rows = [(row["hot_share"], row["alpha"], row["rule"]) for row in found["rows"]]
     assert rows == list(itertools.product((0.4, 0.6), (0.1, 0.2), RULES))

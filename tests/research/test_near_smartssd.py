@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from research.near_storage.smartssd_constants import (
-    GIB,
-    SHAPES,
-    Constants,
-    Shape,
-)
+from research.near_storage.smartssd_constants import GIB, SHAPES, Constants, Shape
 from research.near_storage.smartssd_hillinfer import (
     ABLATIONS,
     FP16,
@@ -23,13 +18,7 @@ from research.near_storage.smartssd_hillinfer import (
     hillinfer_step,
 )
 from research.near_storage.smartssd_locality import ASSUMED_LOCALITY
-from research.near_storage.smartssd_places import (
-    NO_LOCALITY,
-    Locality,
-    Places,
-    Workload,
-    divide,
-)
+from research.near_storage.smartssd_places import NO_LOCALITY, Locality, Places, Workload, divide
 from research.near_storage.smartssd_step import (
     BASELINES,
     FULL,

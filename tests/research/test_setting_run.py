@@ -12,14 +12,7 @@ from penstock.core.shape import KVShape
 from penstock.methods import KVSwap, Quest
 from research.settings import program as settings
 from research.settings.cases import put_together
-from research.settings.methods import (
-    Machine,
-    cases_of_a,
-    cases_of_b,
-    part_of,
-    plan_whole,
-    planned,
-)
+from research.settings.methods import Machine, cases_of_a, cases_of_b, part_of, plan_whole, planned
 from research.settings.table import rate_of, ratios_of, ratios_text
 
 LLAMA = KVShape(

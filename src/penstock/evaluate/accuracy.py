@@ -3,32 +3,30 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from penstock.evaluate.accuracy_cells import (
-    TIME_WAS_UP,
-    Cell,
-    accuracy_table,
-    not_run,
-    summarise,
-)
+from penstock.evaluate.accuracy_cells import TIME_WAS_UP, Cell, accuracy_table, not_run, summarise
 from penstock.evaluate.accuracy_jobs import Examination, Examiner, Job
 from penstock.evaluate.accuracy_settings import PAPER_SUITE, parse_settings
 from penstock.evaluate.accuracy_workers import default_workers, run_here, run_jobs
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same, digest_of
-from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.evaluate.sitting import Sitting, sit
 from penstock.generation.prompts import read_text_file
 
 _SAME_WHEN_RESUMED = (
     "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
 )  # fmt: skip
+_LEGEND = """
+loss: points lost to full attention, the mean over tasks, with its 95 % interval (the samples
+are the same for every setting). memory: fast memory of one batch's cache."""
 KEEP_S = 15.0
 """A long job is saved this often."""
 
@@ -62,16 +60,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--own-prefill", action="store_true", help="prefill through each setting's own cache")
     add("--store", default="auto", help="directory of the caches, or memory")
-    add("--minutes", type=float, help="stop cleanly when this much time has passed")
-    add("--seed", type=int, default=0)
-    add(
-        "--out",
-        type=result_file,
-        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
-    )
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     suite = args.suite == "paper"
     samples = (2 if args.device == "cpu" else 16) if suite else 50
     args.samples = samples if args.samples is None else args.samples
@@ -136,16 +125,24 @@ class Benchmark:
         self._at = {cell.key: cell for cell in self.cells}
         self._groups = [(length, task) for length in args.tokens for task in tasks]
 
-    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
-        """Go on with what an interrupted run has answered.
+    def settings_of(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The command line's settings, with what they came to."""
+        args = self._args
+        texts = [args.data] if args.data else args.haystack
+        tokens = args.tokens[0] if len(args.tokens) == 1 else args.tokens
+        self._settings = settings | {
+            "weights": self.weights, "texts": digest_of(texts), "tokens": tokens,
+            "settings": [setting.text for setting in self.settings],
+        }  # fmt: skip
+        return self._settings
 
-        Args:
-            settings: of this run.
+    def take_up(self, former: Result) -> None:
+        """Go on with what an interrupted run has answered.
 
         Raises:
             ConfigError: that run asked for something else, or for cells that would be lost.
         """
-        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        check_same(former.settings, self._settings, _SAME_WHEN_RESUMED)
         for plain in former.figures["cells"]:
             cell = Cell(**plain)
             if cell.key in self._at:
@@ -156,13 +153,19 @@ class Benchmark:
                     "tokens, which this command leaves out"
                 )
 
-    def run(self, keep: Callable[[], None] = lambda: None) -> None:
-        """Answer everything, or as much as the time allows.
+    def figures(self) -> dict[str, Any]:
+        """Cells, their summary, and what was not run."""
+        figures = figures_of(self.cells, self._args.samples)
+        return {**figures, "shared_prefill": not self._args.own_prefill}
 
-        Args:
-            keep: called after every job and every `KEEP_S`, to save what there is.
-        """
-        args, began = self._args, time.perf_counter()
+    def report(self) -> str:
+        """The table, what its columns mean, and what was not run."""
+        lines = not_run_lines(not_run(self.cells, self._args.samples))
+        return "\n".join([accuracy_table(self.cells), _LEGEND, *lines])
+
+    def run(self, sitting: Sitting) -> None:
+        """Answer everything, or as much as the time allows; saved after every job and `KEEP_S`."""
+        args = self._args
         pieces = len(self.settings) * args.samples
         progress = Progress(sum(length * pieces for length, _ in self._groups))
         for cell in self.cells:
@@ -183,21 +186,17 @@ class Benchmark:
                 progress.say(f"{job.title}: {part.setting} took {part.seconds:.1f} s")
             cell.merge(part)
             if time.perf_counter() - kept > KEEP_S:
-                keep()
+                sitting.keep(self.figures())
                 kept = time.perf_counter()
 
         def tell(job: Job, what: str) -> None:
             progress.say(f"{job.title}: {what}")
 
         def done(job: Job) -> None:
-            keep()
+            sitting.keep(self.figures())
 
         def going_on() -> bool:
-            spent = (time.perf_counter() - began) / 60
-            if args.minutes is None or spent <= args.minutes:
-                return True
-            say(f"time is up after {spent:.1f} minutes")
-            return False
+            return not sitting.time_is_up()
 
         if self._examiner is not None:
             run_here(chains, self._examiner, take, done, going_on, tell)
@@ -241,36 +240,8 @@ def run(arguments: Sequence[str]) -> Result:
     settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
     sitting, benchmark = Sitting(result, args), Benchmark(args)
-    texts = [args.data] if args.data else args.haystack
-    result.settings |= {"weights": benchmark.weights, "texts": digest_of(texts)}
-    if len(args.tokens) == 1:
-        result.settings["tokens"] = args.tokens[0]
-    result.settings["settings"] = [setting.text for setting in benchmark.settings]
-    if sitting.former is not None:
-        benchmark.take_up(sitting.former, result.settings)
-
-    def keep() -> None:
-        figures = figures_of(benchmark.cells, args.samples)
-        sitting.keep({**figures, "shared_prefill": not args.own_prefill})
-
-    interrupted = False
-    try:
-        benchmark.run(keep)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        keep()
-    print(accuracy_table(benchmark.cells))
-    print(
-        "\nloss: points lost to full attention, the mean over tasks, with its 95 % interval (the "
-        "samples\nare the same for every setting). memory: fast memory of one batch's cache."
-    )
-    for line in not_run_lines(result.figures["not_run"]):
-        print(line)
-    closed(result, args)
-    if interrupted:
-        raise KeyboardInterrupt
-    return result
+    result.settings = benchmark.settings_of(settings)
+    return sit(sitting, benchmark, args)
 
 
 def figures_of(cells: Sequence[Cell], samples: int) -> dict[str, Any]:

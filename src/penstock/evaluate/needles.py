@@ -2,9 +2,7 @@
 
 import argparse
 import dataclasses
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,11 @@ from penstock.evaluate.needle_cells import (
     summarise_needles,
 )
 from penstock.evaluate.number_lists import whole_numbers
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same, digest_of
-from penstock.evaluate.sitting import Sitting, closed
+from penstock.evaluate.sitting import Sitting, sit
 from penstock.evaluate.tasks import GeneratedTasks, Sample, even_depths, grid, judge
 from penstock.generation.prompts import read_text_file
 from penstock.models.fingerprint import fingerprint
@@ -68,16 +67,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=int, help="prompts answered at a time (default 2, on CUDA 24)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--store", default="auto", help="directory of the caches, or memory")
-    add("--minutes", type=float, help="stop cleanly when this much time has passed")
-    add("--seed", type=int, default=0)
-    add(
-        "--out",
-        type=result_file,
-        help="file for the result (benchmarks/results/NAME.json), saved as it grows",
-    )
-    add("--resume", action="store_true", help="go on with the result in --out")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     if args.batch is None:
         args.batch = 2 if args.device == "cpu" else 24
     if min(args.samples, args.batch, args.chunk) < 1:
@@ -129,16 +119,21 @@ class NeedleGrid:
             for point in points
         ]
 
-    def take_up(self, former: Result, settings: dict[str, Any]) -> None:
-        """Go on with what an interrupted run has answered; the grid may have grown.
+    def settings_of(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The command line's settings, with what they came to."""
+        self._settings = settings | {
+            "task": self.task, "settings": [setting.text for setting in self.settings],
+            "weights": self.weights, "texts": digest_of(self._args.haystack),
+        }  # fmt: skip
+        return self._settings
 
-        Args:
-            settings: of this run.
+    def take_up(self, former: Result) -> None:
+        """Go on with what an interrupted run has answered; the grid may have grown.
 
         Raises:
             ConfigError: that run asked for something else, or for cells that would be lost.
         """
-        check_same(former.settings, settings, _SAME_WHEN_RESUMED)
+        check_same(former.settings, self._settings, _SAME_WHEN_RESUMED)
         done = {_key(cell): cell for cell in (NeedleCell(**c) for c in former.figures["cells"])}
         lost = [cell for cell in done.values() if cell.scores]
         here = {_key(cell) for cell in self.cells}
@@ -150,16 +145,33 @@ class NeedleGrid:
             )
         self.cells = [done.get(_key(cell), cell) for cell in self.cells]
 
-    def run(self, keep: Callable[[], None] = lambda: None) -> None:
+    def figures(self) -> dict[str, Any]:
+        """Cells, their summary, and what was not run."""
+        return {
+            "cells": [dataclasses.asdict(cell) for cell in self.cells],
+            "summary": summarise_needles(self.cells),
+            "not_run": needles_not_run(self.cells, self._args.samples),
+        }  # fmt: skip
+
+    def report(self) -> str:
+        """A table for each setting, and what was not run."""
+        lines = [
+            f"needles found, %: {self.task}, {self._args.samples} samples a cell\n",
+            needle_tables(self.cells),
+        ]
+        lines += [
+            f"not run: {row['setting']}, {row['tokens']:,} tokens: {row['samples']} of "
+            f"{row['wanted']} samples ({row['why']})"
+            for row in needles_not_run(self.cells, self._args.samples)
+        ]
+        return "\n".join(lines)
+
+    def run(self, sitting: Sitting) -> None:
         """Answer everything, or as much as the time allows.
 
         All lengths take turns, so that a time limit cuts them alike; a batch has the same sample
-        with its needle at several depths.
-
-        Args:
-            keep: called after every batch, to save what there is.
+        with its needle at several depths, and is saved when it is answered.
         """
-        args, began = self._args, time.perf_counter()
         batches = [
             (tokens, places)
             for round_ in self._rounds()
@@ -169,12 +181,10 @@ class NeedleGrid:
         each = _PREFILL_WORK + len(self.settings)
         progress = Progress(each * sum(_work(tokens, places) for tokens, places in batches))
         for tokens, places in batches:
-            spent = (time.perf_counter() - began) / 60
-            if args.minutes is not None and spent > args.minutes:
-                print(f"time is up after {spent:.1f} minutes", file=sys.stderr, flush=True)
+            if sitting.time_is_up():
                 return
             self._answer(tokens, places, progress)
-            keep()
+            sitting.keep(self.figures())
 
     def _rounds(self) -> list[list[list[Place]]]:
         """Batches of places; a round has all depths of as many samples as one batch takes."""
@@ -251,41 +261,8 @@ def run(arguments: Sequence[str]) -> Result:
     settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     result = Result.begin("needles", arguments, settings, seed=args.seed, store=args.store)
     sitting, measured = Sitting(result, args), NeedleGrid(args)
-    settings = result.settings
-    settings |= {"task": measured.task, "settings": [s.text for s in measured.settings]}
-    settings |= {"weights": measured.weights, "texts": digest_of(args.haystack)}
-    if sitting.former is not None:
-        measured.take_up(sitting.former, settings)
-
-    def keep() -> None:
-        sitting.keep(figures_of(measured.cells, args.samples))
-
-    interrupted = False
-    try:
-        measured.run(keep)
-    except KeyboardInterrupt:
-        interrupted = True
-    keep()
-    print(f"needles found, %: {measured.task}, {args.samples} samples a cell\n")
-    print(needle_tables(measured.cells))
-    for row in result.figures["not_run"]:
-        print(
-            f"not run: {row['setting']}, {row['tokens']:,} tokens: {row['samples']} of "
-            f"{row['wanted']} samples ({row['why']})"
-        )
-    closed(result, args)
-    if interrupted:
-        raise KeyboardInterrupt
-    return result
-
-
-def figures_of(cells: Sequence[NeedleCell], samples: int) -> dict[str, Any]:
-    """Plain data for the result file."""
-    return {
-        "cells": [dataclasses.asdict(cell) for cell in cells],
-        "summary": summarise_needles(cells),
-        "not_run": needles_not_run(cells, samples),
-    }
+    result.settings = measured.settings_of(settings)
+    return sit(sitting, measured, args)
 
 
 def _key(cell: NeedleCell) -> tuple[int, float, str]:

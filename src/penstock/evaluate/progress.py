@@ -22,6 +22,11 @@ class Progress:
         self._clock = clock
         self._began = clock()
 
+    @property
+    def done(self) -> int:
+        """Work that is done or was skipped."""
+        return self._done
+
     def step(self, count: int) -> None:
         """Work was done."""
         self._done += count

@@ -11,12 +11,7 @@ from typing import Any
 from penstock.core.atomic_write import FileKind, json_kind, require_own, write_atomically
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.regular_file import read_regular_text
-from penstock.evaluate.machine import (
-    Facts,
-    current_commit,
-    describe_libraries,
-    describe_machine,
-)
+from penstock.evaluate.machine import Facts, current_commit, describe_libraries, describe_machine
 from penstock.workloads.recorded_stream import RECORDING
 
 FORMAT = "penstock-result-1"

@@ -5,9 +5,9 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same
 
@@ -24,17 +24,15 @@ class Sitting:
 
         Args:
             result: of this run; its figures come with `keep`.
-            args: have `out`, `resume` and `json`.
+            args: have `out`, and `resume`, `json` and `minutes` where the program has them.
 
         Raises:
-            ConfigError: no file is named; or it is no result of this program, or of another seed.
+            ConfigError: what is gone on with is no result of this program, or of another seed.
         """
         self.result, self._args = result, args
         self._began = time.perf_counter()
         self.former: Result | None = None
-        if args.resume and not args.out:
-            raise ConfigError("--resume goes on with the file of --out; name it")
-        if args.resume and Path(args.out).exists():
+        if getattr(args, "resume", False) and Path(args.out).exists():
             self.former = self._goes_on(args.out)
         self._minutes = 0.0 if self.former is None else float(self.former.figures["minutes"])
 
@@ -50,12 +48,77 @@ class Sitting:
         check_same({"seed": former.seed}, {"seed": self.result.seed}, ["seed"])
         return former
 
+    @property
+    def _spent(self) -> float:
+        """Minutes of this run."""
+        return (time.perf_counter() - self._began) / 60
+
+    def time_is_up(self) -> bool:
+        """Whether --minutes have passed; said on stderr, once it is so."""
+        most = getattr(self._args, "minutes", None)
+        if most is None or self._spent <= most:
+            return False
+        goes_on = "; --resume goes on" if hasattr(self._args, "resume") else ""
+        say(f"time is up after {self._spent:.1f} minutes{goes_on}")
+        return True
+
     def keep(self, figures: dict[str, Any]) -> None:
         """Take figures in place of those before, with the minutes of all runs; save them."""
-        minutes = self._minutes + (time.perf_counter() - self._began) / 60
-        self.result.figures = {**figures, "minutes": minutes}
+        self.result.figures = {**figures, "minutes": self._minutes + self._spent}
+        self.save()
+
+    def save(self) -> None:
+        """Write the result as it is, if the command line names a file."""
         if self._args.out:
             self.result.save(self._args.out)
+
+
+class Work(Protocol):
+    """What a program measures, as `sit` runs it."""
+
+    def take_up(self, former: Result) -> None:
+        """Keep what an earlier run measured.
+
+        Raises:
+            ConfigError: that run was asked for something else.
+        """
+
+    def run(self, sitting: Sitting) -> None:
+        """Measure what is left; each piece is kept (`Sitting.keep`) when it is there."""
+
+    def figures(self) -> dict[str, Any]:
+        """All that has been measured, for the result."""
+
+    def report(self) -> str:
+        """The tables."""
+
+
+def sit(sitting: Sitting, work: Work, args: argparse.Namespace) -> Result:
+    """Go on with the former run, measure what is left, and print the tables.
+
+    Ctrl-C and errors pass when what there is has been saved; tables are printed if this run
+    measured anything.
+
+    Raises:
+        PenstockError: the work failed.
+    """
+    if sitting.former is not None:
+        work.take_up(sitting.former)
+    before = sitting.result.figures
+    stopped: KeyboardInterrupt | PenstockError | None = None
+    try:
+        work.run(sitting)
+    except (KeyboardInterrupt, PenstockError) as error:
+        stopped = error
+    finally:
+        measured = sitting.result.figures is not before
+        sitting.keep(work.figures())
+    if stopped is None or measured:
+        print(work.report())
+        closed(sitting.result, args)
+    if stopped is not None:
+        raise stopped
+    return sitting.result
 
 
 def closed(result: Result, args: argparse.Namespace) -> Result:

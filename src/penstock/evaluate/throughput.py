@@ -20,24 +20,15 @@ from penstock.evaluate.decode_loop import Bench
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.limited_decode import run_limited
 from penstock.evaluate.number_lists import whole_numbers
-from penstock.evaluate.prefill_run import (
-    PrefillRow,
-    as_figures,
-    judge_prefill,
-    run_prefill,
-)
+from penstock.evaluate.options import read_options
+from penstock.evaluate.prefill_run import PrefillRow, as_figures, judge_prefill, run_prefill
 from penstock.evaluate.process_memory import HOW
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
 from penstock.evaluate.sessions import Room, pack
+from penstock.evaluate.sitting import closed
 from penstock.evaluate.targets import Target, judge
 from penstock.evaluate.throughput_rows import REAL, all_rows, chosen_rows
-from penstock.evaluate.throughput_run import (
-    Pace,
-    RowResult,
-    new_result,
-    run_session,
-    say_on_stderr,
-)
+from penstock.evaluate.throughput_run import Pace, RowResult, new_result, run_session, say_on_stderr
 from penstock.evaluate.throughput_table import (
     NOTES,
     burst_lines,
@@ -97,10 +88,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--disk-file-mib", type=int, default=256, help="file for measuring the disk itself")
     add("--on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
-    add("--seed", type=int, default=0)
-    add("--out", type=result_file, help="file for the result (benchmarks/results/NAME.json)")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, resume=False, minutes=False)
     if args.memory_cgroup is not None and args.config not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"--memory-cgroup builds its own model; --config must be one of {known}")
@@ -289,9 +277,7 @@ def run(arguments: Sequence[str]) -> Result:
         limited = run_limited([*options, f"--group={args.memory_cgroup}"])
     keep(results)
     show(results, prefill, [*judge(results), *judge_prefill(prefill)], limited)
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 if __name__ == "__main__":

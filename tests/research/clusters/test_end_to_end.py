@@ -14,7 +14,7 @@ from penstock.methods.dynakv.policy import DynaKV
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import random_model
-from research.clusters import end_to_end, end_to_end_run
+from research.clusters import end_to_end, end_to_end_run, step_grid
 from research.clusters.end_to_end_run import CACHE, DISK, MAIN, Case, LiveRow, Pace
 from research.clusters.end_to_end_table import (
     BOTH,
@@ -352,7 +352,7 @@ def test_cases_and_bad_input() -> None:
     cases = end_to_end.all_cases(args)
     assert len({case.key for case in cases}) == len(cases)
     assert [len([c for c in cases if c.section == part]) for part in (MAIN, CACHE)] == [42, 44]
-    assert end_to_end.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
+    assert step_grid.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
     case = Case(section=CACHE, device="ufs", length=1000, ratio=0.2, method="dynakv", reuse=2)
     policy: Any = case.policy
     assert (policy.selected_tokens, policy.reuse_tokens) == (200, 400)

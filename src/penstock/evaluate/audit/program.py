@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +17,10 @@ from penstock.evaluate.audit.prompts import read_prompts, split_texts
 from penstock.evaluate.audit.reference import Reference, end_token_ids, make_reference
 from penstock.evaluate.audit.run import Fidelity, follow
 from penstock.evaluate.audit.table import audit_table, layer_table
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import closed
 from penstock.generation.prompts import PromptBatch, read_text_file
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -47,19 +48,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="POLICY@BUDGET:option=value,... separated by commas (full,kvswap@1/13)",
     )  # fmt: skip
     add("--statistics", action="store_true", help=argparse.SUPPRESS)
-    add_options(parser)
-    args = parser.parse_args(arguments)
+    args = read_prompt_options(parser, arguments)
     if args.statistics:
         raise ConfigError(
             "penstock audit --statistics is not in the installed package; in a checkout of "
             "Penstock: python -m research.statistics"
         )
-    check_options(args)
     return args
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What to read and to decode, and where the result goes."""
+def read_prompt_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """Add the options of what to read and to decode, and read the command line.
+
+    Raises:
+        ConfigError: a number is out of its range, or --out cannot be a file.
+    """
     add = parser.add_argument
     add("model", nargs="?", default="recall", help="a model folder, or recall (the bundled model)")
     add(
@@ -78,21 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="of weights and cache (default: as stored)")
     add("--chunk", type=int, default=1024, help="prompt tokens per forward pass")
     add("--store", default="auto", metavar="memory|DIR", help="where the caches lie")
-    add(
-        "--out",
-        type=result_file,
-        metavar="FILE",
-        help="JSON file for the result, saved after each policy",
-    )
-    add("--json", action="store_true", help="print the result as the last line")
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse what makes no sense.
-
-    Raises:
-        ConfigError: a number is out of its range, or --out cannot be a file.
-    """
+    args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
     if min(args.new_tokens, args.top, args.chunk) < 1:
         raise ConfigError("--new-tokens, --top and --chunk must be at least 1")
     if args.follow_text and args.chat:
@@ -101,6 +92,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.out:
         _check_out(Path(args.out))
+    return args
 
 
 def _check_out(path: Path) -> None:
@@ -273,9 +265,7 @@ def run(arguments: Sequence[str]) -> Result:
         past_end=args.past_end, following=following, store=args.store, keep=keep,
     )  # fmt: skip
     print(report(result, audits))
-    if args.json:
-        print(json.dumps(result.as_dict()))
-    return result
+    return closed(result, args)
 
 
 def report(result: Result, audits: Sequence[Fidelity]) -> str:

@@ -17,9 +17,10 @@ from penstock.evaluate.documents.rates import measure_encryption, measure_verify
 from penstock.evaluate.documents.reopen import Case, measure
 from penstock.evaluate.documents.table import documents_table
 from penstock.evaluate.number_lists import whole_numbers
-from penstock.evaluate.result import Result, result_file
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same, grow
-from penstock.evaluate.sitting import Sitting, closed, say
+from penstock.evaluate.sitting import Sitting, say, sit
 from penstock.models.loader import load
 
 PARTS = ("reopen", "encryption", "verify")
@@ -46,11 +47,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--units", default="4096,16384", help="bytes of a unit, for the rates")
     add("--gigabytes", type=float, default=4.0, help="of the store that is checked")
     add("--store", default="auto", help="directory of the documents")
-    add("--seed", type=int, default=0)
-    add("--out", type=result_file, help="the result, saved as it grows")
-    add("--resume", action="store_true", help="keep the parts that --out has already")
-    add("--json", action="store_true", help="print the result as the last line")
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments, minutes=False)
     args.parts = args.parts.split(",")
     for part in args.parts:
         if part not in PARTS:
@@ -76,23 +73,39 @@ def run(arguments: Sequence[str]) -> Result:
     }
     settings |= {"model": "recall", "chunk": _CHUNK}
     result = Result.begin(KIND, arguments, settings, seed=args.seed, store=args.store)
-    sitting = Sitting(result, args)
-    figures: dict[str, Any] = {}
-    if sitting.former is not None:
-        former = sitting.former
+    return sit(Sitting(result, args), _Parts(args, result), args)
+
+
+class _Parts:
+    """What is measured, part by part."""
+
+    def __init__(self, args: argparse.Namespace, result: Result) -> None:
+        self._args, self._result, self._figures = args, result, dict[str, Any]()
+
+    def take_up(self, former: Result) -> None:
+        """Keep the parts that are there."""
+        settings = self._result.settings
         check_same(former.settings, settings, [name for name in settings if name != "parts"])
         grow(settings, former.settings, ["parts"])
-        figures = dict(former.figures)
-    sitting.keep(figures)
-    place = None if args.store == "auto" else args.store
-    with tempfile.TemporaryDirectory(prefix="penstock-documents-", dir=place) as folder:
-        for part in args.parts:
-            if part in figures:
-                continue
-            figures[part] = _PARTS[part](args, Path(folder))
-            sitting.keep(figures)
-    print(documents_table(result))
-    return closed(result, args)
+        self._figures = dict(former.figures)
+
+    def run(self, sitting: Sitting) -> None:
+        """Measure the others."""
+        args = self._args
+        place = None if args.store == "auto" else args.store
+        with tempfile.TemporaryDirectory(prefix="penstock-documents-", dir=place) as folder:
+            for part in args.parts:
+                if part not in self._figures:
+                    self._figures[part] = _PARTS[part](args, Path(folder))
+                    sitting.keep(self._figures)
+
+    def figures(self) -> dict[str, Any]:
+        """Rows of each part."""
+        return self._figures
+
+    def report(self) -> str:
+        """The tables."""
+        return documents_table(self._result)
 
 
 def _reopen(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -103,11 +103,7 @@ def _walkers_question(starts: list[str]) -> str:
 
 
 def _rules(
-    tokens: int,
-    rng: random.Random,
-    words: Words,
-    hops: list[int],
-    ask: Callable[[list[str]], str],
+    tokens: int, rng: random.Random, words: Words, hops: list[int], ask: Callable[[list[str]], str]
 ) -> tuple[list[list[str]], list[str], str]:
     """Paths of `hops` nodes each, and as many rules in random order as the document can hold.
 
