@@ -45,6 +45,8 @@ def _lines(name: str, command: Any, level: int) -> Iterator[str]:
         yield from map(_row, parameters)
         yield ""
     for word, below in sorted(getattr(command, "commands", {}).items()):
+        if below.hidden:
+            continue
         yield from _lines(word if name == "penstock" else f"{name} {word}", below, level + 1)
 
 
