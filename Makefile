@@ -12,7 +12,7 @@ SITE := $(VENV)/site.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs soak clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -81,9 +81,17 @@ docs: $(SITE) ## Build the site of docs/ into build/site; a broken link fails it
 	$(PY) docs/tools/commands.py --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
+# The wheel is built from the sdist, so that both are whole.
+wheel: $(INSTALLED) ## Build sdist and wheel into dist/.
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+
+wheel-check: wheel ## Install the wheel into an empty environment and run the demo there, in an empty folder.
+	$(PY) tests/wheel_check.py dist/penstock-*.whl --torch $(TORCH)
+
 MINUTES ?= 120
 soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.
 	$(PY) -m tests.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
 
 clean: ## Remove the environment and the tools' caches.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,11 @@
 """Compiles the CPU kernels when Penstock is installed; without a C compiler they are left out.
 
+A wheel with the library is tagged for the platform that built it. Its kernels choose AVX2 or
+AVX-512 when they run, so that one wheel fits every processor of the platform. Where the library
+cannot be loaded (an older glibc, no OpenMP) a warning says so, and plain torch kernels are used.
+A wheel built without a compiler has no library, and its tag is py3-none-any. A source distribution
+compiles where it is installed; a wheel compiles nothing there.
+
 Also `python hatch_build.py`, to build them in place.
 """
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.search.step_scorer import Candidate, StepScorer
     from penstock.tuner.tune import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
