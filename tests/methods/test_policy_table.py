@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import penstock
 from penstock import KVSwap
+from penstock.cli.main import app
 from penstock.core.errors import ConfigError
 from penstock.methods import POLICIES, Quest
 from penstock.methods.search_space import fields_of, policy_from
@@ -55,20 +57,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), SOURCE])},
-    )  # fmt: skip
-
-
 def test_an_outside_policy_is_used_by_its_name(folder: Path) -> None:
     install(folder, "acme-spread = acme_policies:Spread")
-    found = run(
-        folder, "-m", "penstock", "generate", "recall", "--prompt", "The grass is green . " * 80,
-        "--policy", "acme-spread", "--memory", "1/2", "--max-new-tokens", "4", "--json",
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+    words = ["generate", "recall", "--prompt", "The grass is green . " * 80, "--json"]
+    words += ["--policy", "acme-spread", "--memory", "1/2", "--max-new-tokens", "4"]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
     document = json.loads(found.stdout)
     assert document["policy"] == "acme-spread"
     assert document["decode"]["read_bytes"] > 0
@@ -76,9 +70,11 @@ def test_an_outside_policy_is_used_by_its_name(folder: Path) -> None:
 
 def test_an_outside_policy_inherits_the_contract(folder: Path) -> None:
     (folder / "test_spread.py").write_text(CONTRACT)
-    found = run(
-        folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_spread.py")
-    )
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_spread.py"],
+        capture_output=True, text=True, timeout=600, cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), SOURCE])},
+    )  # fmt: skip
     assert found.returncode == 0, found.stdout
     assert "11 passed" in found.stdout
 

@@ -1,5 +1,6 @@
 """PolicyContract: what every policy must hold, as tests that a new policy's tests inherit."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, fields, replace
@@ -61,6 +62,19 @@ def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor]) -> A
     )  # fmt: skip
 
 
+@functools.cache
+def _model(family: str) -> PreTrainedModel:
+    """A tiny model, which the checks share."""
+    return tiny_model(family)
+
+
+@functools.cache
+def _plain_answer(family: str) -> Any:
+    """What the model answers without Penstock."""
+    model = _model(family)
+    return generate(model, DynamicCache(config=model.config), prompt())
+
+
 def _require_same(expected: Any, actual: Any, what: str) -> None:
     assert torch.equal(expected.sequences, actual.sequences), f"{what}: other tokens"
     difference = (torch.stack(expected.logits) - torch.stack(actual.logits)).abs().max().item()
@@ -108,24 +122,24 @@ class PolicyContract:
 
     def test_a_full_budget_is_full_attention(self, policy: SelectionPolicy, family: str) -> None:
         """With everything selected, tokens and logits are those of plain attention, twice."""
-        model, everything = tiny_model(family), self.everything(policy)
-        expected = generate(model, DynamicCache(config=model.config), prompt())
+        model, everything = _model(family), self.everything(policy)
         with _cache(model, everything) as cache:
             assert cache.plan.is_resident == policy.stays_resident, "it is exact by residence only"
             for _ in range(2):
-                _require_same(expected, generate(model, cache, prompt()), "a full budget")
+                _require_same(
+                    _plain_answer(family), generate(model, cache, prompt()), "a full budget"
+                )
                 cache.reset()
 
     def test_exact_is_the_plain_model(self, policy: SelectionPolicy, family: str) -> None:
         """Exact mode attends to everything, whatever is selected."""
-        model, few = tiny_model(family), self.few(policy)
-        expected = generate(model, DynamicCache(config=model.config), prompt())
+        model, few = _model(family), self.few(policy)
         with _cache(model, few, exact=True) as cache:
-            _require_same(expected, generate(model, cache, prompt()), "exact mode")
+            _require_same(_plain_answer(family), generate(model, cache, prompt()), "exact mode")
 
     def test_a_row_answers_as_it_does_alone(self, policy: SelectionPolicy) -> None:
         """Another row beside it, which is padded, changes nothing of what is selected."""
-        model, few = tiny_model("llama"), self.few(policy)
+        model, few = _model("llama"), self.few(policy)
         tokens = min(PROMPT_TOKENS + 6 * policy.unit_tokens, 300)
         both, sizes = prompt(tokens=tokens), {"max_tokens": tokens + 8}
         with _cache(model, few, **sizes) as cache:
@@ -197,7 +211,7 @@ class PolicyContract:
 
     def test_crop_reorder_and_reset_leave_a_usable_cache(self, policy: SelectionPolicy) -> None:
         """Of a model's cache with few tokens selected; a reset makes it as it was."""
-        model, few = tiny_model("llama"), self.few(policy)
+        model, few = _model("llama"), self.few(policy)
         one = torch.full((2, 1), 5)
 
         def decode(steps: int) -> None:
@@ -229,7 +243,7 @@ class PolicyContract:
         self, policy: SelectionPolicy
     ) -> None:
         """What is too little is refused with the least that will do, which then does."""
-        model, few = tiny_model("llama"), self.few(policy)
+        model, few = _model("llama"), self.few(policy)
         before = replace(few)
         with pytest.raises(BudgetError) as refused:
             _cache(model, few, memory=1)
