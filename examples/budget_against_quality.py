@@ -53,7 +53,10 @@ def main() -> None:
     prompts, paths = zip(*(make_puzzle(rng) for _ in range(arguments.puzzles)), strict=True)
     params = SamplingParams(temperature=0, max_tokens=3 * HOPS + 2)
     loaded = LLM(arguments.model)
-    print("policy          budget   memory   hops right")
+    print(
+        f"{len(prompts)} puzzles of {HOPS} hops. Memory: the KV cache, with its tables and buffers."
+    )
+    print("policy          budget             memory  hops right")
     for policy in arguments.policies.split(","):
         for budget in arguments.budgets.split(","):
             llm = LLM(loaded.model, tokenizer=loaded.tokenizer, policy=policy, memory=budget)
@@ -64,14 +67,9 @@ def main() -> None:
                 continue
             shares = [share_of_hops(a.text, path) for a, path in zip(answers, paths, strict=True)]
             memory = answers[0].memory
-            print(
-                f"{policy:15} {budget:>6} {memory.peak_bytes / 2**20:5.1f} MiB "
-                f"{sum(shares) / len(shares):10.0%}"
-            )
-    print(
-        f"{len(prompts)} puzzles of {answers[0].prompt_tokens} tokens and {HOPS} hops; their full "
-        f"KV cache takes {memory.full_cache_bytes / 2**20:.1f} MiB."
-    )
+            held, full = memory.peak_bytes / 2**20, memory.full_cache_bytes / 2**20
+            right = sum(shares) / len(shares)
+            print(f"{policy:15} {budget:>6} {held:6.1f} of {full:.1f} MiB {right:11.0%}")
 
 
 if __name__ == "__main__":
