@@ -18,9 +18,12 @@ FLAGS = (
     "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror",
 )  # fmt: skip
 TESTS = (
-    "tests/kernels", "tests/indexes", "tests/near_storage/test_scorer.py",
-    "tests/runtime/test_fused_fetch.py", "tests/storage/test_native_aio.py",
-    "tests/tiers/test_cluster_aligned.py",
+    "tests/kernels", "tests/methods/kvswap", "tests/methods/dynakv",
+    "tests/methods/test_half_precision.py", "tests/methods/test_hostile_files.py",
+    "tests/methods/louiskv/test_device_semantic_units.py",
+    "tests/methods/hillinfer/test_scorer.py", "tests/engine/test_adapter.py",
+    "tests/engine/test_rank_shares.py", "tests/engine/test_fused_fetch.py",
+    "tests/storage/test_native_aio.py",
 )  # fmt: skip
 """What calls compiled kernels, or gives them files that somebody has changed."""
 TRITON = ("tests/kernels/device", "tests/kernels/tree/test_tree_attention_triton.py",

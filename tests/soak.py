@@ -220,9 +220,12 @@ class Soak:
         )
 
     def _turn(self, model: Any, cache: TieredCache, ids: list[int]) -> list[int]:
+        prompt = torch.tensor([ids])
         out = model.generate(
-            torch.tensor([ids]), cache=cache, max_new_tokens=self.random.randint(1, 12),
-            do_sample=False, eos_token_id=None, pad_token_id=0,
+            prompt, cache=cache, max_new_tokens=self.random.randint(1, 12), do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+            # Without it transformers hides tokens of an earlier answer that are the pad token.
+            attention_mask=torch.ones_like(prompt),
         )  # fmt: skip
         found: list[int] = out[0].tolist()
         return found

@@ -192,3 +192,10 @@ def test_nothing_is_there_for_tests_alone() -> None:
             if defined not in used and not defined.startswith("__"):
                 unused.append(f"{place(path, node.lineno)} {defined}")
     assert unused == []
+
+
+def test_what_the_sanitizers_run_is_there() -> None:
+    from tests import sanitize
+
+    named = (*sanitize.TESTS, *sanitize.TRITON)
+    assert [path for path in named if not (sanitize.ROOT / path).exists()] == []
