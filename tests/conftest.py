@@ -23,6 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("penstock")
 
+# What imports and collection made stays to the end: each full collection would walk it again.
+gc.disable()
+
 for name in ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)  # whoever runs the tests may like colours; tests read plain text
 
@@ -59,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = list(files)
     random.Random(seed).shuffle(order)
     items[:] = [item for path in order for item in files[path]]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _rounded_otherwise(linear: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
