@@ -28,10 +28,10 @@ def write_samples(folder: Path) -> None:
         (folder / name).write_text(20 * FILLER + fact + 10 * FILLER)
 
 
-def open_document(file: Path, library: Path, model: str) -> tuple[Document, str]:
+def open_document(file: Path, documents: Path, model: str) -> tuple[Document, str]:
     """The file's document, and what was done for it; a changed file is another document."""
     content = file.read_bytes()
-    path = library / f"{file.stem}-{hashlib.sha256(content).hexdigest()[:12]}"
+    path = documents / f"{file.stem}-{hashlib.sha256(content).hexdigest()[:12]}"
     if path.exists():
         return Document.open(model, path), "opened"
     text = content.decode()
@@ -44,16 +44,16 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--model", default="recall", help="the bundled model, or a model's folder")
     parser.add_argument("--question", default=QUESTION, help="read right behind each file's text")
-    parser.add_argument("--library", type=Path, default=Path("documents"))
+    parser.add_argument("--documents", type=Path, default=Path("documents"))
     arguments = parser.parse_args()
 
     folder = arguments.folder or Path("notes")
     if arguments.folder is None:
         write_samples(folder)
-    arguments.library.mkdir(exist_ok=True)
+    arguments.documents.mkdir(exist_ok=True)
     params = SamplingParams(temperature=0, max_tokens=32, stop=(" .", "\n"))
     for file in sorted(folder.glob("*.txt")):
-        document, done = open_document(file, arguments.library, arguments.model)
+        document, done = open_document(file, arguments.documents, arguments.model)
         with document:
             [answer] = document.ask(arguments.question, params)
             memory = answer.memory

@@ -20,7 +20,7 @@ from penstock import ConfigError, KVSwap, SamplingParams
 from penstock.core.errors import DocumentDamagedError, DocumentError
 from penstock.documents import contents
 from penstock.documents.document import Document
-from penstock.documents.library import DocumentLibrary
+from penstock.documents.document_library import DocumentLibrary
 from penstock.documents.settings import DocumentSettings
 from penstock.storage.documents import DocumentWriter, StoredDocument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model

@@ -16,8 +16,8 @@ from penstock.core.errors import (
     DocumentMismatchError,
     StoreFullError,
 )
-from penstock.documents import library as module
-from penstock.documents.library import Added, DocumentLibrary
+from penstock.documents import document_library as module
+from penstock.documents.document_library import Added, DocumentLibrary
 from penstock.documents.settings import DocumentSettings
 from penstock.methods.baselines.h2o import H2O
 from penstock.storage.documents.document_library import Entry

@@ -11,7 +11,7 @@ from penstock.cli.generate import in_home
 from penstock.core.errors import ModelLoadError, StorageError
 
 if TYPE_CHECKING:
-    from penstock.documents.library import DocumentLibrary
+    from penstock.documents.document_library import DocumentLibrary
     from penstock.models.loader import LoadedModel
     from penstock.storage.documents.document_library import Library
 
@@ -76,7 +76,7 @@ def open_shelf(
         ConfigError: the disk or the key make no sense.
     """
     from penstock.devices.throttle import Throttle
-    from penstock.documents.library import DocumentLibrary
+    from penstock.documents.document_library import DocumentLibrary
     from penstock.documents.settings import DocumentSettings
     from penstock.storage.file import KVFile
     from penstock.storage.store import parse_location

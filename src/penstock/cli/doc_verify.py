@@ -14,7 +14,7 @@ from penstock.core.byte_size import format_bytes
 from penstock.core.errors import DocumentDamagedError, DocumentFormatError
 
 if TYPE_CHECKING:
-    from penstock.documents.library import DocumentLibrary
+    from penstock.documents.document_library import DocumentLibrary
     from penstock.storage.documents import Damage
 
 _STEPS_IN_A_PIPE = 10

@@ -177,11 +177,6 @@ class SelectionPolicy(ABC):
         return FIFO(batch, num_slots)
 
     @property
-    def has_cluster_layout(self) -> bool:
-        """Whether tokens are on the disk by cluster too, in a second file of each layer."""
-        return False
-
-    @property
     def predicts(self) -> bool:
         """Whether layer i's query is predicted from layer i-1's input, to prefetch."""
         return False

@@ -142,8 +142,8 @@ class DynaKV(BaselinePolicy):
             )
 
     @property
-    @override
     def has_cluster_layout(self) -> bool:
+        """Whether tokens are on the disk by cluster too, in a second file of each layer."""
         return self.layout == "clusters"
 
     @property
