@@ -1,4 +1,4 @@
-"""POLICIES, the table of methods: one file per method, one method per file."""
+"""POLICIES, the table of methods: a folder for each, and one for those that they compare with."""
 
 from penstock.engine.policy import SelectionPolicy
 from penstock.methods.baselines.arkvale import ArkVale
