@@ -26,6 +26,9 @@ settings.load_profile("penstock")
 # What imports and collection made stays to the end: each full collection would walk it again.
 gc.disable()
 
+# Read by huggingface_hub at its import: tests ask no hub but their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 for name in ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)  # whoever runs the tests may like colours; tests read plain text
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.methods.kvswap.policy import KVSwap
     from penstock.methods.tuned_config import TunedConfig
     from penstock.models.cache_adapter import TieredCache
+    from penstock.models.loader import load
     from penstock.search.beam_searcher import BeamSearcher, SearchMemory
     from penstock.search.search_params import SearchParams
     from penstock.search.step_scorer import Candidate, StepScorer
@@ -73,6 +74,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerifierError",
     "__version__",
+    "load",
     "tune",
 ]
 
@@ -91,6 +93,7 @@ _HOMES = {
     "StepScorer": "penstock.search.step_scorer",
     "TieredCache": "penstock.models.cache_adapter",
     "TunedConfig": "penstock.methods.tuned_config",
+    "load": "penstock.models.loader",
     "tune": "penstock.tuner.tune",
 }
 

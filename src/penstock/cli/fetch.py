@@ -1,4 +1,4 @@
-"""`penstock fetch`: get a released model that is too large for the package."""
+"""`penstock fetch`: get a released model, or a model of the Hugging Face hub, ahead of its use."""
 
 import time
 from pathlib import Path
@@ -7,29 +7,66 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import say
+from penstock.cli.model_options import RevisionOption, TrustOption
+from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
 
 _SAY_S = 1.0
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A released model.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A released model, or OWNER/NAME on the hub.")
+    ],
     source: Annotated[
         str,
         typer.Option(
             "--from", metavar="URL|FILE|DIR",
-            help="The archive, or a folder that holds it (default: the model's own address).",
+            help="Of a released model: the archive, or a folder that holds it (default: its own "
+            "address).",
         ),
     ] = "",
     to: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The model's new folder (default: the user's data)."),
+        typer.Option(
+            metavar="DIR", help="Of a released model: its new folder (default: the user's data)."
+        ),
     ] = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:  # fmt: skip
-    """Fetch a released model; its name can then be given wherever a model folder can.
+    """Fetch a model; its name can then be given wherever a model folder can, without a network.
 
-    What was downloaded is checked before it is unpacked; a download that was broken off goes on.
+    What was downloaded is checked; a download that was broken off goes on. A model of the hub lies
+    in the Hugging Face cache (HF_HOME), whose contents hf cache lists and removes.
     """
+    from penstock.models.released import released_models
+
+    if "/" in name and name not in released_models():
+        if source or to is not None:
+            raise ConfigError(f"--from and --to are for released models; {name} is one of the hub")
+        _fetch_from_hub(name, revision, trust_remote_code=trust_remote_code)
+        return
+    if revision is not None or trust_remote_code:
+        raise ConfigError("--revision and --trust-remote-code are for models of the hub")
+    _fetch_released(name, source, to)
+
+
+def _fetch_from_hub(name: str, revision: str | None, *, trust_remote_code: bool) -> None:
+    from penstock.cli.torch_command import import_torch
+
+    import_torch()
+    from penstock.models.loader import fetch_hub_model
+
+    folder = fetch_hub_model(
+        name, revision=revision, trust_remote_code=trust_remote_code, on_bytes=BytesSaid()
+    )
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    at = name if revision is None else f"{name} --revision {revision}"
+    say(f"{name}: {format_bytes(size)} in {folder}\ntry it: penstock generate {at} --prompt TEXT")
+
+
+def _fetch_released(name: str, source: str, to: Path | None) -> None:
     from penstock.cli.generate import in_home
     from penstock.models.fetch import fetch
     from penstock.models.released import released_model
@@ -43,18 +80,19 @@ def fetch_command(
         raise ConfigError(
             f"--to {to}: there is no folder {target.parent}; make it first (mkdir -p)"
         )
-    fetch(released, target, source=source, on_bytes=_Said())
+    fetch(released, target, source=source, on_bytes=BytesSaid())
     known = name if to is None else str(target)
     say(f"{name}: {target}\ntry it: penstock generate {known} --prompt-file FILE")
 
 
-class _Said:
+class BytesSaid:
     """Says now and then how far a fetch has come."""
 
     def __init__(self) -> None:
         self._said_s = time.perf_counter()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """`OnBytes`."""
         now_s = time.perf_counter()
         if now_s - self._said_s < _SAY_S:
             return

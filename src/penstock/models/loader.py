@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder, and refuse at once what cannot be run."""
+"""Load a model and its tokenizer by name or folder, and refuse at once what cannot be run."""
 
 import contextlib
 import os
@@ -17,7 +17,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
-from transformers.utils.hub import cached_file
 
 from penstock.core.errors import (
     ConfigError,
@@ -25,6 +24,8 @@ from penstock.core.errors import (
     PenstockError,
     UnsupportedModelError,
 )
+from penstock.models.fetch import OnBytes
+from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
 from penstock.models.load_errors import said_of
 from penstock.models.model_config import read_config
 from penstock.models.model_shape import drop_idle_window, inspect_model
@@ -41,14 +42,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
+_OTHER_NAMES = {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,39 +62,72 @@ def load(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    offline: bool | None = None,
+    trust_remote_code: bool = False,
+    on_bytes: OnBytes | None = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer. Never touches the network.
+    """Load a model and its tokenizer.
 
     Args:
         name_or_path: "recall" (the bundled model, recall-2), the name of a released model that
-            has been fetched, a folder that `save_pretrained` wrote, or the name of a model that
-            already lies in the local Hugging Face cache.
-        dtype: weights and KV cache; a torch dtype or its name. None: as stored.
+            has been fetched, a folder that `save_pretrained` wrote, or a name on the Hugging Face
+            hub, which is looked for in the local cache first.
+        dtype: of weights and KV cache: a torch dtype, its name ("half" and "float" too), or "auto"
+            or None for as stored. Quantised weights stay what the folder's `quantization_config`
+            says.
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
+        revision: of a name on the hub: a branch, a tag or a commit. None: "main".
+        token: for the hub; None: the one of `hf auth login` or HF_TOKEN; False: none.
+        offline: True: never ask the hub. None: ask, unless HF_HUB_OFFLINE is set.
+        trust_remote_code: run Python code that comes with the model.
+        on_bytes: called with what is being done, bytes done and bytes in all while files are
+            fetched or converted.
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete or unreadable, or the model needs code of
-            its own.
+        ModelLoadError: the folder is missing, incomplete or unreadable, the model needs code of
+            its own, or its weights are no safetensors; or the hub has no such model, cannot be
+            reached, or sent a damaged file.
         UnsupportedModelError: a tiered cache cannot work with it; says why.
         ConfigError: an unknown dtype, or a device that this machine does not have.
+        StorageError: what was fetched cannot be written.
     """
     target = find_device(device)
     wanted = _dtype(dtype)
     name = str(name_or_path)
-    folder = _find_folder(name)
-    config = read_config(folder, name)
-    _require_causal(name, config)
-    drop_idle_window(config)
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise ModelLoadError(f"{name}: the folder has no tokenizer files ({_TOKENIZER_FILES[0]})")
-    try:
-        with _no_progress_bars():
-            tokenizer, model = _read(folder, config, wanted)
-    except PenstockError as error:
-        raise type(error)(f"{name}: {error}") from error
-    except Exception as error:
-        raise ModelLoadError(f"{name}: {said_of(error)}") from error
+    hub = HubModel(
+        name=name, revision=revision, token=token, offline=bool(offline), own_code=trust_remote_code
+    )
+    folder = _find_folder(hub, on_bytes or (lambda what, done, total: None))
+    config = _checked_config(folder, name, own_code=trust_remote_code)
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        raise ModelLoadError(f"{name}: the folder has no tokenizer files ({TOKENIZERS[0]})")
+    with _as_load_error(name), _no_progress_bars():
+        tokenizer, model = _read(folder, config, wanted, own_code=trust_remote_code)
     return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
+
+
+def fetch_hub_model(
+    name: str, *, revision: str | None = None, token: str | bool | None = None,
+    trust_remote_code: bool = False, on_bytes: OnBytes,
+) -> Path:  # fmt: skip
+    """Bring a model of the hub into the local cache, or what is new of it.
+
+    Args:
+        on_bytes: told of the progress.
+        As for `load`.
+
+    Returns:
+        Its folder there.
+
+    Raises:
+        As `load`, and ConfigError where no model can be called that.
+    """
+    hub = HubModel(name=name, revision=revision, token=token, own_code=trust_remote_code)
+    if not hub.is_possible:
+        raise ConfigError(f"{name!r} can be no name of a model; write OWNER/NAME")
+    return _fetch(hub, on_bytes)
 
 
 def check_own_tokenizer(model: object, tokenizer: object) -> None:
@@ -128,21 +155,46 @@ def lasting_name(name: str) -> str:
     return str(folder.absolute()) if os.path.isfile(folder / "config.json") else name
 
 
+def _checked_config(folder: Path, name: str, *, own_code: bool) -> PretrainedConfig:
+    """A folder's config; what cannot work is refused here, before any weights are read.
+
+    Raises:
+        ModelLoadError: config.json cannot be read, or the model needs code of its own.
+        UnsupportedModelError: a tiered cache cannot work with it; says why.
+    """
+    config = read_config(folder, name, own_code=own_code)
+    if not (own_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})):
+        _require_causal(name, config)
+    drop_idle_window(config)
+    with _as_load_error(name), torch.device("meta"):
+        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=own_code))
+    return config
+
+
+@contextlib.contextmanager
+def _as_load_error(name: str) -> Iterator[None]:
+    """Put a model's name before errors of its own, and whatever else transformers raises."""
+    try:
+        yield
+    except PenstockError as error:
+        raise type(error)(f"{name}: {error}") from error
+    except Exception as error:
+        raise ModelLoadError(f"{name}: {said_of(error)}") from error
+
+
 def _read(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype | str
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype | str, *, own_code: bool
 ) -> tuple[Tokenizer, CausalLM]:
-    # Built without memory first: what cannot work is refused before its weights are read.
-    with torch.device("meta"):
-        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder, local_files_only=True, trust_remote_code=own_code
     )
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         local_files_only=True,
-        trust_remote_code=False,
+        trust_remote_code=own_code,
+        use_safetensors=True,
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])
@@ -191,17 +243,19 @@ def find_device(device: torch.device | str) -> torch.device:
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
-    if dtype is None:
+    if dtype in (None, "auto"):
         return "auto"
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    known = _OTHER_NAMES.get(str(dtype), str(dtype))
+    if known not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[known]
 
 
-def _find_folder(name: str) -> Path:
-    """The folder that `name` stands for; a hub name is looked up in the local cache only."""
+def _find_folder(hub: HubModel, on_bytes: OnBytes) -> Path:
+    """The folder that a name stands for: ours, the user's, one in the hub's cache, or the hub's."""
+    name = hub.name
     if name in (BUNDLED, BUNDLED_NAME):
         return Path(__file__).parent / BUNDLED
     released = released_models().get(name)
@@ -210,7 +264,7 @@ def _find_folder(name: str) -> Path:
     # For any name: `Path`'s own raise for a home that is not there, or a name that is too long.
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
-        if not os.path.isfile(folder / "config.json"):
+        if not os.path.isfile(folder / CONFIG):
             raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
         return folder
     if os.path.exists(folder):
@@ -220,16 +274,34 @@ def _find_folder(name: str) -> Path:
             f"{name} has not been fetched; run: penstock fetch {name} (or train it: "
             f"{released.train})"
         )
-    try:
-        cached = cached_file(name, "config.json", local_files_only=True)
-    except (OSError, ValueError):
-        cached = None
-    if cached is None:
+    return _find_on_hub(hub, on_bytes)
+
+
+def _find_on_hub(hub: HubModel, on_bytes: OnBytes) -> Path:
+    """The folder of a name in the hub's cache; what is not whole there is fetched."""
+    cached = hub.cached_folder() if hub.is_possible else None
+    missing = None if cached is None else hub.missing_part(cached)
+    if cached is not None and missing is None:
+        return cached
+    if hub.is_possible and not hub.is_offline:
+        return _fetch(hub, on_bytes)
+    if missing is not None:
         raise ModelLoadError(
-            f"there is no model folder {name}, and no model of that name in the local Hugging "
-            f"Face cache; give a folder with config.json, or {BUNDLED!r} for the bundled model"
+            f"{hub.name} is not whole in the local Hugging Face cache ({missing} is missing); with "
+            f"a network, run: {hub.fetch_command}"
         )
-    return Path(cached).parent
+    fetch = f"with a network, run: {hub.fetch_command}; or " if hub.is_possible else ""
+    raise ModelLoadError(
+        f"there is no model folder {hub.name}, and no model of that name in the local Hugging "
+        f"Face cache; {fetch}give a folder with config.json, or {BUNDLED!r} for the bundled model"
+    )
+
+
+def _fetch(hub: HubModel, on_bytes: OnBytes) -> Path:
+    def check(folder: Path) -> None:
+        _checked_config(folder, hub.name, own_code=hub.own_code)
+
+    return hub.fetch(check, on_bytes)
 
 
 def _require_causal(name: str, config: PretrainedConfig) -> None:

@@ -18,14 +18,15 @@ _KERNEL_ALONE = ("eetq", "fbgemm_fp8", "metal", "nvfp4")
 """Those that cannot."""
 
 
-def read_config(folder: Path, name: str | Path) -> PretrainedConfig:
-    """The config of a model folder; nothing of it runs, and it names no kernels.
+def read_config(folder: Path, name: str | Path, *, own_code: bool = False) -> PretrainedConfig:
+    """The config of a model folder; it names no kernels.
 
     Which function computes attention or experts is transformers' choice and then ours, never the
     folder's. Weights in a format whose kernels come from a hub are read as plain weights.
 
     Args:
         name: what the user called the model, for messages.
+        own_code: whether Python code in the folder may run; without it, none does.
 
     Raises:
         ModelLoadError: config.json cannot be read, or the model needs code of its own.
@@ -34,7 +35,7 @@ def read_config(folder: Path, name: str | Path) -> PretrainedConfig:
     try:
         read_regular(folder / "config.json", JSON_BYTES_MAX)  # the library would wait for a pipe
         config: Any = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=own_code
         )
     except OSError as error:
         said = said_of(error) if error.errno is None else error.strerror

@@ -1,0 +1,16 @@
+"""Options of the commands that load a model by name."""
+
+from typing import Annotated
+
+import typer
+
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of a model on the hub: a branch, a tag or a commit."),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model (never otherwise)."
+    ),
+]
