@@ -1,4 +1,4 @@
-"""Processes that do jobs ahead of whoever takes the results, in the order of the jobs."""
+"""Processes that do jobs ahead of the reader of their results, in the order of the jobs."""
 
 import multiprocessing
 import os

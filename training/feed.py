@@ -172,7 +172,7 @@ class Feed:
             yield packed
 
     def close(self) -> None:
-        """End the thread. Whoever makes the batches must still be there: it may wait for one."""
+        """End the thread. The maker of batches must still be there: it may wait for one."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
@@ -199,7 +199,7 @@ class Feed:
             self._put(error)
 
     def _put(self, packed: Packed | BaseException | None) -> bool:
-        """Hand over; False when nobody takes any more."""
+        """Hand over; False when the reader takes no more."""
         while not self._stop.is_set():
             try:
                 self._packed.put(packed, timeout=_LOOK_S)

@@ -157,7 +157,7 @@ def _produce(
 
 
 def _send(made: "queue.Queue[Any]", given: Connection) -> None:
-    """Hand over what is made; when nobody is there to take it the process ends."""
+    """Hand over what is made; without a reader the process ends."""
     try:
         while (content := made.get()) is not None:
             given.send_bytes(content)

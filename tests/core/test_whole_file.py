@@ -51,7 +51,7 @@ def test_what_is_no_file_may_be_written_to(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "pipe", Path("/dev/null")):
         require_own(path, KIND, "--out")
     write_atomically("x", Path("/dev/null"))
-    with pytest.raises(OSError, match="nobody reads from the pipe"):
+    with pytest.raises(OSError, match="no process reads from the pipe"):
         write_atomically("x", tmp_path / "pipe")
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; print(len(open(sys.argv[1]).read()))",

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and never in place of somebody else's."""
+"""Files that are written whole or not at all, and never in place of another's."""
 
 import errno
 import json
@@ -90,12 +90,12 @@ def write_atomically(content: str | bytes, path: Path) -> None:
 
 
 def _write_into(target: Path, data: bytes) -> None:
-    """Write into a pipe or a device; a pipe that nobody reads is an error, not a wait."""
+    """Write into a pipe or a device; a pipe without a reader is an error, not a wait."""
     try:
         descriptor = os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, "nobody reads from the pipe", str(target)) from error
+            raise OSError(errno.ENXIO, "no process reads from the pipe", str(target)) from error
         raise
     try:
         if hasattr(os, "set_blocking"):

@@ -15,7 +15,7 @@ PenstockError
 │   ├── FetchError                   a read failed or came up short
 │   │   └── DocumentDamagedError     bytes of a stored document are not those that were stored
 │   └── DocumentError                a stored document that is missing or unfinished
-│       ├── DocumentBusyError        somebody else has it open
+│       ├── DocumentBusyError        another process has it open
 │       ├── DocumentKeyError         no key, the wrong key, or nothing to decrypt with
 │       └── DocumentFormatError      written in a newer format, or not by Penstock
 └── CacheStateError(RuntimeError)    a call that the cache's present state does not allow
@@ -108,7 +108,7 @@ class DocumentError(StorageError):
 
 
 class DocumentBusyError(DocumentError):
-    """Somebody else has the document open in a way that excludes this."""
+    """Another process has the document open in a way that excludes this."""
 
 
 class DocumentKeyError(DocumentError):

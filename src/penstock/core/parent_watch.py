@@ -9,7 +9,7 @@ def end_with_parent() -> None:
     """Called in a process that `multiprocessing` started: end when the parent has, however it did.
 
     A parent that is killed ends no children, daemons neither; they would go on with work that
-    nobody takes, and then wait for more of it.
+    is not taken, and then wait for more of it.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

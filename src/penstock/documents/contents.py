@@ -151,7 +151,7 @@ def needed(damage: Damage, units: NDArray[np.int64]) -> Damage:
     others.
 
     Args:
-        units: of the groups; negative where nobody knows, and all units count then. [groups]
+        units: of the groups; negative where it is unknown, and all units count then. [groups]
     """
     if (units < 0).any():
         return damage

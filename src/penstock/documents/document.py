@@ -229,7 +229,7 @@ class Document:
             PromptError: a question is empty, or too long behind this text; before any is answered,
                 as far as that can be known then.
             DocumentDamagedError: damage that cannot be mended.
-            DocumentBusyError: an answer is to be kept, or damage mended, while somebody else writes
+            DocumentBusyError: an answer is to be kept, or damage mended, while another writes
                 to the document, or after they did.
             ConfigError, StorageError: as for `cache`.
         """
@@ -348,7 +348,7 @@ class Document:
 
         Raises:
             DocumentDamagedError: the tokens themselves are damaged; the text must be added anew.
-            DocumentBusyError: somebody else is writing to the document, or has since it was opened.
+            DocumentBusyError: another process writes to the document, or has since it was opened.
         """
         opened, about = self._opened, self.about
         damage = self.verify(on_bytes) if damage is None else damage

@@ -64,7 +64,7 @@ class OpenDocument:
             _check_shape(stored, inspect_model(reader.loaded.model).kv, about)
             try:
                 groups = read_groups(stored, about.num_groups)
-            except DocumentDamagedError:  # everything is prefilled again, if somebody asks
+            except DocumentDamagedError:  # a question prefills everything again
                 groups = np.full(about.num_groups, UNKNOWN)
             return cls(
                 reader=reader, folder=folder, stored=stored, about=about, policy=policy,
@@ -102,7 +102,7 @@ class OpenDocument:
             groups: in place of the stored table.
 
         Raises:
-            DocumentDamagedError: nobody knows any more where it is.
+            DocumentDamagedError: its place is lost.
         """
         units = self.groups if groups is None else groups
         if (units == UNKNOWN).any():

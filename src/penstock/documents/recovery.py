@@ -64,7 +64,7 @@ class Ranges:
         everything in front of the last damaged group is prefilled too.
 
         Args:
-            units: of the groups; negative where nobody knows.
+            units: of the groups; negative where it is unknown.
 
         Raises:
             DocumentDamagedError: the tokens themselves are damaged.
@@ -109,7 +109,7 @@ def mend(
         Bytes written.
 
     Raises:
-        DocumentBusyError: somebody else is writing to the document, or has since it was opened.
+        DocumentBusyError: another process writes to the document, or has since it was opened.
         StorageError: the disk failed, or is full; the document stays as it was.
     """
     stored, settings = opened.stored, opened.settings

@@ -184,7 +184,7 @@ class LowRankAdapter:
 def basis_fault(basis: Tensor, scale: Tensor) -> str | None:
     """What is wrong with a basis and a number for each of its components, in words.
 
-    Kernels read both by the basis's shape, so that nobody may hand them on before this.
+    Kernels read both by the basis's shape, so that neither may be handed on before this.
 
     Args:
         basis: orthonormal columns, float32. [joint_dim, rank]

@@ -37,8 +37,8 @@ def plan_fetch(
 ) -> FetchPlan:
     """Look the selection up, choose slots for what is missing, and admit it to the table.
 
-    The table already says where the missing units will be; until the fetch has landed nobody may
-    attend to those slots. Slots that hold selected units are never chosen as victims.
+    The table already says where the missing units will be; until the fetch has landed those
+    slots may not be attended to. Slots that hold selected units are never chosen as victims.
     """
     plan = replacement.plan_at_once(selection, table)
     plan = plan or plan_fetch_reference(selection, table, replacement)

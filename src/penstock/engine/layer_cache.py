@@ -398,7 +398,7 @@ class LayerCache(Layer):
         self.window.take_rows_from(other.window, rows)
 
     def reset(self) -> None:
-        """Forget every token, and errors of writes that nobody will read."""
+        """Forget every token, and errors of writes that will not be read."""
         with contextlib.suppress(StorageError):
             self.drain()
         self.length = self._touched = 0

@@ -8,7 +8,7 @@ from penstock.engine.layer import Layer
 class PromptIndexing:
     """Makes all layers' indexes when a prompt of known length is in, and says how far that is.
 
-    Nobody tells a cache which forward pass is the prompt's last one. Without `prompt_tokens` every
+    A cache is not told which forward pass is the prompt's last one. Without `prompt_tokens` every
     layer makes its index in the first decode step, which tells of its progress too.
     """
 

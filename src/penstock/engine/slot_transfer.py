@@ -56,7 +56,7 @@ class WriteRows:
     """Rows of one section that writes of all layers go through, in turn, behind the step.
 
     The writer works in order, so that the oldest rows are free first. The section is taken with the
-    first write and goes back when nothing is under way and somebody asks (`give_back`).
+    first write and goes back when nothing is under way and `give_back` asks.
     """
 
     def __init__(self, staging: "Staging") -> None:
@@ -68,8 +68,8 @@ class WriteRows:
     def take(self, count: int) -> tuple[AlignedBuffer, int]:
         """Room for so many rows: a buffer, and the first of them; waits for older writes.
 
-        What failed is not said here but where the one who wrote waits for it. Nobody else may have
-        the staging's lock until `hold`.
+        What failed is not said here but where the writer waits for it. No other thread may
+        have the staging's lock until `hold`.
 
         Args:
             count: not more than the staging has.
@@ -310,7 +310,7 @@ class SlotTransfer:
         return future
 
     def tell(self, failure: StorageError) -> None:
-        """Let `drain` raise the failure of a write once more, where nobody took it in."""
+        """Let `drain` raise the failure of a write once more, where it was not taken in."""
         told: Future[int] = Future()
         told.set_exception(failure)
         self._writes.insert(0, told)

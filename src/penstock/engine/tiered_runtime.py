@@ -461,7 +461,7 @@ class TieredRuntime:
         return None if self._store is None else self._store.simulated
 
     def close(self) -> None:
-        """Give everything back; errors of writes that nobody will read stay unsaid."""
+        """Give everything back; errors of writes that will not be read stay unsaid."""
         with HeldInterrupts():
             self._health.is_closed = True
             parts = [*self.layers, self._writer, self._store]

@@ -57,7 +57,7 @@ class UnitMap:
 
         Args:
             units: of the groups. [groups]
-            num_units: units that are somebody else's, whether a group holds them or not; they come
+            num_units: units of another owner, whether a group holds them or not; they come
                 first and are never handed out.
         """
         assert self.shared_units in (0, num_units), "a map shares with one only"

@@ -65,7 +65,7 @@ class Writer:
         return future
 
     def start_held(self) -> None:
-        """Begin what is held; nobody may wait for one of these futures before."""
+        """Begin what is held; none of these futures may be waited for before."""
         with self._holding:
             held, self._held = self._held, []
         if held:
@@ -99,5 +99,5 @@ class Writer:
 
     def close(self) -> None:
         """Finish what is queued and stop the thread."""
-        self._held = []  # nobody will read them
+        self._held = []  # they will not be read
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -28,7 +28,7 @@ def default_workers(device: str) -> int:
 
 
 def _untold(job: Job, text: str) -> None:
-    """Nobody wants to know."""
+    """Takes no notice."""
 
 
 def run_jobs(

@@ -66,7 +66,7 @@ class PeakMemory:
 
 
 def cached_file_bytes(cache: TieredCache) -> int | None:
-    """Bytes of the cache's own files that lie in the page cache; None where nobody can say."""
+    """Bytes of the cache's own files that lie in the page cache; None where it is unknown."""
     store = cache.tiers._store
     if store is None:
         return 0

@@ -133,7 +133,7 @@ def tree_attention_reference(
         seen = positions < lengths[row]
         if window is not None:
             seen &= positions >= lengths[row] - window
-        # What nobody has written may be anything: not-a-number times zero is not zero.
+        # What is not written may be anything: not-a-number times zero is not zero.
         keys, values = held.masked_fill(~seen[:, None], 0.0)
         out, lse = attention_reference(
             query[row][None, :, None], keys[None], values[None],

@@ -169,7 +169,7 @@ def _shared_runs(
     np.maximum.accumulate(first, axis=1, out=first)
     leader = np.empty_like(order)
     np.put_along_axis(leader, order, np.take_along_axis(order, first, 1), 1)
-    # A run goes on where nobody has come, and nobody has gone.
+    # A run goes on where no beam has come or gone.
     label = leader + np.arange(most)[:, None] * num_rows
     size = np.bincount(label.ravel(), minlength=label.size).reshape(most, num_rows)
     came = np.ones((most, num_rows), dtype=np.bool_)

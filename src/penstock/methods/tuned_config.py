@@ -29,7 +29,7 @@ class Figures(TypedDict):
     """Fast memory that the cache holds."""
     read_bytes_per_token: float
     kl: float | None
-    """Mean KL divergence from full attention, in nats; None where nobody has looked."""
+    """Mean KL divergence from full attention, in nats; None where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,7 @@ class LazyMask:
 
 
 def _nothing() -> None:
-    """What a mark does where nobody wants to be told."""
+    """What a mark does without a callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def mark_keys(
     """Tell the attention function that gets these keys to call `attend`.
 
     Args:
-        unmasked: whoever attends knows what each query sees (nothing is padded, and windows are
+        unmasked: the runtime knows what each query sees (nothing is padded, and windows are
             its own business); the mask is not looked at.
         received: called as soon as the attention function has the keys.
         failed: called when it refused them, or `attend` raised.

@@ -81,11 +81,11 @@ class BeamCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class BeamCache(Cache):  # type: ignore[misc]
-    """Hands every layer's attention to a `BeamMemory`; whoever decodes says whose turn it is.
+    """Hands every layer's attention to a `BeamMemory`; the decoder says whose turn it is.
 
     Attributes:
         past: tokens before this pass, as transformers should see them (it only makes masks of it,
-            which nobody evaluates).
+            which is never evaluated).
     """
 
     def __init__(self, model: PreTrainedModel, memory: BeamMemory) -> None:

@@ -208,7 +208,7 @@ class ModelBeamDecoder:
         return StepResult(token_ids=[], log_probabilities=[], groups=groups, traffic=traffic)
 
     def release(self, beam: Beam) -> None:
-        """Let a beam go; blocks that nobody else holds are free again."""
+        """Let a beam go; blocks that no other beam holds are free again."""
         assert isinstance(beam, Path)
         self._memory.release(beam)
         self._logits.pop(beam, None)

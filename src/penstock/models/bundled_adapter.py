@@ -25,7 +25,7 @@ def find_adapter(fingerprint: str, folder: str | Path = "") -> LowRankAdapter | 
         if os.path.exists(path):
             try:
                 adapter = LowRankAdapter.load(path)
-            except AdapterError:  # somebody else's file of that name
+            except AdapterError:  # another file of that name
                 continue
             if adapter.fingerprint == fingerprint:
                 return adapter

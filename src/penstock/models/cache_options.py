@@ -154,7 +154,7 @@ def _is_whole(memory: int | float | str, limit: int, full_bytes: int) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses now."""
+    """Memory of a device that is not in use now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

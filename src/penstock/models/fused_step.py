@@ -6,7 +6,7 @@ CUDA graph those parts are called that say the same in one (`kernels/device/laye
 
 No list of models says which: a part is replaced where its own code gives, bit for bit, what the
 kernel's twin gives on random numbers. What is another formula (Gemma's norm, a GELU, a rotation of
-some dimensions) or is somebody else's already stays.
+some dimensions) or is wrapped already stays.
 """
 
 import sys
@@ -51,7 +51,7 @@ def fused_parts(model: PreTrainedModel) -> Iterator[None]:
             kind = type(module)
             sources.add(kind.__module__)
             if "forward" in module.__dict__:
-                continue  # somebody has put something there
+                continue  # another wrapper is there
             make = _norm if _is_norm(module) else _gate if _is_gate(module) else None
             if make is None:
                 continue

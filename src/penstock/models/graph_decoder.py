@@ -74,8 +74,8 @@ class GraphDecoder:
         model.forward = forward
 
     def remove(self) -> None:
-        """Give the model back the `forward` that it had, its class's or one that somebody set on
-        it, and the graph's memory with it."""
+        """Give the model back the `forward` that it had, its class's or one that was set on
+        it, and free the graph's memory."""
         if self._own is None:
             self._model.__dict__.pop("forward", None)
         else:

@@ -21,7 +21,7 @@ class _Parts:
         self._parts: dict[str, tuple[int, Undo]] = {}
 
     def __deepcopy__(self, memo: object) -> "_Parts":
-        return _Parts()  # nobody uses a model that was copied just now
+        return _Parts()  # a model that was copied just now is not in use
 
     @contextmanager
     def hold(self, model: PreTrainedModel) -> Iterator[None]:

@@ -61,7 +61,7 @@ def _open_nameless(directory: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags, 0o600)
     except FileExistsError:
-        raise  # somebody else's
+        raise  # another's
     except OSError:  # Linux makes the file before it finds that it cannot be read directly
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -128,11 +128,11 @@ class AioQueue:
     """One kernel AIO context shared by the files of a store; any thread may use it.
 
     At most `max_in_flight` reads are with the kernel; what is beyond waits its turn here and moves
-    up whenever somebody submits, polls or waits. One waiting thread at a time collects events and
+    up whenever a thread submits, polls or waits. One waiting thread at a time collects events and
     credits them to whichever ticket they belong to.
 
-    An exception in the middle (Ctrl-C) cannot leave the kernel writing into memory that somebody
-    reuses: the context is destroyed, which waits for its reads, and unfinished tickets fail.
+    An exception in the middle (Ctrl-C) cannot leave the kernel writing into memory that is
+    reused: the context is destroyed, which waits for its reads, and unfinished tickets fail.
     """
 
     def __init__(self, max_in_flight: int = 256) -> None:
@@ -190,7 +190,7 @@ class AioQueue:
     def submit_by(
         self, start: Callable[[int, int, int], Submission], most: int, keep_alive: object
     ) -> AioTicket:
-        """Let somebody else make a batch of aligned reads and hand them to the kernel.
+        """Let the caller make a batch of aligned reads and hand them to the kernel.
 
         Args:
             start: given the context, how many reads it takes now, and the key of the first one
@@ -243,7 +243,7 @@ class AioQueue:
     def wait_for(self, ticket: AioTicket) -> None:
         """Block until `ticket` is complete. Its error, if any, is left in it."""
         try:
-            self.poll()  # most reads have ended when somebody asks for them
+            self.poll()  # most reads have ended when they are asked for
             while not ticket.is_complete:
                 self._wait_once(ticket)
         except BaseException:
@@ -378,7 +378,7 @@ class AioQueue:
             self._calls.destroy(self._context)
             self._context = 0
         self._generation += 1
-        self._is_collecting = False  # whoever was collecting has left the kernel
+        self._is_collecting = False  # the collecting thread has left the kernel
         for ticket in self._live.values():
             ticket.error = ticket.error or FetchError(f"reads were given up: {reason}")
             ticket.finish()

@@ -112,7 +112,7 @@ class Descriptors(NamedTuple):
 
 
 def open_descriptors(place: str, count: int) -> Descriptors:
-    """Open `count` nameless files as `open_files` does, for whoever wraps them.
+    """Open `count` nameless files as `open_files` does, for a caller that wraps them.
 
     Raises:
         ConfigError: the path is a file, or there is nothing.
@@ -229,7 +229,7 @@ def _probe(directory: str, sector_bytes: int) -> _Access:
 
 
 def _device_read_bytes() -> int | None:
-    """Bytes that storage devices have delivered to this process; None when nobody counts."""
+    """Bytes that storage devices have delivered to this process; None when it is not counted."""
     try:
         with open("/proc/self/io", encoding="ascii") as counters:
             for line in counters:

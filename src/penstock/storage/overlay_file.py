@@ -119,6 +119,6 @@ class OverlayFile(KVFile):
         self._own.sync()
 
     def close(self) -> None:
-        """Give the private part back; the shared one is somebody else's."""
+        """Give the private part back; the shared one is not its own."""
         self._closed = True
         self._own.close()

@@ -57,7 +57,7 @@ class SealedFile(KVFile):
     """Another file, encrypted with a key that only this object has (see `BlockCipher`).
 
     The key is never written, and nothing of the file can be read without it: what a process leaves
-    in the free blocks of a disk is noise. It does not find what somebody changes on the disk
+    in the free blocks of a disk is noise. It does not find what is changed on the disk
     meanwhile. What was never written reads as zeros.
     """
 

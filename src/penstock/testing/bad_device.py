@@ -1,4 +1,4 @@
-"""A near-storage device that misbehaves in a chosen way, for tests of whoever talks to it."""
+"""A near-storage device that misbehaves in a chosen way, for tests of its clients."""
 
 import os
 import socket

@@ -23,7 +23,7 @@ def check_pools(pools: ClusterPools) -> None:
     spans.sort()
     ends = [0, *(first + sectors for first, sectors in spans)]
     fits = [first for first, _ in spans] == ends[:-1] and ends[-1] == pools._extents.end
-    assert fits, "the cluster pools overlap or leave sectors to nobody"
+    assert fits, "the cluster pools overlap or leave sectors to none"
     for first, pool in pools._pools.items():
         held = [c for c in pool.clusters if c >= 0]
         for cluster in held:

@@ -9,7 +9,7 @@ _SECTOR_BITS = 511
 
 
 class LateTicket(Ticket):
-    """Reads that reach the file only when somebody waits for them, as late as a disk may be."""
+    """Reads that reach the file only when they are waited for, as late as a disk may be."""
 
     def __init__(self, start: Callable[[], Ticket], read_bytes: int, num_reads: int) -> None:
         self.read_bytes = read_bytes
@@ -19,7 +19,7 @@ class LateTicket(Ticket):
         self._ended: Ticket | None = None
 
     def done(self) -> bool:
-        """Whether somebody has waited."""
+        """Whether a thread has waited."""
         return self._ended is not None
 
     def wait(self) -> None:

@@ -127,7 +127,7 @@ class BlockProfile:
     device: DeviceProfile
 
     def merged(self, work: Work) -> Work:
-        """The same work with neighbours read together, where nobody has counted."""
+        """The same work with neighbours read together, where it is not counted."""
         if work.is_surveyed or not self.neighbours:
             return work
         nearest = min(self.neighbours, key=lambda g: abs(np.log2(g / work.group_tokens)))

@@ -117,7 +117,7 @@ def _measure(reference: Reference, policy: KVSwap, adapter: LowRankAdapter | Non
 
 
 def _named(policy: KVSwap) -> str:
-    """For whoever watches."""
+    """A callback for progress."""
     return (
         f"G={policy.group_tokens} MG={policy.selected_tokens} rank={policy.rank} "
         f"bits={policy.index_bits}"

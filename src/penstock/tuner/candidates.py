@@ -24,7 +24,7 @@ class Tables(Protocol):
         """Share of a selection that so large a reuse buffer holds."""
 
     def kl(self, policy: KVSwap) -> float | None:
-        """Mean KL divergence from full attention, in nats; None: nobody has looked."""
+        """Mean KL divergence from full attention, in nats; None: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ def lighter_twin(candidate: Candidate, allowed: Sequence[Candidate]) -> Candidat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperTables:
-    """For models that nobody calibrated: the paper's averages and limits.
+    """For models that were not calibrated: the paper's averages and limits.
 
     Source: KVSwap (arXiv 2511.11907): Table 5 (a buffer of one selection hits 77 %), section 4.3
     (sigma at most 32), section 5.1 (G of 4 and 8).

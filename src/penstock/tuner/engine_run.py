@@ -87,9 +87,9 @@ class StepFigures:
     """Putting the past in, once."""
     steps: int
     pace_s: float = 0.0
-    """`Pace` at which these are the times; 0: nobody looked."""
+    """`Pace` at which these are the times; 0: not measured."""
     clock_step_s: float = 0.0
-    """`step_s` as the clock had it, whatever the pace was; 0: nobody looked."""
+    """`step_s` as the clock had it, whatever the pace was; 0: not measured."""
 
     def at(self, pace_s: float) -> "StepFigures":
         """The same at another pace: all but the wait for reads goes by it.

@@ -329,7 +329,7 @@ class KVSwapSearch:
         return self._run_steps + sum(each.steps for each in self._finals.values())
 
     def _checked(self, spot: Spot) -> int:
-        """Settings run at a corner that nobody has ruled out, beside the spread-out ones."""
+        """Settings run at a corner that is not ruled out, beside the spread-out ones."""
         points = POINTS if len(self.corners) == 1 else CORNER_POINTS
         run = [policy for where, policy, _, _ in self.runs if where is spot]
         return len([policy for policy in run[points:] if policy not in self._ruled_out])
@@ -347,7 +347,7 @@ class KVSwapSearch:
         return ranked
 
     def _left(self, spot: Spot) -> list[Candidate]:
-        """What nobody has ruled out."""
+        """What is not ruled out."""
         return [each for each in spot.found if each.policy not in self._ruled_out]
 
     def rule_out(self, policy: KVSwap) -> None:

@@ -60,8 +60,8 @@ class PolicySetting:
 
 
 def together(settings: Sequence[PolicySetting]) -> list[PolicySetting]:
-    """The same settings, told at one pace: where nothing else was measured, nobody has told yet at
-    which (`TuningTask.pace_s`)."""
+    """The same settings, told at one pace: where nothing else was measured, the pace is
+    not yet known (`TuningTask.pace_s`)."""
     told = iter(at_one_pace([each for one in settings for each in one.figures.values()]))
     return [replace(one, figures={place: next(told) for place in one.figures}) for one in settings]
 

@@ -46,7 +46,7 @@ from penstock.tuner.tuning_task import (
 )
 
 MOST_CONTEXT = 32768
-"""That is tuned for where nobody says more or less."""
+"""That is tuned for by default."""
 FORCED_TOKENS = 64
 """Decoded at the end of every calibration text."""
 MOST_TEXT_TOKENS = 8192

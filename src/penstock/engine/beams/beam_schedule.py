@@ -120,7 +120,7 @@ def even_limit(rounds: int, slack: int = 0) -> Limit:
     """A limit under which `rounds` groups come out even, the smaller ones first.
 
     `slack` lets a group be so much larger than its share. Groups after the last round have no
-    limit: whoever asks sees by their number that the rounds did not suffice.
+    limit: their number tells the caller that the rounds did not suffice.
     """
 
     def limit(closed: int, left: int) -> int:

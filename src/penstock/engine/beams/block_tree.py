@@ -29,10 +29,10 @@ class BlockTree:
     """Who holds which block. A block is `block_tokens` tokens of one sequence, in all layers.
 
     Full blocks never change, so that any number of paths may hold one. A partly filled one belongs
-    to whoever writes on: `grow` gives a path its own copy where others hold it too.
+    to the path that writes on: `grow` gives a path its own copy where others hold it too.
 
     Attributes:
-        num_blocks: blocks that somebody holds.
+        num_blocks: blocks that a path holds.
         end: one more than the highest block ever given out.
     """
 
@@ -88,13 +88,13 @@ class BlockTree:
         return copy
 
     def trim(self, path: Path) -> list[int]:
-        """Take away the blocks behind a path's tokens; returns those that nobody holds now."""
+        """Take away the blocks behind a path's tokens; returns those that no path holds now."""
         keep = self.blocks_of(path.length)
         surplus, path.blocks = path.blocks[keep:], path.blocks[:keep]
         return self._let_go(surplus)
 
     def release(self, path: Path) -> list[int]:
-        """Let a path go; returns the blocks that nobody holds now."""
+        """Let a path go; returns the blocks that no path holds now."""
         assert not path.released, "a beam was released twice"
         path.released = True
         return self._let_go(path.blocks)

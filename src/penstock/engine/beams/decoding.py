@@ -119,7 +119,7 @@ class BeamDecoder(Protocol):
         """
 
     def release(self, beam: Beam) -> None:
-        """Let a beam go; blocks that nobody else holds are free again."""
+        """Let a beam go; blocks that no other beam holds are free again."""
 
     def close(self) -> None:
         """Give files and memory back and the model its attention."""

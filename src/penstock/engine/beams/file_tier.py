@@ -39,7 +39,7 @@ class MoveThread:
         self._tracer = tracer
 
     def submit(self, name: str, num_blocks: int, job: Callable[[], None]) -> MoveJob:
-        """Queue a move; its error comes up where somebody waits for it, or in `check`."""
+        """Queue a move; its error comes up where a caller waits for it, or in `check`."""
 
         def run() -> None:
             start = time.perf_counter_ns()

@@ -43,7 +43,7 @@ class LayerwiseMemory(BeamMemory):
         self, shape: BlockShape, ledger: MemoryLedger, tier: LayerTier, device: torch.device,
         *, beams: int, max_tokens: int, resident_slots: int,
     ) -> None:  # fmt: skip
-        """Take over a tier with `num_slots(...)` slots, which are booked by whoever made it."""
+        """Take over a tier with `num_slots(...)` slots, which its maker has booked."""
         super().__init__(shape, ledger, device)
         self.description, self.simulated = tier.description, tier.simulated
         self._tier, self._beams = tier, beams
@@ -191,7 +191,7 @@ class LayerwiseMemory(BeamMemory):
         self._lengthened.update(path.blocks[first:])
 
     def release(self, path: Path) -> None:
-        """Let a sequence go, and what nobody else holds."""
+        """Let a sequence go, and what no other holds."""
         self._forget(self.tree.release(path))
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class LayerwiseMemory(BeamMemory):
         self.traffic.written_bytes += len(blocks) * self.shape.layer_bytes
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Give up the slots of blocks that nobody holds, or that are written in a row's own."""
+        """Give up the slots of blocks that no sequence holds, or that a row writes in its own."""
         for block in blocks:
             self._unsaved.discard(block)
             self._lengthened.discard(block)

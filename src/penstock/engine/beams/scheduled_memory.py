@@ -35,10 +35,10 @@ class ScheduledMemory(BeamMemory):
 
     Source: Locality-Aware Beam Scheduling, sections 4.1 and 4.2, Algorithm 1. Departures:
 
-    * A block that lies in fast memory already is not loaded again, whoever needed it before. The
+    * A block that lies in fast memory already is not loaded again, for whichever beam it came. The
       paper loads each group anew.
-    * Who must leave is who is needed latest in this step (the schedule is known), not whoever was
-      in the group before.
+    * The beam that is needed latest in this step leaves (the schedule is known), not the one that
+      was in the group before.
     * With `share`, a block has one slot for all beams of a group, and attention over it is computed
       once for them; the paper keeps a copy for each (its footnote 2), as we do without `share`.
     """
@@ -48,7 +48,7 @@ class ScheduledMemory(BeamMemory):
         *, options: ScheduleOptions, max_tokens: int, prefetch: bool,
         spare_bytes: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """Take over a slow tier with its slots, which are booked by whoever made it.
+        """Take over a slow tier with its slots, which its maker has booked.
 
         Args:
             prefetch: load for the next group while one runs; takes `options.overlap`.
@@ -195,7 +195,7 @@ class ScheduledMemory(BeamMemory):
         )  # fmt: skip
 
     def token_done(self, lengths: Sequence[int]) -> None:
-        """Write back the blocks that the token has filled, where somebody else needs the room."""
+        """Write back the blocks that the token has filled, where another block needs the room."""
         if len(self._order) < 2:
             return
         tokens = self.shape.block_tokens
@@ -235,7 +235,7 @@ class ScheduledMemory(BeamMemory):
         self._slow.reserve(self.tree.end)
 
     def release(self, path: Path) -> None:
-        """Let a sequence go, and what nobody else holds out of both tiers."""
+        """Let a sequence go, and what no other holds out of both tiers."""
         self._drop(self.tree.release(path))
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ class ScheduledMemory(BeamMemory):
     # Moves ------------------------------------------------------------------------------------
 
     def _prefetch(self, index: int) -> None:
-        """Load what the next group misses into slots that nobody needs in this step any more."""
+        """Load what the next group misses into slots that this step needs no more."""
         coming = [i for group in self._order[self._index :] for i in group]
         needed = {block for i in coming for block in self._paths[i].blocks}
         idle = [block for block in self._fast.resident() if block not in needed]

@@ -23,7 +23,7 @@ class SlowTier(ABC):
     """Every block that was saved, by its number.
 
     Moves take place one after the other, in the order in which they were asked for, behind the
-    caller: whoever loads a block after saving it gets what was saved, and a slot whose block is
+    caller: a load behind a save gets what was saved, and a slot whose block is
     being saved may be loaded into at once.
 
     Attributes:
@@ -61,7 +61,7 @@ class SlowTier(ABC):
         raise NotImplementedError(f"{type(self).__name__} loads only what was saved")
 
     def check(self) -> None:
-        """Raise the error of a move that failed and that nobody waited for.
+        """Raise the error of a move that failed and that no caller waited for.
 
         Raises:
             StorageError: a read or a write failed.

@@ -47,7 +47,7 @@ class SlotTable:
 
         Args:
             wanted: units. [batch, wanted]
-            valid: False for units that nobody misses. [batch, wanted]
+            valid: False for units that are not missed. [batch, wanted]
         """
         slots = self.slot_of[self._rows, wanted].astype(np.int64)
         missing = slots == ABSENT

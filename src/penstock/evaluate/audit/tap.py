@@ -15,7 +15,7 @@ from penstock.models.loader import CausalLM
 
 
 class AttentionTap:
-    """Full attention that shows every call to somebody before it answers.
+    """Full attention that shows every call to a callback before it answers.
 
     Args:
         cache: a plain cache of transformers.

@@ -47,7 +47,7 @@ def _attend(
         key = tl.load(there, mask=loaded, other=0.0)
         shown = tl.load(mask_ptr + place, mask=held, other=-float("inf"))
         value = tl.load(there + KV_HEADS * DIM, mask=loaded, other=0.0)
-        # What nobody sees may be anything in memory: not-a-number times zero is not zero.
+        # What no query sees may be anything in memory: not-a-number times zero is not zero.
         visible = shown.to(tl.float32) > -float("inf")
         value = tl.where(visible[:, None], value, 0.0).to(value.dtype)
         weighable = value

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _WORDS = 2048
 _PROGRAMS = 64
-"""Enough to fill a link; more would take the multiprocessors from whoever computes meanwhile."""
+"""Enough to fill a link; more would take the multiprocessors from what computes meanwhile."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""plan_slots(), gather_units(), gather_range(): from host memory into slots, nobody waiting."""
+"""plan_slots(), gather_units(), gather_range(): from host memory into slots, without a wait."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ def plan_slots(
 
     Args:
         wanted: units from 0 on, distinct where valid. int32 [rows, wanted]
-        valid: False for units that nobody misses; their slots are kept too. bool [rows, wanted]
+        valid: False for units that are not missed; their slots are kept too. bool [rows, wanted]
         due: rows that are planned; the others keep their tables and fetch nothing. bool [rows]
         unit_in: unit in each slot or -1; updated. int32 [rows, slots]
         slot_of: slot of each unit or -1, its inverse; updated. int32 [rows, units]

@@ -182,8 +182,8 @@ def _gather_staying(
     ROWS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     ENTRIES: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Every program copies each so many-th tile of all that is listed, whoever's row it is; the
-    next one is on its way while a tile is put into its slots."""
+    """Program p of P copies tiles p, p + P, ... of all rows' lists. It loads the next tile while it
+    puts one into its slots."""
     each = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + each, mask=each < rows, other=0)
     tiles = (counts + ENTRIES - 1) // ENTRIES * CHUNKS

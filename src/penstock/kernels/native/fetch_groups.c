@@ -21,7 +21,7 @@ static int64_t now(void) { /* as Python's perf_counter_ns */
 
 static int64_t submit_some(int64_t context, int64_t count, int64_t *requests) {
     const int64_t taken = (int64_t)syscall(SYS_io_submit, context, count, requests);
-    return taken > 0 ? taken : 0; /* whoever submits the rest sees the error */
+    return taken > 0 ? taken : 0; /* the submission of the rest meets the error */
 }
 
 /* Requests cost a few microseconds each: threads that have nothing else to do take their share.

@@ -36,7 +36,7 @@ class LayoutCounters:
     read_entries: int = 0
     """Entries asked for that came from the file; those in write buffers are not counted."""
     gap_bytes: int = 0
-    """Of `read_bytes`, what nobody asked for between two clusters read as one."""
+    """Of `read_bytes`, the gaps between clusters that were read as one."""
     access_lengths: dict[int, int] = field(default_factory=dict)
     """Accesses by the number of asked-for entries in each (DynaKV, Fig. 12)."""
 

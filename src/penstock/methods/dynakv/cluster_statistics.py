@@ -56,7 +56,7 @@ class ClusterStatistics:
         """Allocate.
 
         Args:
-            centroids: memory for them that is somebody else's, and holds them when they are wanted.
+            centroids: memory of the caller's, which holds them when they are wanted.
                 [rows, capacity, dim]
         """
         self.sizes = np.zeros((rows, capacity), dtype=np.int32)

@@ -123,7 +123,7 @@ class ClusterLayer(RetrievalLayer):
             return self.follower.follow(position, self.table, self.length)
 
         if self.setup.plan.shared_pools and self.following_layer is None:
-            # Another layer takes the slots next, so that nobody could go on meanwhile.
+            # Another layer takes the slots next, so that none could go on meanwhile.
             self._count(job())
         else:
             self._following = self.setup.writer.run(job)
@@ -356,7 +356,7 @@ class ClusterLayer(RetrievalLayer):
         """What follows the last step still needs them."""
         following = self._following
         if following is not None:
-            wait([following])  # whoever settles learns of what it raised
+            wait([following])  # settling raises what it raised
         super().forget_slots()
 
     @override

@@ -116,7 +116,7 @@ class PooledClusters(ClusterFile):
         assert len(moved), "nothing moves"
         self._make_room(cluster, len(kept) - count)
         self.settle_reads()
-        self.pools.resize(cluster, max(count, len(kept)))  # nobody else gets that place
+        self.pools.resize(cluster, max(count, len(kept)))  # no other cluster gets that place
         half = self.pools.reserve_half(len(moved), near=cluster)
         try:
             self._reserve(self.end_bytes)

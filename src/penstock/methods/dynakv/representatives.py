@@ -21,8 +21,8 @@ class LayerRepresentatives:
     Two buffers serve all layers, even and odd ones. Layer i asks for those of layer i+1 when its
     own fetch has landed, so that they are read behind its attention and FFN and the next layer's
     projections (the paper: behind the projection of the query alone), after layer i-1, which had
-    that buffer, has taken its token in. That order is the writer thread's: whoever takes a buffer
-    over does so there.
+    that buffer, has taken its token in. That order is the writer thread's: a buffer is taken
+    over there.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LayerRepresentatives:
         return self._file.submit_read(self._counts)
 
     def _let_land(self) -> None:
-        """Wait for reads that nobody wants any more."""
+        """Wait for reads that are no longer wanted."""
         coming, self._coming = self._coming, None
         with contextlib.suppress(FetchError):
             if coming is not None and (ticket := coming.result()) is not None:

@@ -16,7 +16,7 @@ alpha M_s / B_c. `crosses_host_link` is that.
 
 Skewness: what is observed is the share of the selected that was hot, under the pools of the moment.
 Eq. 2 then holds with alpha_c = share alpha M / M_c and alpha_s = (1 - share) alpha M / M_s of those
-pools in the place of alpha. They change with the pools, slowly; whoever solves again with what was
+pools in the place of alpha. They change with the pools, slowly. Solving again with what was
 observed under the new split ends where both agree.
 
 Departure: neither formula knows that the top tokens are those of both pools, so that nothing can be

@@ -312,7 +312,7 @@ class SemanticUnitsIndex(KeyIndex):
 
     @property
     def score_is_replaced(self) -> bool:
-        """Whether somebody laid another score over this one (selection streams)."""
+        """Whether another score lies over this one (selection streams)."""
         return "score" in vars(self)
 
     @override

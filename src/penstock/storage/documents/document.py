@@ -33,7 +33,7 @@ from penstock.storage.open_files import FileSet
 
 LOCK = "lock"
 _ATTEMPTS = 100
-"""Each one that fails means that somebody committed meanwhile."""
+"""Each one that fails means that another writer committed meanwhile."""
 
 
 def _unchanged(file: KVFile) -> KVFile:
@@ -221,7 +221,7 @@ def lock_document(folder: Folder, path: Path, *, exclusive: bool) -> Callable[[]
     """Hold a document: shared, against its removal; or exclusively, to remove it.
 
     Raises:
-        DocumentBusyError: somebody holds it so that this is excluded.
+        DocumentBusyError: another process holds it so that this is excluded.
         DocumentError: there is no lock file: not a document.
     """
     try:

@@ -85,12 +85,12 @@ class Collected(NamedTuple):
     """What a collection of garbage did."""
 
     removed: list[str]
-    """Unfinished documents that nobody was writing."""
+    """Unfinished documents without a writer."""
     stray_files: list[str]
     """Half-written files of the library, relative to its root; they are gone."""
     freed_bytes: int
     busy: list[str]
-    """Unfinished documents that somebody is writing, or has just finished."""
+    """Unfinished documents that a process writes, or has just finished."""
     failed: list[str]
     """What could not be removed, with the reason."""
     left_alone: list[str]
@@ -177,7 +177,7 @@ class Library:
 
         Raises:
             ConfigError: there is none; names the nearest.
-            DocumentBusyError: somebody has it open.
+            DocumentBusyError: a process has it open.
             StorageError: it cannot be removed.
         """
         folder = self.find(name)
@@ -185,7 +185,7 @@ class Library:
             remove(folder)
 
     def is_open(self, name: str) -> bool:
-        """Whether somebody has a document open, so that it cannot be removed now.
+        """Whether a process has a document open, so that it cannot be removed now.
 
         Raises:
             ConfigError: the name cannot be.
@@ -198,7 +198,7 @@ class Library:
                 opened.lock(LOCK, exclusive=True)()
             except BlockingIOError:
                 return True
-            except OSError:  # no folder, or no lock in it that somebody could hold
+            except OSError:  # no folder, or no lock in it that could be held
                 return False
         return False
 
@@ -275,7 +275,7 @@ class Library:
     # Garbage ----------------------------------------------------------------------------------
 
     def collect_garbage(self) -> Collected:
-        """Remove unfinished documents that nobody writes, and half-written files of the library.
+        """Remove unfinished documents without a writer, and half-written files of the library.
 
         What is not ours is reported and left alone; so are finished documents, damaged ones too.
 
@@ -308,7 +308,7 @@ class Library:
         return done._replace(freed_bytes=freed_bytes)
 
     def _remove_unfinished(self, folder: Path) -> int:
-        """Remove a document if it is unfinished still with nobody at it; returns its bytes."""
+        """Remove a document if it is unfinished still and has no writer; returns its bytes."""
         what = f"remove {folder}"
         with locked(self.root), contextlib.ExitStack() as stack, typed_errors(what):
             opened = open_document_folder(REAL_DISK, folder)

@@ -62,7 +62,7 @@ def is_own_name(name: str) -> bool:
 def is_unfinished(folder: Path, *, disk: Disk = REAL_DISK) -> bool:
     """Whether nothing was ever committed to the document in `folder`, as far as a look shows.
 
-    A document that somebody is storing just now is unfinished too; `remove` refuses that one.
+    A document that a process stores just now is unfinished too; `remove` refuses that one.
 
     Raises:
         DocumentError: there is no folder.
@@ -133,14 +133,14 @@ def remove(folder: Path, *, disk: Disk = REAL_DISK) -> None:
     A crash in the middle leaves an unfinished document or none.
 
     Raises:
-        DocumentBusyError: somebody has it open; nothing is removed then.
-        DocumentError: there is no document, or files of somebody else; nothing is removed then.
+        DocumentBusyError: a process has it open; nothing is removed then.
+        DocumentError: there is no document, or another's files; nothing is removed then.
         StorageError: the disk failed.
     """
     with contextlib.ExitStack() as stack, typed_errors(f"remove the document in {folder}"):
         opened = open_document_folder(disk, folder)
         stack.callback(opened.close)
-        if LOCK in opened.sizes():  # else nobody has it open, and a crash came first
+        if LOCK in opened.sizes():  # else no process has it open, and a crash came first
             stack.callback(lock_document(opened, folder, exclusive=True))
         names = opened.sizes()
         if disk is REAL_DISK and not os.access(folder.absolute().parent, os.W_OK | os.X_OK):

@@ -102,7 +102,7 @@ def _file_key(place: str) -> bytes:
         if os.name != "nt" and status.st_mode & 0o077:
             raise ConfigError(
                 f"the key file {shown} is open to others (mode {status.st_mode & 0o777:o}); "
-                f"run chmod 600 on it, and make a new key if somebody may have read it"
+                f"run chmod 600 on it, and make a new key if another user may have read it"
             )
         content = os.read(descriptor, _FILE_BYTES_MAX + 1)
     except OSError as error:
@@ -120,7 +120,7 @@ def _file_key(place: str) -> bytes:
 
 
 def _is_text(content: bytes) -> bool:
-    """Whether bytes are a line that somebody typed; of 10^13 random keys, one is."""
+    """Whether bytes are a typed line; of 10^13 random keys, one is."""
     return content.decode("ascii").rstrip().isprintable()
 
 

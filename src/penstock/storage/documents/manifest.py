@@ -217,7 +217,7 @@ def _refuse_constant(name: str) -> object:
 
 def _open_private(whole: dict[str, Any], body: dict[str, Any], text: bytes, sealer: Sealer) -> Any:
     if not sealer.is_tag(text, str(whole.get("tag"))):
-        raise _damaged("it was changed by somebody without the key")
+        raise _damaged("it was changed without the key")
     sealed = base64.b64decode(body["private"], validate=True)
     opened = sealer.open_text(body["generation"], sealed)
     if opened is None:

@@ -111,7 +111,7 @@ def make_room(
             except StorageError:
                 stuck[name] = "cannot be removed"
             except ConfigError:
-                pass  # somebody else has removed it
+                pass  # another process has removed it
     return evicted
 
 
@@ -119,7 +119,7 @@ def _choose(
     library: "Library", need_bytes: int, max_disk_bytes: int, keep: Collection[str],
     stuck: Mapping[str, str],
 ) -> list[str]:  # fmt: skip
-    """Who goes, in order; nobody where there is room."""
+    """What goes, in order; nothing where there is room."""
     now = library.clock()
     entries = sorted(library.entries(), key=lambda each: (_asked(each, now), each.name))
     excess_bytes = sum(entry.size_bytes for entry in entries) + need_bytes - max_disk_bytes

@@ -78,7 +78,7 @@ class RealFile(DiskFile):
 
 
 class RealFolder(Folder):
-    """A folder held by a descriptor, so that nobody can put another one in its place."""
+    """A folder held by a descriptor, so that another one cannot take its place."""
 
     def __init__(self, path: Path) -> None:
         """Open it; it must not be a symbolic link."""
@@ -88,7 +88,7 @@ class RealFolder(Folder):
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def create(self, name: str) -> DiskFile:
-        """Make a file that nobody else may read."""
+        """Make a file that no other user may read."""
         with HeldInterrupts():
             return RealFile(self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 

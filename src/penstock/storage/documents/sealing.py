@@ -70,7 +70,7 @@ class Sealer(ABC):
 
     @abstractmethod
     def tag(self, text: bytes) -> str | None:
-        """What proves that somebody with the key wrote `text`, hex; None without a key."""
+        """What proves that `text` was written with the key, hex; None without a key."""
 
     def is_tag(self, text: bytes, tag: str) -> bool:
         """Whether `tag` proves it; takes the same time whatever differs."""
@@ -79,7 +79,7 @@ class Sealer(ABC):
 
 
 class Checksums(Sealer):
-    """xxh3_64 of what is stored, seeded by its place: finds accidents, stops nobody."""
+    """xxh3_64 of what is stored, seeded by its place: finds accidents, and stops no attacker."""
 
     seal_bytes = 8
     key_check = None

@@ -117,7 +117,7 @@ class DocumentWriter:
                 for name, exclusive in ((LOCK, False), (WRITER_LOCK, True)):
                     stack.callback(opened.lock(name, exclusive=exclusive, create=True))
             except BlockingIOError as error:
-                raise DocumentBusyError(f"{folder} was taken by somebody else") from error
+                raise DocumentBusyError(f"{folder} was taken by another process") from error
             none = SideFile(0, 0, hashlib.sha256(b"").hexdigest())
             manifest = Manifest(document_id, 0, shape, 0, none, {}, key is not None, {}, {})
             seals = np.empty((shape.layers, 0, sealer.seal_bytes), dtype=np.uint8)
@@ -133,11 +133,11 @@ class DocumentWriter:
         Args:
             generation: that the caller has read and goes on from; None: whichever is the last.
             repair: also where files of units are short or missing. They get their length back; the
-                units that they lost stay damaged, for whoever appends them anew.
+                units that they lost stay damaged until they are appended anew.
 
         Raises:
             DocumentBusyError: there is a writer already, the document is being removed, or
-                somebody has committed since `generation`.
+                another writer has committed since `generation`.
             DocumentError: there is no document, or it is unfinished.
             DocumentKeyError, DocumentFormatError, DocumentDamagedError: as for opening.
             StorageError: the disk failed.
@@ -158,7 +158,7 @@ class DocumentWriter:
             assert sealer is not None
             if generation is not None and manifest.generation != generation:
                 raise DocumentBusyError(
-                    f"somebody else has written to the document in {folder} since it was opened; "
+                    f"another process has written to the document in {folder} since it was opened; "
                     "open it again"
                 )
             try:
@@ -304,7 +304,7 @@ class DocumentWriter:
         if not self.generation:
             self._disk.sync_parent(self._path)
         self._folder.replace(TEMPORARY, MANIFEST)
-        self._has_failed = True  # until it is known to last, nobody can tell which one is there
+        self._has_failed = True  # until it is known to last, either one may be there
         self._folder.sync()
         self._has_failed = False
 

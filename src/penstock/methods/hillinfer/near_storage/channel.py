@@ -39,7 +39,7 @@ class Device(Protocol):
 
 
 class Exchange:
-    """One request under way: its number, and the answers that nobody has taken yet."""
+    """One request under way: its number, and the answers that are not taken yet."""
 
     def __init__(self, channel: "Channel", number: int) -> None:
         self.number = number
@@ -70,7 +70,7 @@ class Exchange:
 
 
 class Channel:
-    """Sends requests and hands out the answers: whoever waits reads for all who wait.
+    """Sends requests and hands out the answers: a waiting thread reads for all that wait.
 
     There is no thread that receives, so that an answer is with who asked as soon as it comes.
     """

@@ -25,8 +25,8 @@ class ScoredBlock(NamedTuple):
 class ColdKeys:
     """Which tokens of a layer are cold, where their units are, and codes of all keys by unit.
 
-    Codes are made when keys are written and stay whoever is hot, so that a token that moves between
-    the pools costs one bit.
+    Codes are made when keys are written and stay, hot or cold. A token that moves between the
+    pools costs one bit.
 
     Source: HillInfer, section 4.4: scores of low precision, streamed chunk by chunk, from the
     original keys, which are what is fetched.
@@ -47,7 +47,7 @@ class ColdKeys:
 
     @staticmethod
     def num_bytes(settings: ScoreSettings) -> int:
-        """Bytes of one layer's codes and tables, for the ledger of whoever holds them."""
+        """Bytes of one layer's codes and tables, for the ledger of their holder."""
         s = settings
         tokens = s.rows * s.max_tokens
         codes = KeyCodes.num_bytes(tokens, s.kv_heads, s.head_dim, s.bits)

@@ -36,7 +36,7 @@ class NearDevice:
     with the last user. Any thread may use it.
 
     Attributes:
-        generation: grows with every start; whoever keeps state with the device sends it anew
+        generation: grows with every start; state that was kept with the device is sent anew
         restore: called after a restart, before anybody else's request, to send the maps
         scores, reads, writes: the channels (see `protocol`)
         link: how fast units have come
@@ -114,7 +114,7 @@ class NearDevice:
 
     def _start(self) -> None:
         state = self._state
-        state.is_ready = False  # until whoever keeps state with the device has sent it anew
+        state.is_ready = False  # until the state kept with the device was sent anew
         try:
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
         except OSError as error:
@@ -187,14 +187,14 @@ class NearDevice:
             self._state.is_ready = True
 
     def give_up(self, error: ScorerError) -> None:
-        """End all channels: whoever waits gets `error`, and the process is killed."""
+        """End all channels: waiting threads get `error`, and the process is killed."""
         state = self._state
         if state.failure is None:
             state.failure = error
         for channel in state.channels:
             channel.failure = channel.failure or error
         if state.process is not None:
-            state.process.kill()  # which wakes whoever is blocked in a channel
+            state.process.kill()  # which wakes threads that are blocked in a channel
 
     def gone(self) -> ScorerError:
         """Why the process has closed a connection; gives it up."""

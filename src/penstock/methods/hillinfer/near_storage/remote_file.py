@@ -34,7 +34,7 @@ class RemoteTicket(Ticket):
     """Reads through the shared memory, a section at a time; `wait` copies to where they go.
 
     One section is taken at submission if more than one is left; what is beyond it is read in
-    `wait`, for which the last section is kept: tickets that nobody waits for yet cannot hold all.
+    `wait`, for which the last section is kept: tickets not yet waited for cannot hold all.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RemoteFile(KVFile):
     """Reads and writes go through a `NearDevice`, which makes codes of what is written.
 
     A write that the device's death cut short is sent again to the one started in its place; reads
-    and scores are not, since whoever asked must know that something was lost on the way.
+    and scores are not, since the caller must know that something was lost on the way.
     """
 
     def __init__(self, device: NearDevice, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""Scorer: whoever scores the cold tokens: this process, or near-storage devices."""
+"""Scorer: scores the cold tokens, in this process or on near-storage devices."""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -52,7 +52,7 @@ class Scoring(ABC):
 
         Args:
             normalisers: log-sums over all tokens, for the rule "attention". [rows, query_heads]
-            out: not-a-number where nobody has scored yet. [rows, max_tokens]
+            out: not-a-number where no score is in yet. [rows, max_tokens]
 
         Returns:
             Seconds that the slowest device worked.

@@ -28,7 +28,7 @@ class Stripes:
         return numbers
 
     def local_units(self, units: NDArray[np.int64], device: int) -> NDArray[np.int64]:
-        """What `device` calls each unit; minus one for what it does not have, or nobody has."""
+        """What `device` calls each unit; minus one for what it, or every device, lacks."""
         if self.devices == 1:
             return units
         mine = (units >= 0) & (self.owner(units) == device)
