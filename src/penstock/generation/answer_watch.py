@@ -94,8 +94,10 @@ class AnswerWatch:
         num_rows: int,
         end_token_ids: frozenset[int],
         on_text: OnText | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._params = params
+        self._should_stop = should_stop
         self._end_token_ids = end_token_ids
         self._on_text = on_text
         self._texts = [AnswerText(tokenizer, params.stop_texts) for _ in range(num_rows)]
@@ -115,14 +117,19 @@ class AnswerWatch:
         for row, token_id in enumerate(newest):
             if self.finish_reasons[row] is None:
                 self.finish_reasons[row] = self._take(row, token_id)
+        if self._should_stop():
+            self._end_as("abort")
         done = [reason is not None for reason in self.finish_reasons]
         return torch.tensor(done, device=input_ids.device)
 
     def end(self) -> None:
         """Release what rows hold back that something else has ended (a limit of time, say)."""
+        self._end_as("length")
+
+    def _end_as(self, why: FinishReason) -> None:
         for row, reason in enumerate(self.finish_reasons):
             if reason is None:
-                self.finish_reasons[row] = "length"
+                self.finish_reasons[row] = why
                 self._tell(row, self._texts[row].finish())
 
     def text(self, row: int) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from penstock.core.trace import Tracer
 from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_watch import AnswerWatch, OnText
 from penstock.generation.cache_choices import CacheChoices
+from penstock.generation.chat_template import ChatTemplate, ContentFormat, Message, as_conversations
 from penstock.generation.chunked_prefill import read_ahead
 from penstock.generation.output import RequestOutput, RunReport
-from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, make_batch
+from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, encode, make_batch
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.seeded import Seeded
 from penstock.generation.token_text import own_stop_texts
@@ -187,6 +188,71 @@ class LLM:
         with cache:
             return self.answer(batch, params, cache, on_text=on_text, notices=choices.notices)
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = False,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, put into words by the model's chat template.
+
+            llm.chat([{"role": "user", "content": "What is the capital of France?"}])
+
+        For several turns on one cache, use `Conversation`.
+
+        Args:
+            messages: one conversation, or a list of them: dicts with a role and a content, which is
+                a text or a list of parts of type text.
+            sampling_params, use_tqdm: as for `generate`.
+            chat_template: a Jinja template in place of the tokenizer's own.
+            chat_template_content_format: whether the template gets a content as one "string" or as
+                a list of parts ("openai"); "auto" finds out.
+            add_generation_prompt: begin the model's turn.
+            continue_final_message: let the model go on with the last message, without
+                `add_generation_prompt`.
+            tools: JSON schemas of functions that the model may call.
+            chat_template_kwargs: more variables of the template, such as `enable_thinking`.
+            lora_request, mm_processor_kwargs: vLLM's; refused.
+            options: as for `generate`.
+
+        Returns:
+            One answer per conversation, in their order; `prompt` is the text of the template.
+
+        Raises:
+            ConfigError: there is no chat template, or an argument that cannot be.
+            PromptError: a message is none, or the template refuses a conversation.
+            As for `generate`.
+        """
+        refused = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        for name, value in refused.items():
+            if value is not None:
+                raise ConfigError(f"{name} is not supported by LLM.chat; leave it out")
+        if use_tqdm:
+            options["use_tqdm"] = use_tqdm
+        template = ChatTemplate(
+            text=chat_template, content_format=chat_template_content_format, tools=tools,
+            kwargs=chat_template_kwargs or {},
+        )  # fmt: skip
+        prompts = [
+            template.render(
+                self.tokenizer, conversation, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in as_conversations(messages)
+        ]  # fmt: skip
+        ids = [encode(self._loaded, prompt, alone=False) for prompt in prompts]
+        outputs = self.generate(ids, sampling_params, **options)
+        return [replace(each, prompt=text) for each, text in zip(outputs, prompts, strict=True)]
+
     def batch_of(self, prompts: Sequence[Prompt], params: SamplingParams) -> PromptBatch:
         """Encode prompts as one batch.
 
@@ -204,6 +270,7 @@ class LLM:
     def answer(
         self, batch: PromptBatch, params: SamplingParams, cache: TieredCache, *,
         on_text: OnText | None = None, notices: tuple[str, ...] = (), recomputed_tokens: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answer a batch with a cache that is the caller's; it may hold the prompts' first tokens.
 
@@ -211,6 +278,8 @@ class LLM:
             cache: with room for the prompts and their answers; stays open.
             notices: for the report.
             recomputed_tokens: of what the cache holds, for the report.
+            should_stop: asked behind each token; true ends the answers ("abort"). The cache holds
+                all of them but their last tokens.
 
         Raises:
             StorageError: the store is full, or failed.
@@ -219,7 +288,7 @@ class LLM:
         params = self._with_own_stops(params)
         watch = AnswerWatch(
             self.tokenizer, params, num_rows=len(batch.token_ids), end_token_ids=end_token_ids,
-            on_text=on_text,
+            on_text=on_text, should_stop=should_stop,
         )  # fmt: skip
         started_s, held = time.perf_counter(), cache.get_seq_length()
         self._run(batch, params, config, watch, cache)

@@ -6,7 +6,7 @@ from typing import Literal
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import RunStats
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,8 @@ class RequestOutput:
     token_ids: list[int]
     """New tokens, the end-of-sequence token included when there was one."""
     finish_reason: FinishReason
-    """ "stop": end-of-sequence token or a stop string; "length": `max_tokens` was reached."""
+    """ "stop": end-of-sequence token or a stop string; "length": `max_tokens` was reached;
+    "abort": the caller has stopped it."""
     run: RunReport
     """Of the whole batch, shared by its answers."""
 

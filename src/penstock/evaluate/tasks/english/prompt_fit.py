@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.tasks.english.filler import joined
 from penstock.evaluate.tasks.sample import Sample
+from penstock.generation.chat_template import ChatTemplate, has_chat_template
 
 _FIRST_GUESS = 16
 _INTERPOLATIONS = 12
@@ -40,7 +41,7 @@ class Prompter:
     def __init__(self, tokenizer: TextTokenizer, *, chat: bool = False) -> None:
         self._tokenizer = tokenizer
         self.chat = chat
-        if chat and not getattr(tokenizer, "chat_template", None):
+        if chat and not has_chat_template(tokenizer):
             raise ConfigError("this tokenizer has no chat template; ask without one")
 
     def render(self, text: str, lead: str) -> str:
@@ -52,9 +53,7 @@ class Prompter:
         """
         if not self.chat:
             return f"{text}\n{lead}" if lead else text
-        tokenizer: Any = self._tokenizer
-        turns = [{"role": "user", "content": text}]
-        opened = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        opened = ChatTemplate().render(self._tokenizer, [{"role": "user", "content": text}])
         return f"{opened}{lead}"
 
     def ids(self, prompt: str) -> Sequence[int]:
