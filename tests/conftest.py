@@ -108,3 +108,33 @@ def _settled_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def smollm2_home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where SmolLM2-135M-Instruct is, as its GGUF file and as a folder; see `tests/pretrained.py`.
+
+    Made once in this checkout, for all workers and runs. Skips where it cannot be had.
+    """
+    from tests.pretrained import NotThere, smollm2
+
+    of_run = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        of_run = of_run.parent  # of all workers
+    cache = getattr(request.config, "cache", None)
+    reason = of_run / "smollm2-is-not-there"
+    if reason.exists():  # another worker has asked
+        pytest.skip(reason.read_text())
+    try:
+        return smollm2(of_run if cache is None else cache.mkdir("smollm2"))
+    except NotThere as error:
+        reason.write_text(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_home: Path) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, with its chat template."""
+    from tests.pretrained import FOLDER
+
+    return smollm2_home / FOLDER
