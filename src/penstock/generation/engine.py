@@ -24,6 +24,7 @@ from penstock.generation.token_text import own_stop_texts
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.models.fetch import OnBytes
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import (
     BUNDLED,
@@ -53,8 +54,8 @@ class LLM:
     `model.generate` itself.
 
     Args:
-        model: "recall" (the bundled model), a model folder, a model that `load` returned, or a
-            transformers model.
+        model: "recall" (the bundled model), a model folder, a name on the Hugging Face hub, a model
+            that `load` returned, or a transformers model.
         tokenizer: only for a transformers model; without one, prompts are token ids.
         policy: a name of `penstock.POLICIES` or a policy object; None for the config's pick, or
             "kvswap" without a config. With a config, a name means that policy's own solution there,
@@ -70,6 +71,8 @@ class LLM:
             else a shipped one.
         dtype: of weights and cache, when a model is loaded here; None as stored.
         device: where to load the model, "cpu" or "cuda".
+        revision, hf_token, offline, trust_remote_code, on_bytes: of a model that is loaded here, as
+            `load` has them (`hf_token` is its `token`).
         prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory. A single
             token would be a decode step, so that with 1 it is two.
         config: what `penstock tune` found, or the path of its file. Each call to `generate` takes
@@ -97,6 +100,11 @@ class LLM:
         adapter: str | Path | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
+        revision: str | None = None,
+        hf_token: str | bool | None = None,
+        offline: bool | None = None,
+        trust_remote_code: bool = False,
+        on_bytes: OnBytes | None = None,
         prefill_chunk_size: int = 1024,
         config: TunedConfig | str | Path | None = None,
         seal: Sealing = "auto",
@@ -110,7 +118,10 @@ class LLM:
         if isinstance(model, LoadedModel):
             self._loaded = model
         elif isinstance(model, str | Path):
-            self._loaded = load(model, dtype=dtype, device=device)
+            self._loaded = load(
+                model, dtype=dtype, device=device, revision=revision, token=hf_token,
+                offline=offline, trust_remote_code=trust_remote_code, on_bytes=on_bytes,
+            )  # fmt: skip
         else:
             name = model.name_or_path or type(model).__name__
             self._loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name)
