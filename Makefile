@@ -4,6 +4,7 @@ PYTHON ?= python3
 TRANSFORMERS ?= 5.24.0
 TORCH ?= 2.13.0
 THREADS ?= 1
+WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
@@ -39,13 +40,14 @@ $(INTERPRETER): $(INSTALLED)
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
 	@$(VENV)/bin/penstock demo
 
-# Two processes with a thread each; files stay whole, so that a module's fixtures are made once. Bytecode is kept, whatever
+# WORKERS processes with THREADS threads each; files stay whole, so that a module's fixtures are made once. Bytecode is kept, whatever
 # the shell says: tests start many processes, and each would compile the package anew.
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
-# MATRIX='--only plain,both-avx2' chooses lines; lines that the same code has passed are not run again.
+# MATRIX='--only plain,both-avx2 --workers 8' chooses lines and processes; what this machine has passed with the same code
+# is not run again. MATRIX='--add FILE.json' takes over what another machine has passed.
 test-matrix: $(INSTALLED) ## Run the tests as other machines do; writes docs/test-matrix.md.
 	$(PY) tests/matrix.py $(MATRIX)
 

@@ -2,15 +2,18 @@
 
 A line is one `make test` in a fresh clone, under settings that stand for another machine. The
 lines together cover every setting, and every pair of torch's and oneDNN's instruction sets.
+Lines of several machines may stand in one table: `--add` takes over those of another one.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -30,8 +33,9 @@ ENVIRONMENT = ".venv/interpreter.stamp"
 """What the Makefile leaves when all that the tests need is installed."""
 BUSY = 4
 """Processes that compute beside a line that is not left alone."""
-TITLES = ("line", "settings", "Python", "torch", "transformers", "demo", "passed", "failed",
-          "skipped", "s", "outcome", "commit")  # fmt: skip
+TITLES = ("line", "settings", "machine", "Python", "torch", "transformers", "demo", "passed",
+          "failed", "skipped", "workers", "s", "outcome", "commit")  # fmt: skip
+NUMBERS = {"passed", "failed", "skipped", "workers", "s"}
 _COMPILER = re.compile(
     r"(.+-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|tcc|icx)(-[\d.]+)?|c[89]9(-gcc)?"
 )
@@ -104,9 +108,12 @@ class Outcome:
     """What came of a line."""
 
     line: dict[str, Any]
+    machine: dict[str, Any]
+    """What `processor` says of the machine it was run on."""
     commit: str
     outcome: str
     """passed, failed, or why it could not be run."""
+    workers: int = 2
     demo: str = ""
     passed: int = 0
     failed: int = 0
@@ -223,8 +230,9 @@ def clone(line: Line, commit: str, work: Path) -> Path:
 
 
 def make(
-    target: str, line: Line, folder: Path, env: dict[str, str], *, log: Path, limit_s: float
-) -> bool:
+    target: str, line: Line, folder: Path, env: dict[str, str], *, workers: int, log: Path,
+    limit_s: float,
+) -> bool:  # fmt: skip
     """`make TARGET`, with all of its commands; its output is added to a log.
 
     Returns:
@@ -232,7 +240,7 @@ def make(
     """
     chosen = {
         "PYTHON": find_python(line.python), "TRANSFORMERS": line.transformers,
-        "TORCH": line.torch, "THREADS": str(line.threads),
+        "TORCH": line.torch, "THREADS": str(line.threads), "WORKERS": str(workers),
     }  # fmt: skip
     words = [f"{name}={value}" for name, value in chosen.items() if value]
     with log.open("a+", encoding="utf-8") as out:
@@ -281,7 +289,7 @@ def versions_of(python: Path, env: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def run(line: Line, commit: str, work: Path, limit_s: float) -> Outcome:
+def run(line: Line, commit: str, work: Path, *, workers: int, limit_s: float) -> Outcome:
     """Run the demo and the suite under a line's settings."""
     log = work / f"{line.name}.log"
     log.unlink(missing_ok=True)
@@ -291,39 +299,50 @@ def run(line: Line, commit: str, work: Path, limit_s: float) -> Outcome:
         busy(BUSY if line.busy else 0),
     ):
         env = environment(line, Path(scratch))
-        made = make(ENVIRONMENT, line, folder, env, log=log, limit_s=limit_s)
-        shown = made and make("demo", line, folder, env, log=log, limit_s=limit_s)
+        target = functools.partial(
+            make, line=line, folder=folder, env=env, workers=workers, log=log, limit_s=limit_s
+        )
+        made = target(ENVIRONMENT)
+        shown = made and target("demo")
         began = time.monotonic()
-        tested = made and make("test", line, folder, env, log=log, limit_s=limit_s)
+        tested = made and target("test")
         seconds = time.monotonic() - began
         versions = versions_of(folder / ".venv" / "bin" / "python", env)
     found = read_log(log.read_text(encoding="utf-8", errors="replace"))
     good = tested and shown and found["passed"] > 0 and not found["failed"]
     return Outcome(
-        line=asdict(line), commit=commit, outcome="passed" if good else "failed",
-        demo="right" if shown else "failed", seconds=round(seconds, 1),
-        versions=versions, **found,
+        line=asdict(line), machine=processor(), commit=commit, workers=workers,
+        outcome="passed" if good else "failed", demo="right" if shown else "failed",
+        seconds=round(seconds, 1), versions=versions, **found,
     )  # fmt: skip
 
 
-def table(machine: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> str:
     """The table in Markdown."""
-    sets = ", ".join(machine["flags"]) or "none of the sets that matter"
+    machines: list[dict[str, Any]] = []
+    for each in outcomes:
+        if each.machine not in machines:
+            machines.append(each.machine)
+    letters = string.ascii_uppercase
+    bars = ("---:" if title in NUMBERS else "---" for title in TITLES)
     rows = [
         "# The suite on other machines", "",
         "`make test-matrix` wrote this table. A line is `make demo` and `make test` in a fresh",
         "clone. Its settings stand for another machine. Seconds are those of `make test`.", "",
-        f"Machine: {machine['cpu']}, {machine['cores']} cores ({sets}).", "",
-        f"| {' | '.join(TITLES)} |",
-        "| --- | --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
+        *(
+            f"- Machine {letter}: {has['cpu']}, {has['cores']} cores "
+            f"({', '.join(has['flags']) or 'none of the sets that matter'})."
+            for letter, has in zip(letters, machines, strict=False)
+        ),
+        "", f"| {' | '.join(TITLES)} |", f"| {' | '.join(bars)} |",
     ]  # fmt: skip
     for each in outcomes:
         line, have = Line(**each.line), each.versions
         versions = [have.get(name, "-") for name in ("python", "torch", "transformers")]
-        figures = [str(figure) for figure in (each.passed, each.failed, each.skipped)]
+        figures = [each.passed, each.failed, each.skipped, each.workers, round(each.seconds)]
         rows.append("| " + " | ".join([
-            line.name, line.said(), *versions, each.demo or "-", *figures, f"{each.seconds:.0f}",
-            each.outcome, each.commit[:12],
+            line.name, line.said(), letters[machines.index(each.machine)], *versions,
+            each.demo or "-", *map(str, figures), each.outcome, each.commit[:12],
         ]) + " |")  # fmt: skip
     for each in outcomes:
         if each.failures:
@@ -334,23 +353,23 @@ def table(machine: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def save(machine: dict[str, Any], done: dict[str, Outcome]) -> None:
+def save(done: dict[str, Outcome]) -> None:
     """Write the table and the same as JSON, in the order of `LINES`."""
     outcomes = [done[line.name] for line in LINES if line.name in done]
-    document = {"machine": machine, "lines": [asdict(each) for each in outcomes]}
+    document = {"lines": [asdict(each) for each in outcomes]}
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    TABLE.write_text(table(machine, outcomes), encoding="utf-8")
+    TABLE.write_text(table(outcomes), encoding="utf-8")
 
 
-def kept(machine: dict[str, Any], commit: str) -> dict[str, Outcome]:
-    """Lines that this machine has passed already, with the same code."""
-    if not RESULT.exists():
+def kept(path: Path, commit: str) -> dict[str, Outcome]:
+    """A result's lines that some machine has passed already, with the same code."""
+    if not path.exists():
         return {}
-    document = json.loads(RESULT.read_text(encoding="utf-8"))
-    if document["machine"] != machine:
-        return {}
+    document = json.loads(path.read_text(encoding="utf-8"))
+    # An older result names one machine for all of its lines.
+    shared = {"machine": document["machine"]} if "machine" in document else {}
+    outcomes = [Outcome(**(shared | each)) for each in document["lines"]]
     now = {line.name: asdict(line) for line in LINES}
-    outcomes = [Outcome(**each) for each in document["lines"]]
     return {
         each.line["name"]: each for each in outcomes
         if each.outcome == "passed" and is_same_code(each.commit, commit)
@@ -381,6 +400,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what would be run, and end")
     parser.add_argument("--work", type=Path, help="folder for clones and logs that is kept")
     parser.add_argument("--limit", type=float, default=90, help="minutes for each command")
+    parser.add_argument("--workers", type=int, default=2, help="pytest's processes (2)")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="JSON",
+                        help="take over what other machines passed, and end")  # fmt: skip
     args = parser.parse_args(arguments)
     names = {line.name for line in LINES}
     only = set(args.only.split(",")) if args.only else names
@@ -391,26 +413,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in LINES:
             print(f"{line.name}: {obstacle(line, machine['flags']) or line.said()}")
         return 0
+    done = kept(RESULT, commit)
+    if args.add:
+        for path in args.add:
+            done |= kept(path, commit)
+        save(done)
+        return 0
     own = [str(path.relative_to(ROOT)) for path in (TABLE, RESULT)]
     if git("status", "--porcelain", "--", ".", *(f":!{path}" for path in own)):
         parser.error("there are changes that are not committed, and a clone would lack them")
-    done = kept(machine, commit)
     with contextlib.ExitStack() as stack:
         work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="matrix")))
         work.mkdir(parents=True, exist_ok=True)
         for line in LINES:
-            if line.name in done or line.name not in only:
+            before = done.get(line.name)
+            if line.name not in only or (before and before.machine == machine):
                 continue
             if reason := obstacle(line, machine["flags"]):
-                done[line.name] = Outcome(
-                    line=asdict(line), commit=commit, outcome=f"not run: {reason}"
-                )
+                # What another machine has passed stays.
+                done.setdefault(line.name, Outcome(
+                    line=asdict(line), machine=machine, commit=commit, workers=args.workers,
+                    outcome=f"not run: {reason}",
+                ))  # fmt: skip
             else:
                 print(f"{line.name}: {line.said()}", flush=True)
-                done[line.name] = run(line, commit, work.resolve(), 60 * args.limit)
+                done[line.name] = run(
+                    line, commit, work.resolve(), workers=args.workers, limit_s=60 * args.limit
+                )
             print(f"{line.name}: {done[line.name].outcome}", flush=True)
-            save(machine, done)
-    save(machine, done)
+            save(done)
+    save(done)
     return int(any(each.outcome == "failed" for each in done.values()))
 
 

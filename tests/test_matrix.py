@@ -15,6 +15,7 @@ from tests.matrix import (
     LINES,
     LONG_PATH,
     OWN_PYTHON,
+    TITLES,
     Line,
     Outcome,
     environment,
@@ -134,16 +135,23 @@ def test_counts_are_those_of_all_runs() -> None:
 
 
 def test_the_table_has_a_row_for_each_line() -> None:
+    machines = [{"cpu": f"cpu {cores}", "cores": cores, "flags": ["avx2"]} for cores in (3, 16)]
     outcomes = [
-        Outcome(line=asdict(line), commit="0123456789abcdef", outcome="passed", passed=7)
+        Outcome(line=asdict(line), machine=machines[line.threads == 1], commit="0123456789abcdef",
+                outcome="passed", passed=7, workers=line.threads)
         for line in LINES
-    ]
+    ]  # fmt: skip
     outcomes[0].failures = ["tests/test_x.py::test_y"]
-    text = table({"cpu": "some cpu", "cores": 3, "flags": ["avx2"]}, outcomes)
+    text = table(outcomes)
     rows = [row for row in text.splitlines() if row.startswith("| ")]
     assert len(rows) == 2 + len(LINES)
     assert len({row.count("|") for row in rows}) == 1
-    assert "some cpu, 3 cores (avx2)" in text
+    assert "Machine A: cpu 16, 16 cores (avx2)" in text
+    assert "Machine B: cpu 3, 3 cores (avx2)" in text
+    for row, line in zip(rows[2:], LINES, strict=True):
+        cells = dict(zip(TITLES, row.strip("| ").split(" | "), strict=True))
+        assert cells["machine"] == ("A" if line.threads == 1 else "B")
+        assert (cells["workers"], cells["passed"]) == (str(line.threads), "7")
     assert "`tests/test_x.py::test_y`" in text
     assert all(line.name in text and line.said() in text for line in LINES)
 
@@ -154,7 +162,7 @@ MAKEFILE = """
 demo:
 \t@echo demo $(PYTHON) >> {calls}
 test:
-\t@echo test $(THREADS) $$ONEDNN_MAX_CPU_ISA $$PYTEST_ADDOPTS >> {calls}
+\t@echo test $(THREADS) $(WORKERS) $$ONEDNN_MAX_CPU_ISA $$PYTEST_ADDOPTS >> {calls}
 \t@{first}
 \t@echo '5 passed in 0.10s'
 """
@@ -198,8 +206,8 @@ def test_lines_are_run_once_for_the_same_code(checkout: Path, tmp_path: Path) ->
     assert matrix.main(["--only=two"]) == 0
     assert matrix.main([]) == 0
     text = calls.read_text()
-    assert "test 4 AVX2\n" in text
-    assert text.count("test 1 --shuffle=2") == 1, "not again at the same commit"
+    assert "test 4 2 AVX2\n" in text
+    assert text.count("test 1 2 --shuffle=2") == 1, "not again at the same commit"
     assert text.count("demo some-python") == 2
     one, two, none = json.loads(matrix.RESULT.read_text())["lines"]
     assert [each["outcome"] for each in (one, two)] == ["passed", "passed"]
@@ -224,3 +232,46 @@ def test_lines_are_run_once_for_the_same_code(checkout: Path, tmp_path: Path) ->
     (checkout / "Makefile").write_text("changed")
     with pytest.raises(SystemExit):
         matrix.main([])
+
+
+@pytest.mark.skipif(not (shutil.which("git") and shutil.which("make")), reason="no git or make")
+def test_lines_of_two_machines_stand_in_one_table(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines() -> dict[str, dict[str, object]]:
+        document = json.loads(matrix.RESULT.read_text())
+        return {each["line"]["name"]: each for each in document["lines"]}
+
+    calls = commit(checkout, "echo '7 passed in 0.10s'")
+    assert matrix.main(["--workers=3"]) == 0
+    assert "test 4 3 AVX2\n" in calls.read_text()
+    here = lines()
+    assert (here["one"]["machine"], here["one"]["workers"]) == (matrix.processor(), 3)
+    other = {"cpu": "y", "cores": 16, "flags": []}
+    monkeypatch.setattr(matrix, "processor", lambda: other)
+    assert matrix.main([]) == 0
+    there = lines()
+    assert there["one"] == here["one"], "another machine's, where this one lacks AVX2"
+    assert there["two"]["machine"] == other, "this machine's own, where it can run it"
+    assert calls.read_text().count("test 1") == 2
+
+    taken = tmp_path / "other.json"
+    matrix.RESULT.rename(taken)
+    matrix.TABLE.unlink()
+    assert matrix.main([f"--add={taken}"]) == 0
+    assert lines() == {n: each for n, each in there.items() if each["outcome"] == "passed"}
+    text = matrix.TABLE.read_text()
+    assert "Machine A: x, 1 cores (avx2)" in text
+    assert "Machine B: y, 16 cores (none of the sets that matter)" in text
+
+    document = json.loads(taken.read_text())
+    for each in document["lines"]:
+        del each["machine"], each["workers"]
+    older = {"machine": {"cpu": "z", "cores": 2, "flags": []}, "lines": document["lines"]}
+    taken.write_text(json.dumps(older))
+    assert matrix.main([f"--add={taken}"]) == 0
+    assert "Machine A: z, 2 cores" in matrix.TABLE.read_text()
+
+    commit(checkout, "echo other code")
+    assert matrix.main(["--add", str(taken)]) == 0
+    assert lines() == {}, "what other code has passed"
