@@ -155,7 +155,7 @@ def append_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
         start = torch.zeros(rows, dtype=torch.int32, device=device)
 
         given = (new, new, there, window, mask, position, start)
-        sizes: dict[str, Any] = {"sink_places": 64, "ring_slots": 256, "group_tokens": 1}
+        sizes: dict[str, Any] = {"sink_places": 64, "window_slots": 256, "group_tokens": 1}
 
         yield KernelCase(
             kernel="append_token", size=f"{rows} rows", num_bytes=rows * HEAD_BYTES,

@@ -58,7 +58,7 @@ class StatedUnits:
         """
         plan = self._plan
         width, rows = plan.selected_groups, plan.batch
-        end = length // plan.group_tokens - plan.ring_slots
+        end = length // plan.group_tokens - plan.window_slots
         choices = (end - plan.sink_slots) // width
         if choices < 2:
             self._ids.fill_(-1)

@@ -136,7 +136,7 @@ def check_books(runtime: TieredRuntime, feed: Feed) -> None:
         assert isinstance(layer.index, DeviceSemanticUnits)
         for row in range(runtime.plan.batch):
             start = int(feed.padding[row // SHAPE.num_kv_heads]) + 4
-            end = feed.length - runtime.plan.ring_slots
+            end = feed.length - runtime.plan.window_slots
             assert sorted(selectable(layer.index, row)) == list(range(start, end))
             resident = [unit for unit in layer.unit_in[row].tolist() if unit >= 0]
             assert len(set(resident)) == len(resident)

@@ -14,7 +14,7 @@ SHAPE = KVShape(num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=3, dty
 
 def make_pool() -> TokenPool:
     memory = torch.zeros(2 * 5, 4 * SHAPE.token_bytes, dtype=torch.uint8)
-    return TokenPool(memory, SHAPE, batch=2, num_slots=3, tail_slots=2, group_tokens=4)
+    return TokenPool(memory, SHAPE, batch=2, num_slots=3, kept_slots=2, group_tokens=4)
 
 
 def test_a_slot_is_one_contiguous_piece() -> None:
@@ -28,14 +28,14 @@ def test_a_slot_is_one_contiguous_piece() -> None:
     assert pool.keys.data_ptr() == pool.memory.data_ptr()
 
 
-def test_hiding_slots_leaves_the_tail() -> None:
+def test_hiding_slots_leaves_sinks_and_window() -> None:
     pool = make_pool()
     assert (pool.mask == -math.inf).all()
     pool.slot_mask[:] = 0.0
     pool.hide_slots()
     assert (pool.mask[:, :12] == -math.inf).all()
     assert (pool.mask[:, 12:] == 0).all()
-    assert pool.tail_tokens().shape[1] == 8
+    assert pool.kept_tokens().shape[1] == 8
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1, 2, 0], [0, 0, 0]])

@@ -16,13 +16,13 @@ HIDDEN = -math.inf
 class Twin:
     """A window beside the positions that it should hold. Position p has the key p + 1000 * row."""
 
-    def __init__(self, batch: int, group: int, sinks: int, ring: int) -> None:
-        self.group, self.sinks, self.ring = group, sinks, ring
-        places = (sinks + ring) * group
+    def __init__(self, batch: int, group: int, sinks: int, newest: int) -> None:
+        self.group, self.sinks, self.newest = group, sinks, newest
+        places = (sinks + newest) * group
         self.tokens = torch.zeros(batch, places, 2, 1, 1)
         self.mask = torch.full((batch, places), HIDDEN)
         self.window = RollingWindow(
-            self.tokens, self.mask, group_tokens=group, sink_slots=sinks, ring_slots=ring
+            self.tokens, self.mask, group_tokens=group, sink_slots=sinks, window_slots=newest
         )
         self.first = [0] * batch
         self.length = 0
@@ -58,23 +58,23 @@ class Twin:
         self.length += 1
 
     def crop(self, length: int) -> None:
-        """As `LayerCache.crop`: groups that come back into the ring are read from the disk."""
-        held = self.window.first_ring_group(self.length)
+        """As `LayerCache.crop`: groups that come back into the window are read from the disk."""
+        held = self.window.first_window_unit(self.length)
         self.length = length
         started = -(-length // self.group)
-        for group in range(self.window.first_ring_group(length), min(held, started)):
-            start = self.window.ring_slot(group) * self.group
+        for group in range(self.window.first_window_unit(length), min(held, started)):
+            start = self.window.window_slot(group) * self.group
             keys = self.disk[:, group * self.group : (group + 1) * self.group]
             self.tokens[:, start : start + self.group, 0, 0, 0] = keys
             self.tokens[:, start : start + self.group, 1, 0, 0] = -keys
         self.window.refresh_cropped(length)
 
     def expected(self, row: int) -> list[int]:
-        """Visible positions: the row's sinks, and the newest `ring` started groups."""
-        ring_start = max(0, -(-self.length // self.group) - self.ring) * self.group
+        """Visible positions: the row's sinks, and the newest `newest` started groups."""
+        window_start = max(0, -(-self.length // self.group) - self.newest) * self.group
         sink_start = self.first[row] // self.group * self.group
         sinks = range(sink_start, sink_start + self.sinks * self.group)
-        shown = [p for p in sinks if p < ring_start] + list(range(ring_start, self.length))
+        shown = [p for p in sinks if p < window_start] + list(range(window_start, self.length))
         return [p for p in shown if p >= self.first[row]]
 
     def check(self) -> None:
@@ -88,12 +88,12 @@ class Twin:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Twin, list[int], list[tuple[str, int]]]:
-    group, sinks, ring = (draw(st.integers(*x)) for x in ((1, 4), (0, 2), (2, 4)))
+    group, sinks, newest = (draw(st.integers(*x)) for x in ((1, 4), (0, 2), (2, 4)))
     batch = draw(st.integers(1, 2))
     padding = [draw(st.integers(0, 9)) if batch > 1 else 0 for _ in range(batch)]
     kinds = st.sampled_from(["prefill", "decode", "decode", "decode", "crop"])
     steps = draw(st.lists(st.tuples(kinds, st.integers(1, 14)), min_size=1, max_size=12))
-    return Twin(batch, group, sinks, ring), padding, steps
+    return Twin(batch, group, sinks, newest), padding, steps
 
 
 @settings(max_examples=80, deadline=None)
@@ -116,7 +116,7 @@ def test_random_histories(history: tuple[Twin, list[int], list[tuple[str, int]]]
 
 def test_sinks_decoded_one_by_one() -> None:
     """A prompt shorter than the sinks: decoded tokens become sinks too."""
-    twin = Twin(batch=1, group=4, sinks=2, ring=2)
+    twin = Twin(batch=1, group=4, sinks=2, newest=2)
     twin.prefill(3)
     for _ in range(40):
         twin.decode()
@@ -124,7 +124,7 @@ def test_sinks_decoded_one_by_one() -> None:
 
 
 def test_crop_to_nothing_and_again() -> None:
-    twin = Twin(batch=2, group=2, sinks=1, ring=2)
+    twin = Twin(batch=2, group=2, sinks=1, newest=2)
     twin.prefill(12, [0, 5])
     twin.crop(0)
     assert (twin.mask == HIDDEN).all()
@@ -133,7 +133,7 @@ def test_crop_to_nothing_and_again() -> None:
 
 
 def test_rows_move_with_their_padding() -> None:
-    twin = Twin(batch=2, group=2, sinks=1, ring=2)
+    twin = Twin(batch=2, group=2, sinks=1, newest=2)
     twin.prefill(7, [0, 4])
     rows = torch.tensor([1, 1])
     twin.tokens.copy_(twin.tokens[rows])
@@ -149,4 +149,4 @@ def test_rows_move_with_their_padding() -> None:
 
 def test_a_ring_of_one_group_is_refused() -> None:
     with pytest.raises(AssertionError, match="beside the unfinished one"):
-        Twin(batch=1, group=2, sinks=0, ring=1)
+        Twin(batch=1, group=2, sinks=0, newest=1)

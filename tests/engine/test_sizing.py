@@ -79,7 +79,7 @@ def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest
     if policy.retrieves:
         assert 1 <= plan.selected_groups <= plan.num_slots
     if not policy.stays_resident:
-        assert plan.ring_slots >= 2
+        assert plan.window_slots >= 2
         assert plan.num_slots >= 2
         direct = request.is_direct(plan.group_tokens)
         assert (plan.staging_rows == 0) == direct

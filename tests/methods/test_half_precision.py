@@ -89,7 +89,7 @@ def test_what_is_learnt_of_a_step_is_a_number(name: str) -> None:
     half = torch.float16
     pool = TokenPool(
         torch.zeros(12, 2 * DIM * 2, dtype=torch.uint8), shape_of(half), batch=1, num_slots=10,
-        tail_slots=2, group_tokens=1,
+        kept_slots=2, group_tokens=1,
     )  # fmt: skip
     pool.tokens[:, :, 0] = keys[:, 78:90].to(half)
     pool.mask.zero_()

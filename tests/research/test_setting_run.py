@@ -74,9 +74,9 @@ def test_a_part_of_a_plan_keeps_its_choices(policy: Any) -> None:
     assert part_of(plan, 32, 32) == plan
     rows = plan.batch * plan.unit_bytes
     if plan.shared_pools:
-        assert part.pool_bytes == rows * (2 * plan.num_slots + 6 * plan.tail_slots)
+        assert part.pool_bytes == rows * (2 * plan.num_slots + 6 * plan.kept_slots)
     else:
-        assert part.pool_bytes == rows * 4 * (plan.num_slots + plan.tail_slots)
+        assert part.pool_bytes == rows * 4 * (plan.num_slots + plan.kept_slots)
     again = planned(chosen, part)
     assert again.name == policy.name
     assert isinstance(again, type(policy))

@@ -39,7 +39,7 @@ class SlotPlan:
     selected_groups: int
     """Groups that one step selects (the paper's M)."""
     sink_slots: int
-    ring_slots: int
+    window_slots: int
     shared_pools: bool
     """Two pools serve all layers in turn (no reuse between steps) instead of one each."""
     compact: bool
@@ -95,9 +95,9 @@ class SlotPlan:
         return host_groups(self.max_groups, self.unit_bytes)
 
     @property
-    def tail_slots(self) -> int:
+    def kept_slots(self) -> int:
         """Slots of sinks and rolling window."""
-        return self.sink_slots + self.ring_slots
+        return self.sink_slots + self.window_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

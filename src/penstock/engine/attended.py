@@ -32,7 +32,7 @@ def attended_tokens(
         first_groups: group that each row's sinks begin with. [rows]
         length: tokens of the sequence, the new one included.
         selected_slots: slots that were gathered, minus one for none, when attention saw those and
-            the tail alone; None when it saw the whole pool. [rows, wanted]
+            sinks and window alone; None when it saw the whole pool. [rows, wanted]
 
     Returns:
         True at positions attended to. bool [rows, length]
@@ -45,12 +45,13 @@ def attended_tokens(
         kept[rows, selected_slots[rows, columns]] = True
         in_slots = torch.from_numpy(kept).to(device).repeat_interleave(group_tokens, dim=1)
         shown[:, : pool.slot_places] &= in_slots
-    # The ring holds the newest groups, each at its number modulo the ring (see RollingWindow).
+    # The window holds the newest units, each at its number modulo its slots (see RollingWindow).
     newest = -(-length // group_tokens) - 1
-    ring = newest - (newest - np.arange(plan.ring_slots)) % plan.ring_slots
+    newest_units = newest - (newest - np.arange(plan.window_slots)) % plan.window_slots
     sinks = first_groups[:, None] + np.arange(plan.sink_slots)
     groups = np.concatenate(
-        [table.unit_in, sinks, np.broadcast_to(ring, (len(sinks), plan.ring_slots))], axis=1
+        [table.unit_in, sinks, np.broadcast_to(newest_units, (len(sinks), plan.window_slots))],
+        axis=1,
     )
     first = torch.from_numpy(groups.astype(np.int64)).to(device) * group_tokens
     offsets = torch.arange(group_tokens, device=device)

@@ -15,7 +15,7 @@ class CompactPool:
 
     def __init__(self, setup: LayerSetup) -> None:
         plan, shape = setup.plan, setup.shape
-        self._slots = plan.selected_groups + plan.tail_slots
+        self._slots = plan.selected_groups + plan.kept_slots
         self._batch, self._group_tokens = plan.batch, plan.group_tokens
         count = self._batch * self._slots
         self._memory = torch.empty(count, plan.unit_bytes, dtype=torch.uint8, device=setup.device)
@@ -24,14 +24,14 @@ class CompactPool:
         self._token_shape = (2, shape.num_kv_heads, shape.head_dim)
 
     def gather(self, pool: TokenPool, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy the selected slots and the tail together.
+        """Copy the selected slots, sinks and window together.
 
         Returns:
             Keys, values [batch, kv_heads, places, head_dim] and the additive mask [batch, places].
         """
         base = np.arange(self._batch)[:, None] * pool.slots_per_row
-        tail = np.arange(pool.num_slots, pool.slots_per_row)
-        rows = np.concatenate([base + slots.clip(0), base + tail], axis=1)
+        kept = np.arange(pool.num_slots, pool.slots_per_row)
+        rows = np.concatenate([base + slots.clip(0), base + kept], axis=1)
         index = torch.from_numpy(rows.reshape(-1)).to(pool.memory.device)
         places = rows.shape[1] * self._group_tokens
         memory, mask = self._memory[: index.numel()], self._mask[: index.numel()]

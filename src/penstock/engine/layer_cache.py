@@ -77,20 +77,20 @@ class LayerCache(Layer):
         self._reserved_units = 0
         self.pool = TokenPool(
             pool_memory.tensor, shape, batch=plan.batch, num_slots=plan.num_slots,
-            tail_slots=plan.tail_slots, group_tokens=plan.group_tokens,
+            kept_slots=plan.kept_slots, group_tokens=plan.group_tokens,
         )  # fmt: skip
-        tokens, mask = self.pool.tail_tokens(), self.pool.mask[:, self.pool.slot_places :]
+        tokens, mask = self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :]
         self._window_memory = pool_memory
         if plan.shared_pools:
             self._window_memory = PoolMemory.allocate(
-                plan.batch * plan.tail_slots, plan.unit_bytes,
+                plan.batch * plan.kept_slots, plan.unit_bytes,
                 setup.store.row_bytes, setup.device,
             )  # fmt: skip
             tokens = self._window_memory.tensor.view(shape.dtype).view(tokens.shape)
             mask = torch.full_like(mask, NEGATIVE_INFINITY)
         self.window = RollingWindow(
             tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
-            ring_slots=plan.ring_slots,
+            window_slots=plan.window_slots,
         )  # fmt: skip
         region = setup.store.region(layer_idx)
         args = (setup.staging, setup.writer, setup.tracer)
@@ -122,12 +122,12 @@ class LayerCache(Layer):
         total = AttentionSum(call)
         total.add(call.keys, call.values, new_mask, causal=count > 1)
         if start > 0:
-            self._add_ring(total)
-            self._stream(total, self.window.first_ring_group(start), call.visible)
+            self._add_window(total)
+            self._stream(total, self.window.first_window_unit(start), call.visible)
         self.append(call.keys, call.values, call.visible)
         return total.result()
 
-    def _add_ring(self, total: AttentionSum) -> None:
+    def _add_window(self, total: AttentionSum) -> None:
         first = self.window.sink_slots * self.setup.plan.group_tokens
         tokens, mask = self.window.tokens[:, first:], self.window.mask[:, first:]
         total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
@@ -225,7 +225,7 @@ class LayerCache(Layer):
         """Take one decoded token in; the group it closes, if any, is written behind the loop."""
         group, offset = divmod(self.length, self.setup.plan.group_tokens)
         if offset == 0:
-            # The group that leaves the ring now must be on disk before it can be selected.
+            # The group that leaves the window now must be on disk before it can be selected.
             self._window_transfer.drain()
         self._touched = self.length + 1
         self.window.write_one(keys, values, self.length)
@@ -234,9 +234,9 @@ class LayerCache(Layer):
             self._close_group(group)
 
     def _close_group(self, group: int) -> None:
-        plan, slot = self.setup.plan, self.window.ring_slot(group)
+        plan, slot = self.setup.plan, self.window.window_slot(group)
         self._reserve(group, group + 1)
-        rows = np.arange(plan.batch) * plan.tail_slots + slot
+        rows = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))
         self._window_transfer.write(self.setup.units.table[:, group].copy(), rows, later=True)
@@ -253,16 +253,16 @@ class LayerCache(Layer):
             return
         self.forget_slots()
         self._reserve(first_group, end_group)
-        tail = start - first_group * group_tokens
+        unfinished = start - first_group * group_tokens
         for first, last, slot in self._blocks(first_group, end_group):
             places = slice(slot * group_tokens, (slot + last - first) * group_tokens)
             self.transfer.drain(keep=1)  # the other half may still be on its way to the disk
             target = self.pool.tokens[:, places]
             skip = 0
-            if first == first_group and tail:
-                positions = torch.arange(start - tail, start, device=keys.device)
-                target[:, :tail] = self.window.tokens[:, self.window.ring_places(positions)]
-                skip = tail
+            if first == first_group and unfinished:
+                positions = torch.arange(start - unfinished, start, device=keys.device)
+                target[:, :unfinished] = self.window.tokens[:, self.window.window_places(positions)]
+                skip = unfinished
             source = slice(first * group_tokens + skip - start, last * group_tokens - start)
             target[:, skip:, 0] = keys[:, :, source].transpose(1, 2)
             target[:, skip:, 1] = values[:, :, source].transpose(1, 2)
@@ -313,7 +313,7 @@ class LayerCache(Layer):
             )
         self.length = self._touched = length
         started = -(-length // self.setup.plan.group_tokens)
-        for group in range(self.window.first_ring_group(length), started):
+        for group in range(self.window.first_window_unit(length), started):
             self._reload(group)
         for group in range(min(self.window.sink_slots, started)):
             self._reload(group, slot=group)
@@ -346,7 +346,7 @@ class LayerCache(Layer):
             parts.append(self.pool.tokens[:, : len(slots) * group_tokens].clone())
         if end > closed:
             positions = torch.arange(closed, end, device=self.setup.device)
-            parts.append(self.window.tokens[:, self.window.ring_places(positions)])
+            parts.append(self.window.tokens[:, self.window.window_places(positions)])
         return torch.cat(parts, dim=1)[:, : end - start]
 
     # Changes of shape -------------------------------------------------------------------------
@@ -358,10 +358,10 @@ class LayerCache(Layer):
             return
         self.drain()
         group_tokens = self.setup.plan.group_tokens
-        held = self.window.first_ring_group(touched)
+        held = self.window.first_window_unit(touched)
         self.length = length = min(length, self.length)
         self._touched = touched
-        wanted = self.window.first_ring_group(length)
+        wanted = self.window.first_window_unit(length)
         started = -(-length // group_tokens)
         for group in range(wanted, min(held, started)):
             self._reload(group)
@@ -370,10 +370,10 @@ class LayerCache(Layer):
         self._touched = length
 
     def _reload(self, group: int, slot: int | None = None) -> None:
-        """Read a group into its place of the ring, or into another slot of the window."""
+        """Read a group into its place of the window, or into another slot of the window."""
         plan = self.setup.plan
-        slot = self.window.ring_slot(group) if slot is None else slot
-        rows = np.arange(plan.batch) * plan.tail_slots + slot
+        slot = self.window.window_slot(group) if slot is None else slot
+        rows = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))
         self._window_transfer.read(self.setup.units.table[:, group].copy(), rows).land()

@@ -70,7 +70,7 @@ def _as_held(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:
 
 
 def _form(plan: SlotPlan) -> tuple[int, int, int]:
-    return plan.group_tokens, plan.ring_slots, plan.sink_slots
+    return plan.group_tokens, plan.window_slots, plan.sink_slots
 
 
 def _require_rank(policy: SelectionPolicy, config: RuntimeConfig) -> None:

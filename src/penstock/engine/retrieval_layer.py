@@ -88,7 +88,7 @@ class RetrievalLayer(LayerCache):
         """
         self.make_index(query)
         start = time.perf_counter()
-        end_unit = self.window.first_ring_group(self.length + 1)
+        end_unit = self.window.first_window_unit(self.length + 1)
         if self.index.ready:
             self.index.begin_step(query, self._first_unit, self.length)
         if end_unit <= self._lowest_unit or self._all_resident(end_unit):
@@ -201,7 +201,7 @@ class RetrievalLayer(LayerCache):
         fetched = self._finish_fetch()
         self.slots_landed()
         if self.setup.plan.shared_pools:
-            self.pool.tail_tokens().copy_(self.window.tokens)
+            self.pool.kept_tokens().copy_(self.window.tokens)
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended(fetched))

@@ -39,7 +39,7 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
     def build(num_slots: int) -> SlotPlan:
         return make_plan(
             request, group_tokens=group_tokens, num_slots=num_slots, selected_groups=0,
-            sink_slots=0, ring_slots=2, shared_pools=True, compact=False, index_bytes=0,
+            sink_slots=0, window_slots=2, shared_pools=True, compact=False, index_bytes=0,
             scratch_bytes=0,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ def resident_plan(request: SizingRequest) -> SlotPlan:
     mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
     return SlotPlan(
         batch=request.batch, max_groups=request.max_tokens, group_tokens=1, num_slots=0,
-        selected_groups=0, sink_slots=0, ring_slots=0, shared_pools=False, compact=False,
+        selected_groups=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
         index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
         pool_bytes=size,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def make_plan(
     num_slots: int,
     selected_groups: int,
     sink_slots: int,
-    ring_slots: int,
+    window_slots: int,
     shared_pools: bool,
     compact: bool,
     index_bytes: int,
@@ -114,20 +114,20 @@ def make_plan(
     """Price one division of the memory; pure arithmetic.
 
     Args:
-        ring_slots: made at least 2, a closed group beside the unfinished one.
+        window_slots: made at least 2, a closed group beside the unfinished one.
     """
-    ring_slots = max(2, ring_slots)
+    window_slots = max(2, window_slots)
     shape, batch = request.shape, request.batch
     max_groups = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
-    tail = sink_slots + ring_slots
+    kept = sink_slots + window_slots
     shared_pools = shared_pools and not request.device_tier
     pools = 2 if shared_pools else shape.num_layers
-    pool_rows = pools * batch * (num_slots + tail)
-    mask_rows = shape.num_layers * batch * (num_slots + tail)
+    pool_rows = pools * batch * (num_slots + kept)
+    mask_rows = shape.num_layers * batch * (num_slots + kept)
     if shared_pools:
-        pool_rows += shape.num_layers * batch * tail
-        mask_rows += shape.num_layers * batch * tail
+        pool_rows += shape.num_layers * batch * kept
+        mask_rows += shape.num_layers * batch * kept
     mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
     staging_rows = 0
     if not (request.is_direct(group_tokens) or request.device_tier):
@@ -148,10 +148,10 @@ def make_plan(
     elif selected_groups:
         fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
     if compact:
-        fixed += batch * (selected_groups + tail) * (unit_bytes + group_tokens * 4)
+        fixed += batch * (selected_groups + kept) * (unit_bytes + group_tokens * 4)
     return SlotPlan(
         batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
-        selected_groups=selected_groups, sink_slots=sink_slots, ring_slots=ring_slots,
+        selected_groups=selected_groups, sink_slots=sink_slots, window_slots=window_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
         unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,

@@ -83,7 +83,7 @@ def work_of(
     selected = num_layers * rows * plan.selected_groups
     missing = selected * (1.0 if plan.shared_pools else 1.0 - hit_rate)
     places = plan.selected_groups if plan.compact else plan.num_slots
-    attended = min(context, (places + plan.tail_slots) * plan.group_tokens)
+    attended = min(context, (places + plan.kept_slots) * plan.group_tokens)
     return Work(
         batch=rows // rows_per_sequence, context=context, num_layers=num_layers,
         group_tokens=plan.group_tokens,

@@ -95,7 +95,7 @@ def work_of(
     slots = plan.selected_groups
     if isinstance(policy, KVSwap) and policy.attend == "resident":
         slots = plan.num_slots
-    attended = min(context, (slots + plan.tail_slots) * plan.group_tokens)
+    attended = min(context, (slots + plan.kept_slots) * plan.group_tokens)
     scored = (
         context / (plan.group_tokens * chunk_units) if isinstance(policy, ShadowKV) else context
     )

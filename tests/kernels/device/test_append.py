@@ -59,7 +59,7 @@ def test_prefill_is_stored(
 
 @pytest.mark.parametrize("prompt", [0, 7, 30])
 @pytest.mark.parametrize(
-    ("group", "sinks", "ring", "dtype"),
+    ("group", "sinks", "newest", "dtype"),
     [
         (4, 2, 2, torch.float32),
         (1, 3, 5, torch.bfloat16),
@@ -73,27 +73,27 @@ def test_steps_are_the_rolling_window_s(
     prompt: int,
     group: int,
     sinks: int,
-    ring: int,
+    newest: int,
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(prompt)
     rows, heads, dim, steps, num_slots = 3, 2, 16, 18, 5
     padding = torch.tensor([0, min(prompt, 2), max(0, prompt - 1)])
-    places, slot_places = (sinks + ring) * group, num_slots * group
+    places, slot_places = (sinks + newest) * group, num_slots * group
     keys = torch.randn(rows, heads, prompt + steps, dim).to(dtype)
     values = torch.randn(rows, heads, prompt + steps, dim).to(dtype)
 
     twin_tokens = torch.zeros(rows, places, 2, heads, dim, dtype=dtype)
     twin_mask = torch.full((rows, places), -math.inf, dtype=dtype)
     twin = RollingWindow(
-        twin_tokens, twin_mask, group_tokens=group, sink_slots=sinks, ring_slots=ring
+        twin_tokens, twin_mask, group_tokens=group, sink_slots=sinks, window_slots=newest
     )
     twin.set_first_groups(padding // group)
     if prompt:
         twin.write_many(keys[:, :, :prompt], values[:, :, :prompt], 0)
         twin.refresh(prompt, torch.arange(prompt) >= padding[:, None])
 
-    # The window is the tail of a pool, behind the slots.
+    # The window lies in a pool, behind the slots.
     pool = torch.full((rows, slot_places + places, 2, heads, dim), 3.0, dtype=dtype, device=device)
     mask = torch.full((rows, slot_places + places), 7.0, dtype=dtype, device=device)
     window, window_mask = pool[:, slot_places:], mask[:, slot_places:]
@@ -107,7 +107,7 @@ def test_steps_are_the_rolling_window_s(
         kernel("append_token", form)(
             on_device[0][:, :, now], on_device[1][:, :, now], host, window, window_mask,
             position, start,
-            sink_places=sinks * group, ring_slots=ring, group_tokens=group,
+            sink_places=sinks * group, window_slots=newest, group_tokens=group,
         )  # fmt: skip
         position += 1
         assert torch.equal(window_mask.cpu(), twin_mask), now
@@ -131,7 +131,7 @@ def test_public_functions_choose_a_form(device: torch.device) -> None:
     append.append_token(
         keys[:, :, 0] * 2, values[:, :, 0], host, window, mask,
         torch.tensor([3], device=device), torch.zeros(1, dtype=torch.int32, device=device),
-        sink_places=0, ring_slots=2, group_tokens=1,
+        sink_places=0, window_slots=2, group_tokens=1,
     )  # fmt: skip
     finish(device)
     assert host[0, :, 0, 0, 0].tolist() == [-9.0, 1.0, 1.0, 2.0, -9.0]
@@ -143,7 +143,7 @@ def test_public_functions_choose_a_form(device: torch.device) -> None:
 def test_steps_are_captured(device: torch.device, form: str, capture: Any) -> None:
     """One graph that moves its own position on, against the twin on the host."""
     torch.manual_seed(0)
-    shape, sizes = (4, 2, 64), {"sink_places": 8, "ring_slots": 3, "group_tokens": 4}
+    shape, sizes = (4, 2, 64), {"sink_places": 8, "window_slots": 3, "group_tokens": 4}
 
     def state(on: torch.device) -> list[Tensor]:
         return [

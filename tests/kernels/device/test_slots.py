@@ -119,11 +119,11 @@ def test_gathered_units_are_in_their_slots(
             monkeypatch.setattr("penstock.kernels.device.slots_triton._STAYING_WORDS", 128)
         gather = partial(gather, beside=beside)
     torch.manual_seed(unit_bytes)
-    units, num_slots, tail = 3 * wanted, wanted + 2, 2
+    units, num_slots, kept = 3 * wanted, wanted + 2, 2
     host = on_host(torch.randint(0, 256, (rows, units, unit_bytes), dtype=torch.uint8), device)
-    pool = torch.randint(0, 256, (rows, num_slots + tail, unit_bytes), dtype=torch.uint8)
-    # Neighbours of the mask's rows must stay, and so must the tail's places.
-    mask = torch.full((rows, (num_slots + tail) * group + 1), 7.0, dtype=dtype)
+    pool = torch.randint(0, 256, (rows, num_slots + kept, unit_bytes), dtype=torch.uint8)
+    # Neighbours of the mask's rows must stay, and so must the kept slots' places.
+    mask = torch.full((rows, (num_slots + kept) * group + 1), 7.0, dtype=dtype)
     start = torch.tensor([0, 2 * group + 1, 5][:rows], dtype=torch.int32)
     lists = FetchLists.allocate(rows, wanted, num_slots, device)
     for row in range(rows):

@@ -68,7 +68,7 @@ def test_scores_are_shares_of_the_softmax(near: bool, sinks: int, padding: int) 
             expected = logits.softmax(dim=3).sum(dim=(1, 2)).numpy()
             layer = runtime.layers[0]
             assert isinstance(layer, NearLayer)
-            end = layer.window.first_ring_group(length + 1) - 8
+            end = layer.window.first_window_unit(length + 1) - 8
             for row, first in enumerate(layer._first_unit.tolist()):
                 found = layer.near.scores[row, first:end]
                 np.testing.assert_allclose(found, expected[row, first:end], rtol=0.06)
@@ -111,7 +111,10 @@ def test_a_device_may_start_again_at_any_moment(looks: int) -> None:
             runtime.attend(0, AttentionCall(query, key, value, SCALING))
             logits = torch.einsum("bhqd,bhtd->bhqt", query.view(1, 2, 2, -1), keys) * SCALING
             expected = logits.softmax(dim=3).sum(dim=(1, 2)).numpy()
-            first, end = int(layer._first_unit[0]), layer.window.first_ring_group(prompt + step + 1)
+            first, end = (
+                int(layer._first_unit[0]),
+                layer.window.first_window_unit(prompt + step + 1),
+            )
             found = layer.near.scores[:, first : end - 8]
             assert np.isfinite(found).all()
             if step < 2 or step > 6 or looks == 0:

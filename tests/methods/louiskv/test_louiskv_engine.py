@@ -147,7 +147,7 @@ def test_units_partition_the_past_in_random_lives(seed: int) -> None:
         keys, values = torch.randn(2, batch, 2, count, 16, generator=generator)
         assert runtime.attend(0, AttentionCall(query, keys, values, 0.25)).isfinite().all()
         layer: Any = runtime.layers[0]
-        end = layer.window.first_ring_group(layer.length)
+        end = layer.window.first_window_unit(layer.length)
         if count > 1 or end <= layer._first_unit.min():
             return
         places, sizes = layer.index._pool.units(layer._first_unit, end)

@@ -53,8 +53,8 @@ class LayerwiseMemory(BeamMemory):
         self._free = list(range(resident_slots - 1, -1, -1))
         self._slot_of: dict[tuple[int, int], int] = {}
         self._stage = [resident_slots + i * beams * self._width for i in range(NUM_STAGES)]
-        self._tails = resident_slots + NUM_STAGES * beams * self._width
-        self._tail_of: dict[int, int] = {}
+        self._open_slots = resident_slots + NUM_STAGES * beams * self._width
+        self._open_row_of: dict[int, int] = {}
         self._clock = StallClock(device)
         self._paths: list[Path] = []
         self._lengths: list[int] = []
@@ -112,7 +112,7 @@ class LayerwiseMemory(BeamMemory):
         """Give every beam a block of its own to write in, with what its last block holds."""
         self._lengths = [path.length for path in self._paths]
         ends = [min(n + self._num_tokens, self._max_tokens) for n in self._lengths]
-        self._take_tails()
+        self._open_blocks()
         for path, end in zip(self._paths, ends, strict=True):
             self.tree.grow(path, end)
         self._keep_layers()
@@ -156,11 +156,11 @@ class LayerwiseMemory(BeamMemory):
         self._keep_layers()
         blocks = [self._paths[row].blocks[lengths[row] // tokens - 1] for row in rows]
         for layer in range(self.shape.kv.num_layers):
-            tails = self._tails + layer * self._beams + np.array(rows, dtype=np.int64)
+            open_slots = self._open_slots + layer * self._beams + np.array(rows, dtype=np.int64)
             if layer < self._kept:
-                self._keep(layer, blocks, tails)
+                self._keep(layer, blocks, open_slots)
             if self._offloads:
-                self._save(layer, blocks, tails)
+                self._save(layer, blocks, open_slots)
         if not self._offloads:
             self._unsaved.update(blocks)
         self._make_tables()
@@ -171,7 +171,7 @@ class LayerwiseMemory(BeamMemory):
             path.length = length
             self._forget(self.tree.trim(path))
             if length % self.shape.block_tokens:
-                self._tail_of[path.blocks[-1]] = row
+                self._open_row_of[path.blocks[-1]] = row
         self._group = None
 
     def end_step(self) -> StepTraffic:
@@ -226,7 +226,7 @@ class LayerwiseMemory(BeamMemory):
             self._slot_of.update({(layer, block): self._free.pop() for block in missing})
         self._lengthened.clear()
 
-    def _take_tails(self) -> None:
+    def _open_blocks(self) -> None:
         """Bring every beam's partly filled last block to the row that it has in this step."""
         tokens, layers, beams = self.shape.block_tokens, self.shape.kv.num_layers, self._beams
         rows = [row for row, length in enumerate(self._lengths) if length % tokens]
@@ -236,15 +236,17 @@ class LayerwiseMemory(BeamMemory):
         for column, row in enumerate(rows):
             block = self._paths[row].blocks[-1]
             for layer in range(layers):
-                if block in self._tail_of:
-                    source[layer, column] = self._tails + layer * beams + self._tail_of[block]
+                if block in self._open_row_of:
+                    source[layer, column] = (
+                        self._open_slots + layer * beams + self._open_row_of[block]
+                    )
                 else:  # the prompt's
                     source[layer, column] = self._slot_of[layer, block]
-        target = self._tails + np.arange(layers)[:, None] * beams + np.array(rows)
+        target = self._open_slots + np.arange(layers)[:, None] * beams + np.array(rows)
         self._copy(source.reshape(-1), target.reshape(-1))
         for row in rows:
             self._forget([self._paths[row].blocks[-1]])
-        self._tail_of.clear()
+        self._open_row_of.clear()
 
     def _copy(self, source: Int64Array, target: Int64Array) -> None:
         """Copy slots within fast memory, all read before any is written."""
@@ -253,11 +255,11 @@ class LayerwiseMemory(BeamMemory):
         self._pieces.index_copy_(0, torch.from_numpy(target).to(self.device), pieces)
         self.traffic.copied_bytes += len(source) * self.shape.layer_bytes
 
-    def _keep(self, layer: int, blocks: Sequence[int], tails: Int64Array) -> None:
+    def _keep(self, layer: int, blocks: Sequence[int], open_slots: Int64Array) -> None:
         """Copy blocks that were filled to slots that stay."""
         slots = [self._free.pop() for _ in blocks]
         self._slot_of.update(zip(((layer, block) for block in blocks), slots, strict=True))
-        self._copy(tails, np.array(slots, dtype=np.int64))
+        self._copy(open_slots, np.array(slots, dtype=np.int64))
 
     def _save(self, layer: int, blocks: Sequence[int], slots: Int64Array) -> None:
         """Save a layer of blocks; the slots may be written to again when this returns."""
@@ -270,7 +272,7 @@ class LayerwiseMemory(BeamMemory):
         for block in blocks:
             self._unsaved.discard(block)
             self._lengthened.discard(block)
-            self._tail_of.pop(block, None)
+            self._open_row_of.pop(block, None)
             for layer in range(self.shape.kv.num_layers):
                 slot = self._slot_of.pop((layer, block), None)
                 if slot is not None:
@@ -290,7 +292,7 @@ class LayerwiseMemory(BeamMemory):
                 else:
                     first = self._stage[layer % NUM_STAGES] + row * width
                     table[row, :n] = np.arange(first, first + n)
-                table[row, n:] = self._tails + layer * beams + row
+                table[row, n:] = self._open_slots + layer * beams + row
             there = torch.from_numpy(table)
             if layer in self._tables and self._tables[layer].shape == there.shape:
                 self._tables[layer].copy_(there)

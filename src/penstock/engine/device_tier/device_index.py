@@ -17,7 +17,7 @@ class StepClock:
 
     def __init__(self, plan: SlotPlan, device: torch.device) -> None:
         self._group_tokens = plan.group_tokens
-        self.ring_slots = plan.ring_slots
+        self.window_slots = plan.window_slots
         """Newest units, the step's own counted, that are in the window."""
         self._sink_slots = plan.sink_slots
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -54,10 +54,10 @@ class StepClock:
     def tick(self) -> None:
         """Begin the step of `position`'s token: say what is in the window now."""
         torch.div(self.position, self._group_tokens, rounding_mode="floor", out=self.unit)
-        self.end_unit.copy_(self.unit + 1 - self.ring_slots).clamp_(min=0)
+        self.end_unit.copy_(self.unit + 1 - self.window_slots).clamp_(min=0)
         if self._group_tokens == 1:
             self.left.copy_(self.end_unit - 1)
-        slot = self._sink_slots + self.unit % self.ring_slots
+        slot = self._sink_slots + self.unit % self.window_slots
         torch.add(slot * self._group_tokens, self._offsets, out=self.unit_places)
 
     def advance(self) -> None:

@@ -73,16 +73,17 @@ class DeviceLayer(Layer):
         self.layer_idx, self.setup, self.index = layer_idx, setup, index
         self.length = self._touched = 0
         self.host = HostMemory(plan, shape, device)
-        rows = plan.batch * (plan.num_slots + plan.tail_slots)
+        rows = plan.batch * (plan.num_slots + plan.kept_slots)
         memory = torch.zeros(rows, plan.unit_bytes, dtype=torch.uint8, device=device)
         self.pool = TokenPool(
-            memory, shape, batch=plan.batch, num_slots=plan.num_slots, tail_slots=plan.tail_slots,
+            memory, shape, batch=plan.batch, num_slots=plan.num_slots, kept_slots=plan.kept_slots,
             group_tokens=plan.group_tokens,
         )  # fmt: skip
-        self._units = memory.view(plan.batch, plan.num_slots + plan.tail_slots, plan.unit_bytes)
+        self._units = memory.view(plan.batch, plan.num_slots + plan.kept_slots, plan.unit_bytes)
         self.window = RollingWindow(
-            self.pool.tail_tokens(), self.pool.mask[:, self.pool.slot_places :],
-            group_tokens=plan.group_tokens, sink_slots=plan.sink_slots, ring_slots=plan.ring_slots,
+            self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :],
+            group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
+            window_slots=plan.window_slots,
         )  # fmt: skip
         size = (plan.batch, plan.num_slots)
         self.unit_in = torch.full(size, -1, dtype=torch.int32, device=device)
@@ -234,7 +235,7 @@ class DeviceLayer(Layer):
         append_token(
             keys, values, self.host.tokens, self.window.tokens, self.window.mask, clock.position,
             clock.start, sink_places=plan.sink_slots * plan.group_tokens,
-            ring_slots=plan.ring_slots, group_tokens=plan.group_tokens,
+            window_slots=plan.window_slots, group_tokens=plan.group_tokens,
         )  # fmt: skip
         if plan.group_tokens == 1:
             unit_keys = keys.unsqueeze(1)
@@ -255,14 +256,14 @@ class DeviceLayer(Layer):
         offsets = torch.arange(plan.group_tokens)
         positions = units[:, :, None] * plan.group_tokens + offsets
         positions = positions.masked_fill(units[:, :, None] < 0, -1).flatten(1)
-        window = torch.full((rows, plan.tail_slots * plan.group_tokens), -1)
+        window = torch.full((rows, plan.kept_slots * plan.group_tokens), -1)
         first = self.setup.clock.first_unit.cpu().long() - plan.sink_slots
         sinks = torch.arange(plan.sink_slots * plan.group_tokens)
         window[:, : len(sinks)] = first[:, None] * plan.group_tokens + sinks
         newest = torch.arange(
-            self.window.first_ring_group(self.length) * plan.group_tokens, self.length
+            self.window.first_window_unit(self.length) * plan.group_tokens, self.length
         )
-        window[:, self.window.ring_places(newest)] = newest
+        window[:, self.window.window_places(newest)] = newest
         positions = torch.cat([positions, window], dim=1)
         seen.scatter_(1, positions.masked_fill(~shown, -1) % seen.shape[1], True)
         return seen[:, : self.length]
@@ -331,7 +332,7 @@ class DeviceLayer(Layer):
         closed = keys.transpose(1, 2)[:, : last * group_tokens - start]
         if start % group_tokens:
             positions = torch.arange(first * group_tokens, start, device=keys.device)
-            held = self.window.tokens[:, self.window.ring_places(positions), 0]
+            held = self.window.tokens[:, self.window.window_places(positions), 0]
             closed = torch.cat([held, closed], dim=1)
         require_finite(closed, self.layer_idx)
         self.index.take(closed, first * group_tokens)
@@ -367,9 +368,9 @@ class DeviceLayer(Layer):
         self._empty_slots()
         group_tokens = self.setup.plan.group_tokens
         self.length = self._touched = length
-        first = self.window.first_ring_group(length) * group_tokens
+        first = self.window.first_window_unit(length) * group_tokens
         tokens = self.host.tokens[:, first:length].to(self.setup.device)
-        places = self.window.ring_places(torch.arange(first, length, device=tokens.device))
+        places = self.window.window_places(torch.arange(first, length, device=tokens.device))
         self.window.tokens[:, places] = tokens
         self.window.refresh_cropped(length)
         if self.index is not None:

@@ -8,57 +8,57 @@ from penstock.kernels.reference import NEGATIVE_INFINITY
 
 
 class RollingWindow:
-    """Sinks and a ring of the newest groups of one layer, in the tail of a pool.
+    """Sinks and the newest units of one layer, behind the slots of a pool.
 
-    KVSwap's rolling buffer (section 3.4.1), held by whole groups: the ring keeps the last
-    `ring_slots` started groups, the newest usually unfinished. A token's place follows from its
+    KVSwap's rolling buffer (section 3.4.1), held by whole groups: the window keeps the last
+    `window_slots` started groups, the newest usually unfinished. A token's place follows from its
     position alone, so writing is two copies and nothing ever moves.
 
         [0, sink_slots * G)                         the row's first groups that are not padding
-        [sink_slots * G, (sink_slots + ring_slots) * G)   group g at ring slot g % ring_slots
+        [sink_slots * G, (sink_slots + window_slots) * G)   group g at slot g % window_slots
 
     With S = ceil(length / G) started groups:
 
-        [0, first_ring_group)        closed groups: on disk, indexed, maybe in a slot (or a sink)
-        [first_ring_group, S)        in the ring; all but perhaps the last are closed too
+        [0, first_window_unit)        closed groups: on disk, indexed, maybe in a slot (or a sink)
+        [first_window_unit, S)        in the window; all but perhaps the last are closed too
 
-    A sink group is visible only after it has left the ring, so that no token is seen twice.
+    A sink group is visible only after it has left the window, so that no token is seen twice.
     """
 
     def __init__(
-        self, tokens: Tensor, mask: Tensor, *, group_tokens: int, sink_slots: int, ring_slots: int
+        self, tokens: Tensor, mask: Tensor, *, group_tokens: int, sink_slots: int, window_slots: int
     ) -> None:
-        """Lay the window over a pool's tail.
+        """Lay the window over the places behind a pool's slots.
 
         Args:
-            tokens: [batch, (sink_slots + ring_slots) * G, 2, kv_heads, head_dim]
-            mask: the same places, additive. [batch, (sink_slots + ring_slots) * G]
+            tokens: [batch, (sink_slots + window_slots) * G, 2, kv_heads, head_dim]
+            mask: the same places, additive. [batch, (sink_slots + window_slots) * G]
         """
-        assert ring_slots >= 2, "the ring holds a closed group beside the unfinished one"
+        assert window_slots >= 2, "the window holds a closed group beside the unfinished one"
         self.tokens = tokens
         self.mask = mask
         self._put = PutToken(tokens, mask)
         self.group_tokens = group_tokens
         self.sink_slots = sink_slots
-        self.ring_slots = ring_slots
-        self._ring_start = sink_slots * group_tokens
+        self.window_slots = window_slots
+        self._window_start = sink_slots * group_tokens
         batch = tokens.shape[0]
         self._first_group = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
         self._last_sink_group = sink_slots
         self._visible: Tensor | None = None
 
-    def first_ring_group(self, length: int) -> int:
-        """The oldest group that the ring holds when the sequence has `length` tokens."""
-        return max(0, -(-length // self.group_tokens) - self.ring_slots)
+    def first_window_unit(self, length: int) -> int:
+        """The oldest group that the window holds when the sequence has `length` tokens."""
+        return max(0, -(-length // self.group_tokens) - self.window_slots)
 
-    def ring_slot(self, group: int) -> int:
+    def window_slot(self, group: int) -> int:
         """The slot of a group, counted from the start of the window."""
-        return self.sink_slots + group % self.ring_slots
+        return self.sink_slots + group % self.window_slots
 
-    def ring_places(self, positions: Tensor) -> Tensor:
-        """Places of positions that are in the ring, counted from the start of the window."""
+    def window_places(self, positions: Tensor) -> Tensor:
+        """Places of positions that are in the window, counted from the start of the window."""
         group, offset = positions // self.group_tokens, positions % self.group_tokens
-        return self._ring_start + group % self.ring_slots * self.group_tokens + offset
+        return self._window_start + group % self.window_slots * self.group_tokens + offset
 
     def write_one(self, keys: Tensor, values: Tensor, position: int) -> None:
         """Write one decoded token.
@@ -69,17 +69,17 @@ class RollingWindow:
             position: cache position of the token.
         """
         group, offset = divmod(position, self.group_tokens)
-        place = self.ring_slot(group) * self.group_tokens + offset
+        place = self.window_slot(group) * self.group_tokens + offset
         if offset == 0:
             self.mask[:, place : place + self.group_tokens] = NEGATIVE_INFINITY
-            if self.first_ring_group(position + 1) <= self._last_sink_group:
+            if self.first_window_unit(position + 1) <= self._last_sink_group:
                 self.show_sinks(position + 1)
         self._put(keys, values, place)
         if group < self._last_sink_group:
             self._write_sinks(keys, values, position, position + 1)
 
     def write_many(self, keys: Tensor, values: Tensor, start: int) -> None:
-        """Write those of the new tokens that the sinks and the ring keep; then call `refresh`.
+        """Write those of the new tokens that the sinks and the window keep; then call `refresh`.
 
         Args:
             keys: [batch, kv_heads, tokens, head_dim]
@@ -87,9 +87,9 @@ class RollingWindow:
             start: cache position of the first new token.
         """
         end = start + keys.shape[2]
-        kept = max(start, self.first_ring_group(end) * self.group_tokens)
+        kept = max(start, self.first_window_unit(end) * self.group_tokens)
         positions = torch.arange(kept, end, device=keys.device)
-        places = self.ring_places(positions)
+        places = self.window_places(positions)
         self.tokens[:, places, 0] = keys[:, :, kept - start :].transpose(1, 2)
         self.tokens[:, places, 1] = values[:, :, kept - start :].transpose(1, 2)
         self._write_sinks(keys, values, start, end)
@@ -102,7 +102,7 @@ class RollingWindow:
     def _write_sinks(self, keys: Tensor, values: Tensor, start: int, end: int) -> None:
         if self.sink_slots == 0:
             return
-        offsets = torch.arange(self._ring_start, device=keys.device)
+        offsets = torch.arange(self._window_start, device=keys.device)
         positions = self._first_group[:, None] * self.group_tokens + offsets
         rows, places = torch.nonzero((positions >= start) & (positions < end), as_tuple=True)
         if len(rows):
@@ -111,17 +111,17 @@ class RollingWindow:
             self.tokens[rows, places, 1] = values[rows, :, source]
 
     def show_sinks(self, length: int) -> None:
-        """Show the sink groups that have left the ring of a sequence of `length` tokens."""
+        """Show the sink groups that have left the window of a sequence of `length` tokens."""
         if self.sink_slots == 0:
             return
-        offsets = torch.arange(self._ring_start, device=self.mask.device)
+        offsets = torch.arange(self._window_start, device=self.mask.device)
         positions = self._first_group[:, None] * self.group_tokens + offsets
-        shown = positions < self.first_ring_group(length) * self.group_tokens
+        shown = positions < self.first_window_unit(length) * self.group_tokens
         if self._visible is not None:
             known = self._visible.shape[1]
             safe = positions.clamp(max=known - 1)
             shown = shown & (self._visible.gather(1, safe) | (positions >= known))
-        self.mask[:, : self._ring_start] = torch.where(shown, 0.0, NEGATIVE_INFINITY).to(
+        self.mask[:, : self._window_start] = torch.where(shown, 0.0, NEGATIVE_INFINITY).to(
             self.mask.dtype
         )
 
@@ -129,19 +129,19 @@ class RollingWindow:
         """Rebuild the mask from the sequence's length and padding.
 
         Args:
-            length: tokens in the sequence, all of the ring's written.
+            length: tokens in the sequence, all of the window's written.
             visible: bool, False at padding, None when there is none. [batch, >= length]
         """
-        slots = torch.arange(self.ring_slots, device=self.mask.device)
+        slots = torch.arange(self.window_slots, device=self.mask.device)
         last = -(-length // self.group_tokens) - 1
-        groups = last - (last - slots) % self.ring_slots
+        groups = last - (last - slots) % self.window_slots
         offsets = torch.arange(self.group_tokens, device=self.mask.device)
         positions = (groups[:, None] * self.group_tokens + offsets).reshape(-1)
         shown = ((positions >= 0) & (positions < length)).expand(self.mask.shape[0], -1)
         if visible is not None:
             safe = positions.clamp(0, max(length - 1, 0))
             shown = shown & visible[:, safe]
-        self.mask[:, self._ring_start :] = torch.where(shown, 0.0, NEGATIVE_INFINITY).to(
+        self.mask[:, self._window_start :] = torch.where(shown, 0.0, NEGATIVE_INFINITY).to(
             self.mask.dtype
         )
         self._visible = visible

@@ -17,7 +17,7 @@ class TokenPool:
     one strided tensor that attention reads without a copy: KVSwap's mapping table (3.4.4) becomes
     an additive mask over the places.
 
-        tokens   [batch, places, 2, kv_heads, head_dim],  places = (num_slots + tail_slots) * G
+        tokens   [batch, places, 2, kv_heads, head_dim],  places = (num_slots + kept_slots) * G
         mask     [batch, places], 0 where a place holds a visible token, minus infinity elsewhere
 
         place 0 .. num_slots * G             slots (fetched groups)
@@ -31,16 +31,16 @@ class TokenPool:
         *,
         batch: int,
         num_slots: int,
-        tail_slots: int,
+        kept_slots: int,
         group_tokens: int,
     ) -> None:
         """Lay the pool over `memory`.
 
         Args:
-            memory: uint8 [batch * (num_slots + tail_slots), group_tokens * shape.token_bytes].
+            memory: uint8 [batch * (num_slots + kept_slots), group_tokens * shape.token_bytes].
         """
         self.num_slots = num_slots
-        self.slots_per_row = num_slots + tail_slots
+        self.slots_per_row = num_slots + kept_slots
         self.group_tokens = group_tokens
         self.places = self.slots_per_row * group_tokens
         self.slot_places = num_slots * group_tokens
@@ -74,8 +74,8 @@ class TokenPool:
         where = (torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device))
         by_slot[(*where, slice(None), 0)] = keys.to(by_slot.dtype)
 
-    def tail_tokens(self) -> Tensor:
-        """The part of sinks and window, [batch, tail_slots * G, 2, kv_heads, head_dim]."""
+    def kept_tokens(self) -> Tensor:
+        """The part of sinks and window, [batch, kept_slots * G, 2, kv_heads, head_dim]."""
         return self.tokens[:, self.slot_places :]
 
 

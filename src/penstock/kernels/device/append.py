@@ -42,27 +42,27 @@ def append_token(
     start: Tensor,
     *,
     sink_places: int,
-    ring_slots: int,
+    window_slots: int,
     group_tokens: int,
 ) -> None:
     """Write one decoded token to host memory and to the window of sinks and newest groups.
 
     The device's form of `tiers.rolling_window.RollingWindow.write_one`, on the same places: first
-    the sinks, then a ring in which group g has slot g % ring_slots. A group that begins takes its
-    slot from the oldest one, and a sink group is shown once it has left the ring.
+    the sinks, then a window in which group g has slot g % window_slots. A group that begins takes
+    its slot from the oldest one, and a sink group is shown once it has left the window.
 
     Source: KVSwap, section 3.4.1 (rolling buffer).
 
     Args:
         keys, values: contiguous in their last dimension. [rows, kv_heads, head_dim]
         host_tokens: pinned if the keys are on CUDA. [rows, tokens, 2, kv_heads, head_dim]
-        window: the pool's tail, whose rows may be strided.
-            [rows, sink_places + ring_slots * group_tokens, 2, kv_heads, head_dim]
+        window: the pool's places behind its slots, whose rows may be strided.
+            [rows, sink_places + window_slots * group_tokens, 2, kv_heads, head_dim]
         window_mask: the same places, additive, whose rows may be strided.
         position: the token's. int64 [1], on the device of the keys
         start: first position that is not padding. int32 [rows]
         sink_places: of a row's first groups that are not padding; a multiple of group_tokens.
-        ring_slots: groups that the ring holds, at least 2.
+        window_slots: groups that the window holds, at least 2.
         group_tokens: tokens of a group.
     """
     if uses_triton(keys):
@@ -71,7 +71,7 @@ def append_token(
         append = append_token_reference
     append(
         keys, values, host_tokens, window, window_mask, position, start,
-        sink_places=sink_places, ring_slots=ring_slots, group_tokens=group_tokens,
+        sink_places=sink_places, window_slots=window_slots, group_tokens=group_tokens,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def append_token_reference(
     start: Tensor,
     *,
     sink_places: int,
-    ring_slots: int,
+    window_slots: int,
     group_tokens: int,
 ) -> None:
     """The meaning of `append_token` in plain torch; the position stays on the device."""
@@ -94,7 +94,7 @@ def append_token_reference(
 
     group, offset = position // group_tokens, position % group_tokens
     offsets = torch.arange(group_tokens, device=keys.device)
-    places = sink_places + group % ring_slots * group_tokens + offsets
+    places = sink_places + group % window_slots * group_tokens + offsets
     window.index_copy_(1, places.gather(0, offset), token[:, None])
     held = window_mask.index_select(1, places)
     held = held.masked_fill(offset == 0, NEGATIVE_INFINITY).masked_fill(offsets == offset, 0.0)
@@ -106,7 +106,7 @@ def append_token_reference(
     written = (positions == position)[..., None, None, None]
     sinks, sink_mask = window[:, :sink_places], window_mask[:, :sink_places]
     sinks.copy_(torch.where(written, token[:, None], sinks))
-    ring_start = (group + 1 - ring_slots).clamp_min(0) * group_tokens
-    shown = (positions < ring_start) & (positions >= start[:, None])
+    window_start = (group + 1 - window_slots).clamp_min(0) * group_tokens
+    shown = (positions < window_start) & (positions >= start[:, None])
     visible = torch.zeros_like(sink_mask).masked_fill_(~shown, NEGATIVE_INFINITY)
     sink_mask.copy_(torch.where(offset == 0, visible, sink_mask))

@@ -50,7 +50,7 @@ def _append(
     key_row, key_head, value_row, value_head, host_row, window_row, mask_row,
     HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr, DIM: tl.constexpr, DIM_WIDE: tl.constexpr,
     SINKS: tl.constexpr, SINKS_WIDE: tl.constexpr,
-    RING: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr)
@@ -65,9 +65,9 @@ def _append(
     tl.store(there + HEADS * DIM, value, mask=whole)
 
     group, offset = position // GROUP, position % GROUP
-    ring_place = SINKS + group % RING * GROUP
+    window_place = SINKS + group % WINDOW * GROUP
     window_ptr += row * window_row
-    there = window_ptr + (ring_place + offset) * (2 * HEADS * DIM) + within
+    there = window_ptr + (window_place + offset) * (2 * HEADS * DIM) + within
     tl.store(there, key, mask=whole)
     tl.store(there + HEADS * DIM, value, mask=whole)
 
@@ -76,7 +76,7 @@ def _append(
     place = tl.arange(0, GROUP_WIDE)
     shown = tl.where(place == offset, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
     changed = (place < GROUP) & ((place == offset) | (offset == 0))
-    tl.store(mask_ptr + ring_place + place, shown, mask=changed)
+    tl.store(mask_ptr + window_place + place, shown, mask=changed)
 
     if SINKS > 0:
         start = tl.load(start_ptr + row)
@@ -86,10 +86,10 @@ def _append(
         there = window_ptr + place * (2 * HEADS * DIM) + within
         tl.store(there, key, mask=is_sink)
         tl.store(there + HEADS * DIM, value, mask=is_sink)
-        # Sinks that have left the ring with this group are shown.
+        # Sinks that have left the window with this group are shown.
         sink = tl.arange(0, SINKS_WIDE)
-        ring_start = tl.maximum(group + 1 - RING, 0) * GROUP
-        left = (first + sink < ring_start) & (first + sink >= start)
+        window_start = tl.maximum(group + 1 - WINDOW, 0) * GROUP
+        left = (first + sink < window_start) & (first + sink >= start)
         shown = tl.where(left, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
         tl.store(mask_ptr + sink, shown, mask=(sink < SINKS) & (offset == 0))
 
@@ -104,7 +104,7 @@ def append_token_triton(
     start: Tensor,
     *,
     sink_places: int,
-    ring_slots: int,
+    window_slots: int,
     group_tokens: int,
 ) -> None:
     """One program per row; see `append.append_token`."""
@@ -112,7 +112,7 @@ def append_token_triton(
     _check_host(host_tokens, heads, dim)
     assert keys.stride(2) == values.stride(2) == window_mask.stride(1) == 1
     assert window.stride()[1:] == host_tokens.stride()[1:], "only the window's rows may be strided"
-    assert window.shape[1] == window_mask.shape[1] == sink_places + ring_slots * group_tokens
+    assert window.shape[1] == window_mask.shape[1] == sink_places + window_slots * group_tokens
     _append[(rows,)](
         keys, values, host_tokens, window, window_mask, position, start,
         *keys.stride()[:2], *values.stride()[:2],
@@ -120,7 +120,7 @@ def append_token_triton(
         HEADS=heads, HEADS_WIDE=triton.next_power_of_2(heads),
         DIM=dim, DIM_WIDE=triton.next_power_of_2(dim),
         SINKS=sink_places, SINKS_WIDE=triton.next_power_of_2(max(sink_places, 1)),
-        RING=ring_slots, GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
+        WINDOW=window_slots, GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
         num_warps=4 if heads * dim >= 1024 else 1,
     )  # fmt: skip
 

@@ -149,8 +149,8 @@ class ClusterFollower:
         return torch.from_numpy(entries).view(shape.dtype)[:, : shape.head_dim]
 
     def _window_entries(self, position: int) -> ByteArray:
-        """One token of the ring, of every row: uint8 [rows, entry_bytes]."""
-        place = int(self._window.ring_places(torch.tensor([position]))[0])
+        """One token of the window, of every row: uint8 [rows, entry_bytes]."""
+        place = int(self._window.window_places(torch.tensor([position]))[0])
         tokens = self._window.tokens[:, place].contiguous()
         return tokens.view(torch.uint8).view(len(tokens), -1).cpu().numpy()
 
@@ -165,8 +165,8 @@ class ClusterFollower:
         slots = table.slot_of[row, units].astype(np.int64)
         held = slots >= 0
         self._copy_out(out, held, row * self._pool.slots_per_row + slots[held])
-        first_ring = self._window.first_ring_group(length)
-        for i in (~held & (units >= first_ring)).nonzero()[0].tolist():
+        first_in_window = self._window.first_window_unit(length)
+        for i in (~held & (units >= first_in_window)).nonzero()[0].tolist():
             out[i] = self._window_entries(int(units[i]))[row]
             held[i] = True
         missing = (~held).nonzero()[0]

@@ -60,7 +60,7 @@ class NearIndex(KeyIndex):
         """Importance of every token at the last step. [rows, max_tokens]"""
         self.measured: Measured | None = None
         self.leavers: tuple[NDArray[np.int64], NDArray[np.int64]] = (_NONE, _NONE)
-        """Rows and tokens that leave the ring with this step: hot, in no slot yet, and wanted."""
+        """Rows and tokens that leave the window with this step: hot, in no slot yet, and wanted."""
         self._places: Places | None = None
         self._first_unit = np.zeros(rows, dtype=np.int64)
         self._mapped = 0

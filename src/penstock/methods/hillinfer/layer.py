@@ -37,7 +37,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class LeavingTokens(NamedTuple):
-    """Tokens that the ring gives up with the step under way, and which rows have them: an index."""
+    """Tokens that leave the window with the step under way, and the rows that have them."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -48,8 +48,8 @@ class NearLayer(RetrievalLayer):
 
     `begin` hands the step to the worker of the cache and returns: scoring on both sides, choosing,
     promotions, demotions and the reads all happen there, while the layer before computes. A token
-    that leaves the ring goes straight to a slot, so that the newest alpha * N are hot without ever
-    being read back.
+    that leaves the window goes straight to a slot, so that the newest alpha * N are hot without
+    ever being read back.
 
     Source: HillInfer, sections 4.2 (BKP) and 4.3 (APP).
 
@@ -85,7 +85,7 @@ class NearLayer(RetrievalLayer):
     @override
     def begin(self, query: Tensor) -> None:
         """Returns at once."""
-        end_unit = self.window.first_ring_group(self.length + 1)
+        end_unit = self.window.first_window_unit(self.length + 1)
         if end_unit > self._lowest_unit:
             job = partial(self._evaluate, query, end_unit)
             self._begun = self._work.run(job, query.device)
@@ -142,16 +142,16 @@ class NearLayer(RetrievalLayer):
             )  # fmt: skip
 
     def _leavers(self, end_unit: int) -> LeavingTokens:
-        """Tokens before `end_unit` that only the ring holds, where that is known."""
+        """Tokens before `end_unit` that only the window holds, where that is known."""
         first, self._left = self._left, end_unit
-        if first is None or first >= end_unit or end_unit - first >= self.setup.plan.ring_slots:
+        if first is None or first >= end_unit or end_unit - first >= self.setup.plan.window_slots:
             return LeavingTokens(_NONE, _NONE)
         tokens = np.arange(first, end_unit)
         rows, columns = (tokens >= self._first_unit[:, None]).nonzero()
         return LeavingTokens(rows, tokens[columns])
 
     def _admitted(self, selection: Selection, leavers: LeavingTokens, end_unit: int) -> Selection:
-        """What shall be hot: the selection, what leaves the ring, and all that fits at first."""
+        """What shall be hot: the selection, what leaves the window, and all that fits at first."""
         if not (self.table.unit_in != ABSENT).any():
             return self._first_fill(selection, end_unit)
         if not len(leavers.rows):
@@ -223,7 +223,7 @@ class NearLayer(RetrievalLayer):
         if len(leavers.rows):
             leaving = leavers.rows * tokens + leavers.tokens
             here = np.isin(plan.rows * tokens + plan.units, leaving)
-            self._copy_from_ring(plan, here)
+            self._copy_from_window(plan, here)
         cold = ~here
         units = self.setup.units.table[plan.rows[cold], plan.units[cold]]
         slots = plan.rows[cold] * self.pool.slots_per_row + plan.slots[cold]
@@ -253,10 +253,10 @@ class NearLayer(RetrievalLayer):
         self._slots_full = False
         return rows * self.setup.plan.max_groups + tokens
 
-    def _copy_from_ring(self, plan: FetchPlan, here: NDArray[np.bool_]) -> None:
-        """Copy tokens that leave the ring into their slots."""
+    def _copy_from_window(self, plan: FetchPlan, here: NDArray[np.bool_]) -> None:
+        """Copy tokens that leave the window into their slots."""
         rows = torch.from_numpy(plan.rows[here])
-        places = self.window.ring_places(torch.from_numpy(plan.units[here]))
+        places = self.window.window_places(torch.from_numpy(plan.units[here]))
         slots = torch.from_numpy(plan.slots[here])
         self.pool.tokens[rows, slots] = self.window.tokens[rows, places]
 
@@ -264,7 +264,7 @@ class NearLayer(RetrievalLayer):
         begun = self._fetch
         fetched = super()._finish_fetch()
         if begun is not None and begun[2] is None and len(begun[1].rows):
-            self._show(begun[1])  # nothing was read, but tokens came out of the ring
+            self._show(begun[1])  # nothing was read, but tokens came out of the window
         return fetched
 
     # Attention --------------------------------------------------------------------------------

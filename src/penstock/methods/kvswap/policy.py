@@ -242,7 +242,7 @@ class KVSwap(SelectionPolicy):
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
             selected_groups=selected,
             sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
-            ring_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
+            window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
             shared_pools=shared,
             compact=self.attend == "selected" and num_slots > selected,
             index_bytes=shape.num_layers * per_layer, scratch_bytes=scratch,

@@ -247,7 +247,7 @@ class DeviceSemanticUnits(DeviceIndex):
         total.scatter_add_(1, units, torch.ones_like(units, dtype=torch.int32))
         before.scatter_add_(1, units, hidden.int())
         # What the first step has in its window counts when it leaves.
-        end = max(0, length - clock.ring_slots)
+        end = max(0, length - clock.window_slots)
         taken.scatter_add_(1, units, (~hidden & (places < end)).int())
         state.first.copy_(total.cumsum(dim=1) - total + before)
         state.sizes.copy_(taken)
