@@ -118,7 +118,7 @@ def _gather(
     ):
         yield KernelCase(
             kernel=name, size=size, calls=calls(function),
-            twins=calls(slots.gather_units_reference), num_bytes=moved, ceiling="pinned to GPU",
+            twins=calls(slots.gather_units_twin), num_bytes=moved, ceiling="pinned to GPU",
         )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def append_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
         yield KernelCase(
             kernel="store_tokens", size=f"{rows} rows x {grid.chunk} tokens",
             calls=[partial(append.store_tokens, keys, keys, there, 0)],
-            twins=[partial(append.store_tokens_reference, keys, keys, there, 0)],
+            twins=[partial(append.store_tokens_twin, keys, keys, there, 0)],
             num_bytes=moved, ceiling="GPU to pinned",
         )  # fmt: skip
     for rows in grid.attention_rows:
@@ -160,7 +160,7 @@ def append_cases(grid: Grid, host: Tensor, device: torch.device) -> Cases:
         yield KernelCase(
             kernel="append_token", size=f"{rows} rows", num_bytes=rows * HEAD_BYTES,
             calls=8 * [partial(append.append_token, *given, **sizes)],
-            twins=8 * [partial(append.append_token_reference, *given, **sizes)],
+            twins=8 * [partial(append.append_token_twin, *given, **sizes)],
         )  # fmt: skip
 
 
@@ -177,6 +177,6 @@ def attention_cases(grid: Grid, device: torch.device) -> Cases:
         yield KernelCase(
             kernel="pool_attention", size=f"{rows} rows x {grid.places} places",
             calls=[partial(attention.pool_attention, query, *one) for one in given],
-            twins=[partial(attention.pool_attention_reference, query, *one) for one in given],
+            twins=[partial(attention.pool_attention_twin, query, *one) for one in given],
             num_bytes=num_bytes, ceiling="GPU copy",
         )  # fmt: skip

@@ -54,7 +54,7 @@ def _score(grid: Grid, device: torch.device, rows: int, capacity: int, due: Tens
     is_due = bool(due.all())
     return KernelCase(
         kernel="score_units", size=_said(rows, capacity, due),
-        calls=calls(units.score_units), twins=calls(units.score_units_reference),
+        calls=calls(units.score_units), twins=calls(units.score_units_twin),
         num_bytes=num_bytes if is_due else 0, ceiling="GPU copy" if is_due else "none",
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def _select(grid: Grid, device: torch.device, rows: int, capacity: int, due: Ten
     moved = rows * (capacity * 12 + grid.budget * 9)
     return KernelCase(
         kernel="select_tokens", size=_said(rows, capacity, due),
-        calls=calls(units.select_tokens), twins=calls(units.select_tokens_reference),
+        calls=calls(units.select_tokens), twins=calls(units.select_tokens_twin),
         num_bytes=moved if is_due else 0, ceiling="GPU copy" if is_due else "none",
     )  # fmt: skip
 
@@ -110,7 +110,7 @@ def _plan(
 
     return KernelCase(
         kernel="plan_slots", size=f"{rows} rows x {wanted} wanted, {share}",
-        calls=calls(slots.plan_slots), twins=calls(slots.plan_slots_reference),
+        calls=calls(slots.plan_slots), twins=calls(slots.plan_slots_twin),
     )  # fmt: skip
 
 
@@ -152,5 +152,5 @@ def _step(grid: Grid, device: torch.device, rows: int, begins: bool) -> KernelCa
         kernel="find_boundaries, grow_units",
         size=f"{rows} rows, {'all begin' if begins else 'none begins'}",
         calls=calls(boundaries.find_boundaries, boundaries.grow_units),
-        twins=calls(boundaries.find_boundaries_reference, boundaries.grow_units_reference),
+        twins=calls(boundaries.find_boundaries_twin, boundaries.grow_units_twin),
     )  # fmt: skip

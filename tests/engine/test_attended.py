@@ -13,7 +13,7 @@ from penstock.engine.device_tier.device_layer import DeviceLayer
 from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.engine.runtime_config import RuntimeConfig
 from penstock.engine.tiered_runtime import TieredRuntime
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 from penstock.methods import POLICIES, SelectionPolicy
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -102,7 +102,7 @@ def test_the_output_is_attention_over_what_was_told(setting: str) -> None:
                     assert attended[row].sum(dim=1).max() < keys.shape[2] - padding, "a selection"
                 assert attended.shape[1] == (2 if policy.per_head else 1)
                 mask = attended.repeat_interleave(4 // attended.shape[1], dim=1)[:, :, None]
-                expected, _ = attention_reference(query, keys, values, scaling=SCALING, mask=mask)
+                expected, _ = attention_twin(query, keys, values, scaling=SCALING, mask=mask)
                 if name != REBUILDS_KEYS:
                     assert (actual - expected).abs().max().item() < 2e-5
         assert [layer.setup.plan.compact for layer in layers] == [
@@ -126,7 +126,7 @@ def test_the_oracle_has_teeth() -> None:
             logits = (query[0, 2 * head : 2 * head + 2, 0] @ keys[0, head].T).sum(dim=0)
             wrong[0, head, int(logits.masked_fill(attended[0, head], -1e9).argmax())] = True
             mask = wrong.repeat_interleave(2, dim=1)[:, :, None]
-            expected, _ = attention_reference(query, keys, values, scaling=SCALING, mask=mask)
+            expected, _ = attention_twin(query, keys, values, scaling=SCALING, mask=mask)
             assert (actual - expected).abs().max().item() > 1e-3
     finally:
         watched.runtime.close()

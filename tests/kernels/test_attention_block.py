@@ -1,4 +1,4 @@
-"""The fast kernels mean what the reference means, and the reference means torch's SDPA."""
+"""The fast kernels mean what their twin means, and the twin means torch's SDPA."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.kernels import attention
 from penstock.kernels.attention import attention_block
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 from penstock.testing.pairs import covering
 
 BATCH, HEAD_DIM = 3, 16
@@ -68,7 +68,7 @@ def test_past_block(
         query, keys, values, key_mask=None if masking == "none" else mask, **options
     )
     shown = None if masking == "none" else visible[:, None, None]
-    slow = attention_reference(query, keys, values, mask=shown, **options)
+    slow = attention_twin(query, keys, values, mask=shown, **options)
     assert_same(fast, slow, TOLERANCE[dtype])
     if masking == "empty row":
         assert (slow[0][2] == 0).all()
@@ -90,19 +90,17 @@ def test_causal_block(
         query, keys, values, key_mask=None if masking == "none" else mask, **options
     )
     shown = None if masking == "none" else visible[:, None, None]
-    assert_same(
-        fast, attention_reference(query, keys, values, mask=shown, **options), TOLERANCE[dtype]
-    )
+    assert_same(fast, attention_twin(query, keys, values, mask=shown, **options), TOLERANCE[dtype])
 
 
 def test_softcap_in_strips_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain path cuts the queries into strips; the cuts do not show."""
-    monkeypatch.setattr(attention, "_REFERENCE_QUERY_ROWS", 7)
+    monkeypatch.setattr(attention, "_TWIN_QUERY_ROWS", 7)
     query, keys, values = block(4, 2, 20, 20, torch.float32, False)
     options: dict[str, Any] = {"scaling": SCALING, "softcap": 3.0, "causal": True}
     assert_same(
         attention_block(query, keys, values, **options),
-        attention_reference(query, keys, values, **options),
+        attention_twin(query, keys, values, **options),
         1e-6,
     )
 
@@ -118,7 +116,7 @@ def test_a_promise_of_no_empty_row_changes_nothing() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_reference_is_sdpa(heads: int, kv_heads: int, causal: bool) -> None:
+def test_twin_is_sdpa(heads: int, kv_heads: int, causal: bool) -> None:
     query, keys, values = block(heads, kv_heads, 19, 19, torch.float32, False)
     visible, _ = padding(19, torch.float32, empty_row=False)
     shown = visible[:, None, None] | torch.eye(19, dtype=torch.bool)  # SDPA has no empty rows
@@ -127,7 +125,7 @@ def test_reference_is_sdpa(heads: int, kv_heads: int, causal: bool) -> None:
     expected = scaled_dot_product_attention(
         query, keys, values, attn_mask=shown, scale=SCALING, enable_gqa=True
     )
-    out, lse = attention_reference(query, keys, values, scaling=SCALING, mask=shown)
+    out, lse = attention_twin(query, keys, values, scaling=SCALING, mask=shown)
     assert torch.allclose(out, expected, atol=1e-6)
     logits = query @ keys.repeat_interleave(heads // kv_heads, dim=1).transpose(-1, -2) * SCALING
     expected_lse = logits.masked_fill(~shown, -math.inf).logsumexp(-1)

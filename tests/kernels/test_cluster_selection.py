@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from penstock.kernels.cluster_selection import (
     cluster_counts,
-    cluster_counts_reference,
+    cluster_counts_twin,
     cluster_tokens,
-    cluster_tokens_reference,
+    cluster_tokens_twin,
 )
 from penstock.kernels.native.compiled import kernel
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_compiled_and_reference_agree(data: st.DataObject) -> None:
+def test_compiled_and_twin_agree(data: st.DataObject) -> None:
     rows, clusters = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
     room, dtype = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([np.int16, np.int32]))
     end = data.draw(st.integers(0, room))
@@ -25,10 +25,10 @@ def test_compiled_and_reference_agree(data: st.DataObject) -> None:
     first = generator.integers(0, end + 1, rows)
     rank = generator.permuted(np.tile(np.arange(clusters), (rows, 1)), axis=1)
     counts = cluster_counts(owners, first, end, clusters)
-    np.testing.assert_array_equal(counts, cluster_counts_reference(owners, first, end, clusters))
+    np.testing.assert_array_equal(counts, cluster_counts_twin(owners, first, end, clusters))
     wanted, base = data.draw(st.integers(1, 90)), data.draw(st.integers(0, 9))
     found = cluster_tokens(owners, first, end, rank, counts, base, wanted)
-    expected = cluster_tokens_reference(owners, first, end, rank, counts, base, wanted)
+    expected = cluster_tokens_twin(owners, first, end, rank, counts, base, wanted)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     ids, valid, whole = found

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.core.selection import Selection
-from penstock.engine.fetch_plan import FetchPlan, plan_fetch_reference
+from penstock.engine.fetch_plan import FetchPlan, plan_fetch_twin
 from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.group_fetch import Fetched, GroupFetch, SlotArrays
 from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.native import compiled
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.coalesce import coalesce_plainly
+from penstock.storage.coalesce import coalesce_twin
 
 pytestmark = pytest.mark.skipif(
     compiled.kernel("fetch_groups") is None, reason="no VNNI here, or kernels were not compiled"
@@ -50,9 +50,9 @@ class Case:
     def step(self, first: int, end: int, wanted: int) -> tuple[Fetched, FetchPlan]:
         query = torch.randn(self.shape)
         fetched = self.call.submit(query, (first, end), wanted, context=0, room=0, key=KEY)
-        chosen = self.selection.reference(query, first, end, wanted)
+        chosen = self.selection.twin(query, first, end, wanted)
         np.testing.assert_array_equal(fetched.chosen, chosen)
-        plan = plan_fetch_reference(Selection(chosen), self.tables[1], self.clocks[1])
+        plan = plan_fetch_twin(Selection(chosen), self.tables[1], self.clocks[1])
         np.testing.assert_array_equal(fetched.slots, plan.selected_slots)
         for found, expected in (
             (fetched.rows, plan.rows), (fetched.units, plan.units), (fetched.victims, plan.slots),
@@ -77,7 +77,7 @@ def test_as_step_by_step(data: st.DataObject) -> None:
         first, end = data.draw(st.integers(0, 5)), data.draw(st.integers(60, GROUPS))
         fetched, plan = case.step(first, end, data.draw(st.integers(1, 20)))
         units, places = stored[plan.rows, plan.units], plan.rows * ROW_SLOTS + plan.slots
-        runs = coalesce_plainly(units, places, RUN)
+        runs = coalesce_twin(units, places, RUN)
         assert fetched.taken == 0
         assert fetched.read_bytes == len(units) * UNIT
         assert fetched.iocbs is not None

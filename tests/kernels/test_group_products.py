@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.group_products import group_products, group_products_reference
+from penstock.kernels.group_products import group_products, group_products_twin
 from penstock.testing.pairs import covering
 
 BLOCKS, GROUP, GROUPS = 2, 4, 8
@@ -20,12 +20,12 @@ def random_codes(batch: int, rank: int, bits: int) -> Tensor:
 @pytest.mark.parametrize(
     ("bits", "rank", "batch", "heads"), covering([8, 4], [7, 8, 48], [1, 2], [1, 3, 8])
 )
-def test_integers_equal_the_reference(bits: int, rank: int, batch: int, heads: int) -> None:
+def test_integers_equal_the_twin(bits: int, rank: int, batch: int, heads: int) -> None:
     torch.manual_seed(rank)
     codes, queries = random_codes(batch, rank, bits), torch.randn(batch, heads, rank)
     before = codes.clone()
     fast = group_products(codes, queries, bits)
-    slow = group_products_reference(codes, queries, bits)
+    slow = group_products_twin(codes, queries, bits)
     assert fast.shape == slow.shape == (batch, BLOCKS * GROUPS, heads)
     assert fast.dtype == torch.float32
     assert torch.equal(codes, before), "codes are kept for the next step"
@@ -40,7 +40,7 @@ def test_nibbles() -> None:
     codes = torch.tensor([0x3 | 0xF << 4, 0x0 | 0x8 << 4], dtype=torch.uint8)
     codes, unit = codes.expand(1, 1, 1, GROUPS, 2), torch.eye(3).unsqueeze(0)
     expected = [-4.5, -7.5, 7.5]
-    assert group_products_reference(codes, unit, 4)[0, 0].tolist() == expected
+    assert group_products_twin(codes, unit, 4)[0, 0].tolist() == expected
     assert group_products(codes, unit, 4)[0, 0].tolist() == pytest.approx(expected, rel=1e-5)
 
 

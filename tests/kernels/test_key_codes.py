@@ -99,7 +99,7 @@ def test_codes_are_off_by_what_their_steps_say(dim: int, dtype: str, bits: int, 
 def test_putting_means_the_same(dim: int, dtype: str, bits: int, way: str) -> None:
     codes = coded(dtype, 2, dim, bits)
     plain = KeyCodes(UNITS, 2, dim, dtype, bits)
-    plain.put_plainly(np.arange(UNITS), keys_of(dtype, 2, dim)[1])
+    plain.put_twin(np.arange(UNITS), keys_of(dtype, 2, dim)[1])
     assert (codes.codes == plain.codes).all()
     assert (codes.steps == plain.steps).all()
 
@@ -129,7 +129,7 @@ def test_scores_mean_the_same(shape: tuple[int, int], dim: int, bits: int, way: 
             prepared = codes.prepare(query, given, scaling)
             out, plain = np.full((2, count), np.nan, dtype=np.float32)
             codes.score_prepared(prepared, units, out)
-            codes.score_plainly(prepared, units, plain)
+            codes.score_twin(prepared, units, plain)
             np.testing.assert_allclose(out, plain, rtol=2e-4, atol=1e-3 if given is None else 1e-7)
             if given is None:
                 bound = lengths[units] * off.max() * heads * 1.01 + 1e-2
@@ -151,7 +151,7 @@ def test_two_rounds_are_one(heads: int, kv_heads: int, dim: int, bits: int, way:
         units = np.arange(UNITS)[::-1][:count].astype(np.int64)
         logits, plain = np.full((2, heads, count), np.nan, dtype=np.float32)
         sums = codes.logits(prepared, units, logits)
-        plain_sums = codes.logits_plainly(prepared, units, plain)
+        plain_sums = codes.logits_twin(prepared, units, plain)
         np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(sums, plain_sums, rtol=1e-5, atol=1e-4)
         whole = np.array([np.logaddexp.reduce(row, initial=-np.inf) for row in logits])
@@ -166,7 +166,7 @@ def key_codes_shares(logits: FloatArray, normalisers: FloatArray, out: FloatArra
     """`add_shares`, which must be what its twin is."""
     key_shares.add_shares(logits, normalisers, out)
     plain = np.empty_like(out)
-    key_shares.add_shares_plainly(logits, normalisers, plain)
+    key_shares.add_shares_twin(logits, normalisers, plain)
     np.testing.assert_allclose(out, plain, rtol=1e-5)
 
 

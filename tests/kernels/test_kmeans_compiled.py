@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from penstock.kernels import kmeans_compiled
-from penstock.kernels.kmeans import kmeans, means_reference, nearest, nearest_reference
+from penstock.kernels.kmeans import kmeans, means_twin, nearest, nearest_twin
 from penstock.kernels.native.compiled import kernel
 
 ELEMENTS = 1 << 15
@@ -45,7 +45,7 @@ def test_the_nearest_is_found_exactly(dim: int, clusters: int, dtype: torch.dtyp
     squares = brute_force(points, centroids)
     assert torch.equal(found, squares.argmin(dim=-1))
     assert (found == 0).any()
-    plain = nearest_reference(points, centroids, cosine=False, elements=ELEMENTS)
+    plain = nearest_twin(points, centroids, cosine=False, elements=ELEMENTS)
     least = squares.min(dim=-1).values
     theirs = squares.gather(-1, plain.unsqueeze(-1)).squeeze(-1)
     # Its products of float32 are off by a share of the points' own squares, 1e4 and more.
@@ -78,7 +78,7 @@ def test_a_pass_is_the_plain_one_where_nothing_is_near_a_tie() -> None:
     points = corners + torch.rand(corners.shape)
     centroids = 10.0 * one_hot(torch.arange(12), 12).float().expand(2, -1, -1).contiguous()
     found = kmeans_compiled.means(points, centroids, elements=ELEMENTS)
-    plain = means_reference(points, centroids, cosine=False, elements=ELEMENTS)
+    plain = means_twin(points, centroids, cosine=False, elements=ELEMENTS)
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference import add_attention_sink, attention_reference, merge_attention
+from penstock.kernels.plain_attention import add_attention_sink, attention_twin, merge_attention
 
 CUTS = ((0, 9), (9, 10), (10, 30))
 
@@ -20,9 +20,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 def blocks(qkv: tuple[Tensor, Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     query, keys, values = qkv
-    return [
-        attention_reference(query, keys[:, :, a:b], values[:, :, a:b], scaling=0.5) for a, b in CUTS
-    ]
+    return [attention_twin(query, keys[:, :, a:b], values[:, :, a:b], scaling=0.5) for a, b in CUTS]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -30,7 +28,7 @@ def test_any_order_gives_the_whole(
     order: tuple[int, ...], qkv: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     a, b, c = (blocks(qkv)[i] for i in order)
-    whole = attention_reference(*qkv, scaling=0.5)
+    whole = attention_twin(*qkv, scaling=0.5)
     left = merge_attention(*merge_attention(*a, *b), *c)
     right = merge_attention(*a, *merge_attention(*b, *c))
     for merged in (left, right):
@@ -52,17 +50,17 @@ def test_an_empty_block_adds_nothing(qkv: tuple[Tensor, Tensor, Tensor]) -> None
 def test_large_logits_do_not_overflow(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     query, keys, values = qkv
     parts = [
-        attention_reference(query * 100, keys[:, :, a:b], values[:, :, a:b], scaling=5.0)
+        attention_twin(query * 100, keys[:, :, a:b], values[:, :, a:b], scaling=5.0)
         for a, b in CUTS[:2]
     ]
-    whole = attention_reference(query * 100, keys[:, :, :10], values[:, :, :10], scaling=5.0)
+    whole = attention_twin(query * 100, keys[:, :, :10], values[:, :, :10], scaling=5.0)
     assert torch.allclose(merge_attention(*parts[0], *parts[1])[0], whole[0], atol=1e-5)
 
 
 def test_a_sink_is_a_key_without_a_value(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     query, keys, values = qkv
     sinks = torch.tensor([-2.0, 0.0, 1.5, 30.0])
-    out, lse = add_attention_sink(*attention_reference(query, keys, values, scaling=0.5), sinks)
+    out, lse = add_attention_sink(*attention_twin(query, keys, values, scaling=0.5), sinks)
     logits = (query @ keys.repeat_interleave(2, dim=1).transpose(-1, -2)) * 0.5
     with_sink = torch.cat([logits, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], dim=-1)
     weights = with_sink.softmax(-1)[..., :-1]

@@ -51,7 +51,7 @@ def test_group_scores(width: tuple[int, int], heads: int, num_groups: int) -> No
     queries = torch.randn(2, heads, rank) * 4 / codes.float().std() / rank**0.5
     assert scores.is_compiled(codes, bits)
     fast = scores.group_scores(codes, queries, bits, num_groups)
-    slow = scores.group_scores_reference(codes, queries, bits, num_groups)
+    slow = scores.group_scores_twin(codes, queries, bits, num_groups)
     assert fast.shape == slow.shape == (2, num_groups)
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(fast.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
@@ -68,7 +68,7 @@ def test_group_scores_without_what_is_padding(bits: int, num_groups: int) -> Non
     queries = torch.randn(len(starts), 20, 32) * 4 / codes.float().std() / 32**0.5
     first = torch.tensor(starts)
     fast = scores.group_scores(codes, queries, bits, num_groups, first)
-    slow = scores.group_scores_reference(codes, queries, bits, num_groups, first)
+    slow = scores.group_scores_twin(codes, queries, bits, num_groups, first)
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
     products = group_products(codes, queries, bits)
     for row, start in enumerate(starts):
@@ -96,7 +96,7 @@ def test_group_scores_survive_extremes() -> None:
 def test_top_units(values: list[float], first: int, wanted: int) -> None:
     given_scores = torch.tensor([values, values[::-1]])
     fast = top.top_units(given_scores, first, wanted)
-    slow = top.top_units_reference(given_scores, first, wanted)
+    slow = top.top_units_twin(given_scores, first, wanted)
     assert fast.shape == slow.shape
     assert (np.diff(fast, axis=1) > 0).all()
     assert (fast >= first).all()
@@ -122,7 +122,7 @@ def test_decode_attention(
     assert compiled.kernel("decode_attention") is not None
     fast = attention.decode_attention(query, tokens, mask, dim**-0.5)
     wide = tokens.float().nan_to_num(0.0)
-    slow = attention.decode_attention_reference(query.float(), wide, mask.float(), dim**-0.5)
+    slow = attention.decode_attention_twin(query.float(), wide, mask.float(), dim**-0.5)
     assert fast.dtype == dtype
     precision = 1e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(fast.float(), slow, rtol=precision, atol=precision)
@@ -139,7 +139,7 @@ def test_decode_attention_hides_no_nan(dtype: torch.dtype, bad: float, place: in
     mask = torch.zeros(2, 41, dtype=dtype)
     tokens[0, place, 0, 1, 3] = bad
     fast = attention.decode_attention(query, tokens, mask, 0.2)
-    slow = attention.decode_attention_reference(
+    slow = attention.decode_attention_twin(
         query.float(), tokens.float(), mask.float(), 0.2
     )  # fmt: skip
     assert torch.equal(fast.isnan(), slow.isnan())
@@ -160,14 +160,14 @@ def test_query_steps(dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         precision = {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(
-        query_steps.rms_norm(x, weight, 1e-6), query_steps.rms_norm_reference(x, weight, 1e-6),
+        query_steps.rms_norm(x, weight, 1e-6), query_steps.rms_norm_twin(x, weight, 1e-6),
         **precision,
     )  # fmt: skip
     cos, sin = torch.randn(2, 2, 64).to(dtype)
     for norm in (None, weight):
         torch.testing.assert_close(
             query_steps.turn_query(x, cos, sin, norm, 1e-6),
-            query_steps.turn_query_reference(x, cos, sin, norm, 1e-6),
+            query_steps.turn_query_twin(x, cos, sin, norm, 1e-6),
             **precision,
         )
 
@@ -184,7 +184,7 @@ def test_a_query_on_a_gpu_is_turned_as_here(
     monkeypatch.setattr(query_steps, "uses_triton", lambda tensor: True)
     for norm in (None, weight):
         found = query_steps.turn_query(x, cos, sin, norm, 1e-6)
-        exact = query_steps.turn_query_reference(x, cos, sin, norm, 1e-6)
+        exact = query_steps.turn_query_twin(x, cos, sin, norm, 1e-6)
         assert torch.equal(found, exact)
 
 
@@ -202,11 +202,11 @@ def test_low_rank_products(rank: int, dtype: torch.dtype) -> None:
     )
     torch.testing.assert_close(
         low_rank.project_queries(query, basis, 2, factor),
-        low_rank.project_queries_reference(query, basis, 2, factor), **precision,
+        low_rank.project_queries_twin(query, basis, 2, factor), **precision,
     )  # fmt: skip
     torch.testing.assert_close(
         low_rank.project_keys(pool[:, :, 0], basis, factor),
-        low_rank.project_keys_reference(pool[:, :, 0], basis, factor), **precision,
+        low_rank.project_keys_twin(pool[:, :, 0], basis, factor), **precision,
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def test_int8_linear(with_bias: bool, dtype: torch.dtype) -> None:
     bias = torch.randn(37).to(dtype) if with_bias else None
     layer = Int8Linear(weight, bias)
     precision: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {}
-    torch.testing.assert_close(layer(x), layer.reference(x), **precision)
+    torch.testing.assert_close(layer(x), layer.twin(x), **precision)
     true = torch.nn.functional.linear(x, weight, bias).float()
     assert (layer(x).float() - true).abs().max() < 0.02 * true.abs().max()
     held = layer.weight.nbytes + layer.scale.nbytes + (0 if bias is None else 4 * 37)
@@ -259,9 +259,7 @@ class _PlainFIFO(FIFO):
 def test_coalescing(pairs: list[tuple[int, int]], most: int) -> None:
     units, rows = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True)) if pairs \
         else (np.empty(0, dtype=np.int64),) * 2  # fmt: skip
-    fast, slow = (
-        way(units, rows, most) for way in (coalescing.coalesce, coalescing.coalesce_plainly)
-    )
+    fast, slow = (way(units, rows, most) for way in (coalescing.coalesce, coalescing.coalesce_twin))
     for a, b in zip(fast, slow, strict=True):
         assert a.tolist() == b.tolist()
 
@@ -324,7 +322,7 @@ def test_events_are_told_apart() -> None:
     assert check is not None
     for number, expected in ((7, (2, 2)), (8, (1, 1)), (9, (0, -1))):
         ticket: Any = type("T", (), {"number": number, "iocbs": iocbs})()
-        assert native_aio.AioQueue._check_plainly(queue_like, ticket, 3) == expected
+        assert native_aio.AioQueue._check_twin(queue_like, ticket, 3) == expected
         found = np.empty(2, dtype=np.int64)
         check(
             compiled.address(queue_like._events), 3, number, compiled.address(iocbs),

@@ -89,10 +89,10 @@ def test_scores(
         kept = exact.masked_fill(hidden, HIDDEN).float()
         torch.testing.assert_close(scores, kept, rtol=2e-4, atol=1e-3 if rule else 1e-9)
         torch.testing.assert_close(sums, exact_sums.float(), rtol=1e-5, atol=1e-4)
-    found, reference = (f(query, tokens.nan_to_num(0.0), mask, scaling)[0] for f in (
-        pool_logits, module.pool_logits_reference,
+    found, plain = (f(query, tokens.nan_to_num(0.0), mask, scaling)[0] for f in (
+        pool_logits, module.pool_logits_twin,
     ))  # fmt: skip
-    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_own_shares_sum_to_the_heads(way: str) -> None:
@@ -147,9 +147,9 @@ def test_what_the_kernel_does_not_take() -> None:
         wide[:, ::2] = tokens
         for pool, hiding in ((wide[:, ::2], mask), (tokens, mask.double())):
             scores, sums = pool_scores(query, pool, hiding, 0.125)
-            logits, exact = module.pool_logits_reference(query, tokens, mask, 0.125)
+            logits, exact = module.pool_logits_twin(query, tokens, mask, 0.125)
             torch.testing.assert_close(sums, exact)
-            torch.testing.assert_close(scores, module.logit_sums_reference(logits, exact))
+            torch.testing.assert_close(scores, module.logit_sums_twin(logits, exact))
 
 
 def test_sums_of_logits() -> None:
@@ -157,5 +157,5 @@ def test_sums_of_logits() -> None:
     logits[:, :, 3] = HIDDEN
     for normalisers in (None, torch.randn(2, 5)):
         torch.testing.assert_close(
-            logit_sums(logits, normalisers), module.logit_sums_reference(logits, normalisers)
+            logit_sums(logits, normalisers), module.logit_sums_twin(logits, normalisers)
         )

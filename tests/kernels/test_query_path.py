@@ -13,7 +13,7 @@ from penstock.kernels.native import compiled
 from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.put_token import PutToken
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.coalesce import coalesce_plainly, plan_reads
+from penstock.storage.coalesce import coalesce_twin, plan_reads
 from penstock.testing.pairs import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,12 +39,12 @@ def test_predicted_query(batch: int, with_bias: bool, with_norm: bool, dtype: to
     hidden = torch.randn(batch, 1, width).to(dtype)
     cos, sin = torch.randn(1, 1, dim).to(dtype), torch.randn(1, 1, dim).to(dtype)
     assert step._kernel is not None
-    fast, slow = step(hidden, cos, sin), step.reference(hidden, cos, sin)
+    fast, slow = step(hidden, cos, sin), step.twin(hidden, cos, sin)
     assert fast.shape == slow.shape == (batch, heads, dim)
     assert fast.dtype == dtype
     torch.testing.assert_close(fast, slow)
     turned = torch.randn(batch, 1, dim).to(dtype)
-    torch.testing.assert_close(step(hidden, turned, turned), step.reference(hidden, turned, turned))
+    torch.testing.assert_close(step(hidden, turned, turned), step.twin(hidden, turned, turned))
 
 
 @bytewise
@@ -65,7 +65,7 @@ def test_group_selection(
     best = GroupSelection(codes, basis, torch.rand(rank) / 100, bits, heads, kv_heads)
     assert best.is_compiled
     query = torch.randn(batch, heads, dim).to(dtype)
-    fast, slow = best.best(query, first, end, wanted), best.reference(query, first, end, wanted)
+    fast, slow = best.best(query, first, end, wanted), best.twin(query, first, end, wanted)
     assert fast.shape == (batch, min(wanted, end - first))
     np.testing.assert_array_equal(fast, slow)
     assert best.best(query, end, end, wanted).shape == (batch, 0)
@@ -91,7 +91,7 @@ def test_put_token(dtype: torch.dtype) -> None:
     assert put[0]._kernel is not None
     for place, new in ((0, keys), (6, keys.transpose(1, 3).contiguous().transpose(1, 3))):
         put[0](new, values, place)
-        put[1].reference(new, values, place)
+        put[1].twin(new, values, place)
     assert torch.equal(pool[0], pool[1])
     assert torch.equal(shown[0], shown[1])
     assert shown[0][:, 2].eq(0).all()
@@ -111,7 +111,7 @@ def test_plan_reads(data: st.DataObject) -> None:
     buffer = AlignedBuffer(50, 512)
     reads = plan_reads(units, rows, most, buffer)
     assert reads is not None
-    runs = coalesce_plainly(units, rows, most)
+    runs = coalesce_twin(units, rows, most)
     expected = (runs.first_units * 512, runs.num_units * 512, runs.first_rows * 512)
     for found, wanted, base in zip(reads, expected, (0, 0, buffer.address), strict=True):
         np.testing.assert_array_equal(found - base, wanted)

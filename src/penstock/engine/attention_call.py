@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.core.errors import CacheStateError
 from penstock.kernels.attention import attention_block
-from penstock.kernels.reference import (
+from penstock.kernels.plain_attention import (
     NEGATIVE_INFINITY,
     add_attention_sink,
     merge_attention,

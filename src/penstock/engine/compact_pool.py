@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.engine.layer_cache import LayerSetup
 from penstock.engine.tiers.token_pool import TokenPool
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 class CompactPool:

@@ -41,7 +41,7 @@ def plan_fetch(
     slots may not be attended to. Slots that hold selected units are never chosen as victims.
     """
     plan = replacement.plan_at_once(selection, table)
-    plan = plan or plan_fetch_reference(selection, table, replacement)
+    plan = plan or plan_fetch_twin(selection, table, replacement)
     reused = selection.reused
     if reused is None or not reused.any():
         return plan
@@ -50,7 +50,7 @@ def plan_fetch(
     return replace(plan, num_reused=int(held) - int(reused[plan.rows].sum()))
 
 
-def plan_fetch_reference(
+def plan_fetch_twin(
     selection: Selection, table: SlotTable, replacement: "ReplacementPolicy"
 ) -> FetchPlan:
     """The twin of the compiled plans."""

@@ -28,7 +28,7 @@ from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.token_pool import TokenPool, copy_rows
 from penstock.engine.unit_map import UnitMap
 from penstock.engine.writer import Writer
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.storage.store import KVStore
 
 STREAM_BLOCK_TOKENS = 2048

@@ -7,7 +7,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.engine.layer import Layer
 from penstock.engine.tiers.token_pool import copy_rows
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 class ResidentLayer(Layer):

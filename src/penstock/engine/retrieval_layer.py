@@ -26,7 +26,7 @@ from penstock.engine.slot_transfer import PendingRead, PoolMemory
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.engine.tiers.token_pool import copy_rows
 from penstock.kernels.decode_attention import decode_attention
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 class RetrievalLayer(LayerCache):

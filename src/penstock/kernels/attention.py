@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference import NEGATIVE_INFINITY, attention_reference
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY, attention_twin
 
-_REFERENCE_QUERY_ROWS = 256
+_TWIN_QUERY_ROWS = 256
 """The plain-torch path makes a float32 [.., rows, tokens] matrix; this bounds its rows."""
 
 
@@ -20,7 +20,7 @@ def attention_block(
     softcap: float | None = None,
     never_empty: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over one block of keys; the twin of `attention_reference`.
+    """Attend over one block of keys; the twin of `attention_twin`.
 
     Keys and values may be strided views (a slot pool holds [tokens, 2, kv_heads, head_dim]); they
     are never copied. Query heads that share a KV head become rows of one problem, because the CPU
@@ -34,7 +34,7 @@ def attention_block(
         key_mask: additive mask over the keys alone, 0 or minus infinity, in the query's dtype.
             [batch, tokens]
         causal: query i sees keys up to i (as many queries as tokens).
-        softcap: see `attention_reference`.
+        softcap: see `attention_twin`.
         never_empty: the caller knows that `key_mask` leaves every row something to see, which
             saves a check in the decode loop.
 
@@ -123,16 +123,14 @@ def _plain(
     outs, lses = [], []
     visible_keys = None if key_mask is None else key_mask.eq(0)[:, None, None, :]
     positions = torch.arange(keys.shape[2], device=keys.device)
-    for start in range(0, query.shape[2], _REFERENCE_QUERY_ROWS):
-        strip = query[:, :, start : start + _REFERENCE_QUERY_ROWS]
+    for start in range(0, query.shape[2], _TWIN_QUERY_ROWS):
+        strip = query[:, :, start : start + _TWIN_QUERY_ROWS]
         mask = visible_keys
         if causal:
             rows = torch.arange(start, start + strip.shape[2], device=keys.device)
             visible = positions <= rows[:, None]
             mask = visible if mask is None else mask & visible
-        out, lse = attention_reference(
-            strip, keys, values, scaling=scaling, mask=mask, softcap=softcap
-        )
+        out, lse = attention_twin(strip, keys, values, scaling=scaling, mask=mask, softcap=softcap)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)

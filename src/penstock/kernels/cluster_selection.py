@@ -25,7 +25,7 @@ def cluster_counts(owners: Owners, first: Int64Array, end: int, clusters: int) -
     """
     compiled = kernel("cluster_counts")
     if compiled is None or not owners.flags.c_contiguous:
-        return cluster_counts_reference(owners, first, end, clusters)
+        return cluster_counts_twin(owners, first, end, clusters)
     counts = np.empty((len(owners), clusters), dtype=np.int64)
     first = np.ascontiguousarray(first, dtype=np.int64)
     compiled(
@@ -35,9 +35,7 @@ def cluster_counts(owners: Owners, first: Int64Array, end: int, clusters: int) -
     return counts
 
 
-def cluster_counts_reference(
-    owners: Owners, first: Int64Array, end: int, clusters: int
-) -> Int64Array:
+def cluster_counts_twin(owners: Owners, first: Int64Array, end: int, clusters: int) -> Int64Array:
     """The twin of `cluster_counts`."""
     counts = np.zeros((len(owners), clusters), dtype=np.int64)
     for row, start in enumerate(first.tolist()):
@@ -65,7 +63,7 @@ def cluster_tokens(
     """
     compiled = kernel("cluster_tokens")
     if compiled is None or not owners.flags.c_contiguous:
-        return cluster_tokens_reference(owners, first, end, rank, counts, base, wanted)
+        return cluster_tokens_twin(owners, first, end, rank, counts, base, wanted)
     rows, clusters = counts.shape
     ids = np.zeros((rows, wanted), dtype=np.int64)
     valid = np.zeros((rows, wanted), dtype=np.bool_)
@@ -78,7 +76,7 @@ def cluster_tokens(
     return ids, valid, whole
 
 
-def cluster_tokens_reference(
+def cluster_tokens_twin(
     owners: Owners, first: Int64Array, end: int, rank: Int64Array, counts: Int64Array, base: int,
     wanted: int,
 ) -> tuple[Int64Array, BoolArray, BoolArray]:  # fmt: skip

@@ -20,13 +20,13 @@ def copy_runs(
     assert int(lengths.sum()) <= len(source), "runs beyond the source"
     compiled = kernel("copy_runs")
     if compiled is None:
-        copy_runs_reference(source, lengths, targets)
+        copy_runs_twin(source, lengths, targets)
         return
     lengths, targets = np.ascontiguousarray(lengths), np.ascontiguousarray(targets)
     compiled(address(source), address(lengths), address(targets), len(lengths))
 
 
-def copy_runs_reference(
+def copy_runs_twin(
     source: NDArray[np.uint8], lengths: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> None:
     """The twin of the compiled copy."""

@@ -12,7 +12,7 @@ _MOST_OUTPUTS = 1 << 15
 
 
 def decode_attention(query: Tensor, tokens: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend with one query per row; the twin of `decode_attention_reference`.
+    """Attend with one query per row; the twin of `decode_attention_twin`.
 
     Compiled for host memory: it reads the pool once, in the order in which it lies.
 
@@ -40,7 +40,7 @@ def decode_attention(query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
         or mask.shape != (batch, places)
         or num_heads % kv_heads
     ):
-        return decode_attention_reference(query, tokens, mask, scaling)
+        return decode_attention_twin(query, tokens, mask, scaling)
     query, mask = query.contiguous(), mask.contiguous()
     out = torch.empty_like(query)
     parts = min(kv_heads, -(-torch.get_num_threads() // batch))
@@ -51,9 +51,7 @@ def decode_attention(query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
     return out
 
 
-def decode_attention_reference(
-    query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
-) -> Tensor:
+def decode_attention_twin(query: Tensor, tokens: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """The meaning of `decode_attention` by torch's own attention."""
     keys, values = tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
     out, _ = attention_block(query, keys, values, scaling=scaling, key_mask=mask, never_empty=True)

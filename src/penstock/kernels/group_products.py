@@ -12,7 +12,7 @@ from penstock.kernels.scaled_query import scaled_down
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Multiply every token's code with every query and keep each group's largest product.
 
-    The twin of `group_products_reference`. On a CPU, 8-bit codes are multiplied as integers (the
+    The twin of `group_products_twin`. On a CPU, 8-bit codes are multiplied as integers (the
     query is quantised too, one scale per head), which reads a quarter of the bytes and converts
     nothing; 4-bit codes are unpacked to 8. On a GPU codes are converted in registers.
 
@@ -33,10 +33,10 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
         from penstock.kernels import group_products_triton
 
         return group_products_triton.group_products(codes, queries, bits)
-    return group_products_reference(codes, queries, bits)
+    return group_products_twin(codes, queries, bits)
 
 
-def group_products_reference(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
+def group_products_twin(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """The meaning of `group_products` in plain torch."""
     batch, blocks, group_tokens, groups, _ = codes.shape
     if bits == 4:

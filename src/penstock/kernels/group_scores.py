@@ -16,7 +16,7 @@ def group_scores(
     """Score each group: over the heads, the sum of its share in a softmax over all groups.
 
     A head's logit for a group is its largest product with one of the group's tokens. The twin of
-    `group_scores_reference`; compiled for quantised codes in host memory.
+    `group_scores_twin`; compiled for quantised codes in host memory.
 
     Args:
         codes: as in `group_products`. [batch, blocks, group_tokens, block_groups, width]
@@ -31,7 +31,7 @@ def group_scores(
     """
     compiled = kernel("group_scores")
     if compiled is None or not is_compiled(codes, bits):
-        return group_scores_reference(codes, queries, bits, num_groups, first)
+        return group_scores_twin(codes, queries, bits, num_groups, first)
     batch, heads, rank = queries.shape
     _, blocks, group_tokens, block_groups, width = codes.shape
     assert batch <= len(codes), queries.shape
@@ -61,7 +61,7 @@ def compiled_scratch_bytes(num_groups: int, width: int) -> int:
     return (num_groups + 3) // 4 * 4 * 4 * _COMPILED_LANES + 8 * _COMPILED_LANES * (width + 1)
 
 
-def group_scores_reference(
+def group_scores_twin(
     codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None
 ) -> Tensor:
     """The meaning of `group_scores` in plain torch."""

@@ -97,7 +97,7 @@ class GroupSelection:
         return 4 * self._heads * self._rank + 8 * num_groups + scores
 
     def best(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
-        """The highest-scoring groups among [first, num_groups); the twin of `reference`.
+        """The highest-scoring groups among [first, num_groups); the compiled form of `twin`.
 
         Args:
             query: [batch, heads, head_dim]
@@ -108,7 +108,7 @@ class GroupSelection:
         """
         count = min(wanted, num_groups - first)
         if self._kernel is None or count <= 0 or query.dtype != self._basis.dtype:
-            return self.reference(query, first, num_groups, wanted)
+            return self.twin(query, first, num_groups, wanted)
         self.require(query, first, num_groups)
         query = query.contiguous()
         chosen = np.empty((len(query), count), dtype=np.int64)
@@ -125,9 +125,7 @@ class GroupSelection:
         assert len(query) <= self._rows, query.shape
         assert 0 <= first <= num_groups <= self._most_groups, (first, num_groups)
 
-    def reference(
-        self, query: Tensor, first: int, num_groups: int, wanted: int
-    ) -> NDArray[np.int64]:
+    def twin(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
         """The meaning of `best`: one step after the other."""
         low_rank = project_queries(query, self._basis, self._kv_heads, self._factor)
         codes = self._codes[: len(query)]

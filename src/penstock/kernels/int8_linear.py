@@ -42,7 +42,7 @@ class Int8Linear:
         return fits and weight.dtype.itemsize > 1 and kernel("int8_linear") is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias; the twin of `reference`.
+        """x @ weight.T + bias; the compiled form of `twin`.
 
         Args:
             x: [..., width], few rows.
@@ -52,7 +52,7 @@ class Int8Linear:
         """
         compiled = kernel("int8_linear")
         if compiled is None or x.device.type != "cpu" or not self._takes(x.shape[-1]):
-            return self.reference(x)
+            return self.twin(x)
         width, outputs = x.shape[-1], self.weight.shape[0]
         wide = x.reshape(-1, width).float().contiguous()
         out = torch.empty(len(wide), outputs)
@@ -67,7 +67,7 @@ class Int8Linear:
     def _takes(self, width: int) -> bool:
         return width % 64 == 0 and width == self.weight.shape[1]
 
-    def reference(self, x: Tensor) -> Tensor:
+    def twin(self, x: Tensor) -> Tensor:
         """The meaning of a call in plain torch."""
         weight = self.weight.float() * self.scale[:, None]
         return torch.nn.functional.linear(x.float(), weight, self.bias).to(x.dtype)

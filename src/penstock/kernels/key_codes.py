@@ -14,7 +14,7 @@ from penstock.kernels.key_rounding import (
     group_codes,
     widened,
 )
-from penstock.kernels.key_shares import add_shares_plainly
+from penstock.kernels.key_shares import add_shares_twin
 from penstock.kernels.native.compiled import address, kernel
 
 __all__ = ["DTYPES", "FloatArray", "Int64Array", "KeyCodes", "KeyDtype", "PreparedQuery"]
@@ -100,7 +100,7 @@ class KeyCodes:
     # Writing ------------------------------------------------------------------------------------
 
     def put(self, unit_ids: Int64Array, raw: ByteArray, threads: int = 0) -> None:
-        """Quantise the keys of some units; the twin of `put_plainly`.
+        """Quantise the keys of some units; the twin of `put_twin`.
 
         Args:
             unit_ids: distinct. int64 [n]
@@ -120,7 +120,7 @@ class KeyCodes:
             )
         compiled = kernel("put_key_codes")
         if compiled is None or raw.dtype != np.uint8 or raw.strides[1] != 1:
-            self.put_plainly(unit_ids, raw)
+            self.put_twin(unit_ids, raw)
             return
         bad = np.zeros(1, dtype=np.int64)
         compiled(
@@ -129,7 +129,7 @@ class KeyCodes:
         )  # fmt: skip
         _refuse(int(bad[0]))
 
-    def put_plainly(self, unit_ids: Int64Array, raw: ByteArray) -> None:
+    def put_twin(self, unit_ids: Int64Array, raw: ByteArray) -> None:
         """The meaning of `put` in numpy."""
         for first in range(0, len(unit_ids), _BLOCK):
             units = unit_ids[first : first + _BLOCK]
@@ -186,7 +186,7 @@ class KeyCodes:
     def score_prepared(
         self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray, threads: int = 0
     ) -> None:
-        """`score` with a query that was prepared before; the twin of `score_plainly`.
+        """`score` with a query that was prepared before; the twin of `score_twin`.
 
         Exponents are taken between -87 and 80, exp to within 2 units in the last place. Threads do
         not change the result.
@@ -204,28 +204,28 @@ class KeyCodes:
         self._check(prepared, out, unit_ids.shape)
         compiled = kernel("score_key_codes")
         if compiled is None:
-            self.score_plainly(prepared, unit_ids, out)
+            self.score_twin(prepared, unit_ids, out)
             return
         compiled(
             address(self._table), address(prepared.table), address(unit_ids), len(unit_ids),
             address(out), threads,
         )  # fmt: skip
 
-    def score_plainly(self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray) -> None:
+    def score_twin(self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray) -> None:
         """The meaning of `score_prepared` in numpy."""
         for first in range(0, len(unit_ids), _BLOCK):
             logits = self._logits(prepared, unit_ids[first : first + _BLOCK])
             if prepared.normalisers is None:
                 out[first : first + _BLOCK] = logits.sum(axis=0)
             else:
-                add_shares_plainly(
+                add_shares_twin(
                     logits, prepared.normalisers.reshape(-1), out[first : first + _BLOCK]
                 )
 
     def logits(
         self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray, threads: int = 0
     ) -> FloatArray:
-        """Logits of every head for some units; the twin of `logits_plainly`.
+        """Logits of every head for some units; the twin of `logits_twin`.
 
         For a softmax that others have a share in: their log-sums and these make the normalisers,
         with which `add_shares` makes scores of the logits.
@@ -245,7 +245,7 @@ class KeyCodes:
         self._check(prepared, out, (prepared.num_heads, len(unit_ids)))
         compiled = kernel("key_logits")
         if compiled is None:
-            return self.logits_plainly(prepared, unit_ids, out)
+            return self.logits_twin(prepared, unit_ids, out)
         log_sums = np.empty(prepared.num_heads, dtype=np.float32)
         compiled(
             address(self._table), address(prepared.table), address(unit_ids), len(unit_ids),
@@ -253,7 +253,7 @@ class KeyCodes:
         )  # fmt: skip
         return log_sums
 
-    def logits_plainly(
+    def logits_twin(
         self, prepared: PreparedQuery, unit_ids: Int64Array, out: FloatArray
     ) -> FloatArray:
         """The meaning of `logits` in numpy."""

@@ -14,7 +14,7 @@ LEAST_EXPONENT = -87.0
 def add_shares(
     logits: FloatArray, normalisers: FloatArray, out: FloatArray, threads: int = 1
 ) -> None:
-    """Over the heads the sum of exp(logit - normaliser); the twin of `add_shares_plainly`.
+    """Over the heads the sum of exp(logit - normaliser); the twin of `add_shares_twin`.
 
     Args:
         logits: [q_heads, n], contiguous
@@ -32,12 +32,12 @@ def add_shares(
             raise ValueError(f"{array.dtype} {array.shape} instead of float32 {shape}")
     compiled = kernel("logit_sums")
     if compiled is None:
-        add_shares_plainly(logits, normalisers, out)
+        add_shares_twin(logits, normalisers, out)
         return
     compiled(address(logits), 1, heads, count, address(normalisers), address(out), max(1, threads))
 
 
-def add_shares_plainly(logits: FloatArray, normalisers: FloatArray, out: FloatArray) -> None:
+def add_shares_twin(logits: FloatArray, normalisers: FloatArray, out: FloatArray) -> None:
     """The meaning of `add_shares` in numpy."""
     gaps = logits - normalisers[:, None]
     shares = np.exp(np.clip(gaps, LEAST_EXPONENT, LARGEST_EXPONENT))

@@ -76,10 +76,10 @@ def nearest(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -
         return ids.view(points.shape[:-1])
     if kmeans_compiled.can_take(points, cosine=cosine):
         return kmeans_compiled.nearest(points, flat.contiguous(), elements=elements)
-    return nearest_reference(points, flat, cosine=cosine, elements=elements)
+    return nearest_twin(points, flat, cosine=cosine, elements=elements)
 
 
-def nearest_reference(points: Tensor, flat: Tensor, *, cosine: bool, elements: int) -> Tensor:
+def nearest_twin(points: Tensor, flat: Tensor, *, cosine: bool, elements: int) -> Tensor:
     """The meaning of `nearest` in plain torch, but for the rounding of products.
 
     Args:
@@ -175,10 +175,10 @@ def _means(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) ->
         return moved
     if kmeans_compiled.can_take(points, cosine=cosine):
         return kmeans_compiled.means(points, centroids.contiguous(), elements=elements)
-    return means_reference(points, centroids, cosine=cosine, elements=elements)
+    return means_twin(points, centroids, cosine=cosine, elements=elements)
 
 
-def means_reference(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
+def means_twin(points: Tensor, centroids: Tensor, *, cosine: bool, elements: int) -> Tensor:
     """The meaning of a pass in plain torch. [sets, clusters, dim]"""
     sets, clusters, dim = centroids.shape
     prepared = _prepare(centroids, cosine=cosine)

@@ -13,7 +13,7 @@ _FEW_TOKENS = 64
 def project_queries(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor) -> Tensor:
     """Low-rank queries: each head meets the rows of the basis that belong to its KV head.
 
-    The twin of `project_queries_reference`.
+    The twin of `project_queries_twin`.
 
     Args:
         query: [batch, heads, head_dim]
@@ -25,7 +25,7 @@ def project_queries(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor)
     """
     compiled = _compiled(query, basis)
     if compiled is None or not _belong(basis, kv_heads * query.shape[2], factor):
-        return project_queries_reference(query, basis, kv_heads, factor)
+        return project_queries_twin(query, basis, kv_heads, factor)
     batch, heads, head_dim = query.shape
     query = query.contiguous()
     rank = basis.shape[1]
@@ -37,9 +37,7 @@ def project_queries(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor)
     return out
 
 
-def project_queries_reference(
-    query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor
-) -> Tensor:
+def project_queries_twin(query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor) -> Tensor:
     """The meaning of `project_queries` in torch."""
     batch, _, head_dim = query.shape
     grouped = query.view(batch, kv_heads, -1, head_dim)
@@ -48,7 +46,7 @@ def project_queries_reference(
 
 
 def project_keys(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
-    """Low-rank keys, all heads of a token together; the twin of `project_keys_reference`.
+    """Low-rank keys, all heads of a token together; the twin of `project_keys_twin`.
 
     Args:
         keys: a view with the heads of a token side by side. [batch, tokens, kv_heads, head_dim]
@@ -63,7 +61,7 @@ def project_keys(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
     together = keys.stride(3) == 1 and keys.stride(2) == head_dim
     fits = together and _belong(basis, kv_heads * head_dim, factor)
     if compiled is None or not fits or tokens > _FEW_TOKENS:
-        return project_keys_reference(keys, basis, factor)
+        return project_keys_twin(keys, basis, factor)
     rank = basis.shape[1]
     out = torch.empty(batch, tokens, rank)
     for row in range(batch):
@@ -75,7 +73,7 @@ def project_keys(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
     return out
 
 
-def project_keys_reference(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
+def project_keys_twin(keys: Tensor, basis: Tensor, factor: Tensor) -> Tensor:
     """The meaning of `project_keys` in torch."""
     return (keys.flatten(2) @ basis).float() * factor
 

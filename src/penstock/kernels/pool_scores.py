@@ -15,7 +15,7 @@ _FEW_PLACES = 1024
 def pool_logits(
     query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Logits of one query per row against a pool; the twin of `pool_logits_reference`.
+    """Logits of one query per row against a pool; the twin of `pool_logits_twin`.
 
     Compiled for host memory. Hidden places are not read, or not heeded.
 
@@ -44,7 +44,7 @@ def pool_logits(
         or mask.shape != (rows, places)
         or q_heads % kv_heads
     ):
-        return pool_logits_reference(query, tokens, mask, scaling)
+        return pool_logits_twin(query, tokens, mask, scaling)
     wide, mask = query.float().contiguous(), mask.contiguous()
     logits = torch.empty(rows, q_heads, places)
     log_sums = torch.empty(rows, q_heads)
@@ -56,7 +56,7 @@ def pool_logits(
     return logits, log_sums
 
 
-def pool_logits_reference(
+def pool_logits_twin(
     query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `pool_logits` in plain torch."""
@@ -69,7 +69,7 @@ def pool_logits_reference(
 
 
 def logit_sums(logits: Tensor, normalisers: Tensor | None) -> Tensor:
-    """Over the heads the sum of exp(logit - normaliser); the twin of `logit_sums_reference`.
+    """Over the heads the sum of exp(logit - normaliser); the twin of `logit_sums_twin`.
 
     Exponents are taken between -87 and 80, exp to within 2 units in the last place.
 
@@ -90,7 +90,7 @@ def logit_sums(logits: Tensor, normalisers: Tensor | None) -> Tensor:
         or not logits.is_contiguous()
         or (normalisers is not None and normalisers.shape != (rows, heads))
     ):
-        return logit_sums_reference(logits, normalisers)
+        return logit_sums_twin(logits, normalisers)
     if normalisers is not None:
         normalisers = normalisers.float().contiguous()
     out = torch.empty(rows, places)
@@ -102,7 +102,7 @@ def logit_sums(logits: Tensor, normalisers: Tensor | None) -> Tensor:
     return out
 
 
-def logit_sums_reference(logits: Tensor, normalisers: Tensor | None) -> Tensor:
+def logit_sums_twin(logits: Tensor, normalisers: Tensor | None) -> Tensor:
     """The meaning of `logit_sums` in plain torch."""
     hidden = logits[:, 0] == float("-inf")
     if normalisers is None:

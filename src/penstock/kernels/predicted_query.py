@@ -81,7 +81,7 @@ class PredictedQuery:
         )  # fmt: skip
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The query; the twin of `reference`.
+        """The query; the compiled form of `twin`.
 
         Args:
             hidden: input of the decoder layer, few rows. [batch, 1, width]
@@ -98,7 +98,7 @@ class PredictedQuery:
             or hidden.shape[1:] != (1, self._width)
             or not cos.shape[-1] == sin.shape[-1] == dim
         ):
-            return self.reference(hidden, cos, sin)
+            return self.twin(hidden, cos, sin)
         if len(cos) != batch:
             cos, sin = cos.expand(batch, 1, dim), sin.expand(batch, 1, dim)
         hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
@@ -110,7 +110,7 @@ class PredictedQuery:
         )  # fmt: skip
         return out
 
-    def reference(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def twin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The meaning of a call: one step after the other."""
         query = self._linear(rms_norm(hidden, self._norm, self._epsilon))
         query = query.view(len(hidden), self._heads, self._head_dim)

@@ -28,7 +28,7 @@ class PutToken:
         self._mask_stride, self._mask_bytes = mask.stride(0) * mask.itemsize, mask.itemsize
 
     def __call__(self, keys: Tensor, values: Tensor, place: int) -> None:
-        """Write keys and values to a place and show it; the twin of `reference`.
+        """Write keys and values to a place and show it; the compiled form of `twin`.
 
         Args:
             keys, values: where the window is. [batch, kv_heads, 1, head_dim]
@@ -41,7 +41,7 @@ class PutToken:
             or not keys.shape == values.shape == self._shape
             or not 0 <= place < self._tokens.shape[1]
         ):
-            self.reference(keys, values, place)
+            self.twin(keys, values, place)
             return
         self._kernel(
             keys.data_ptr(), values.data_ptr(), keys.shape[0], self._part_bytes,
@@ -49,7 +49,7 @@ class PutToken:
             self._mask_address + place * self._mask_bytes, self._mask_stride, self._mask_bytes,
         )  # fmt: skip
 
-    def reference(self, keys: Tensor, values: Tensor, place: int) -> None:
+    def twin(self, keys: Tensor, values: Tensor, place: int) -> None:
         """The meaning of a call in torch."""
         self._tokens[:, place, 0] = keys[:, :, 0]
         self._tokens[:, place, 1] = values[:, :, 0]

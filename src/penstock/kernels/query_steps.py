@@ -10,7 +10,7 @@ from penstock.kernels.native.dtype_codes import DTYPE_CODES
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm over the last axis; the twin of `rms_norm_reference`.
+    """Root-mean-square norm over the last axis; the twin of `rms_norm_twin`.
 
     Args:
         x: [..., width]
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         or weight.shape != (width,)
         or not (x.is_contiguous() and weight.is_contiguous())
     ):
-        return rms_norm_reference(x, weight, epsilon)
+        return rms_norm_twin(x, weight, epsilon)
     out = torch.empty_like(x)
     compiled(
         x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // width, width,
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return out
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm_twin(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """The meaning of `rms_norm` in torch."""
     return torch.rms_norm(x, weight.shape, weight, epsilon)
 
@@ -47,7 +47,7 @@ def turn_query(
 ) -> Tensor:
     """RMSNorm per head (if there is a weight), then rotary embedding by halves.
 
-    The twin of `turn_query_reference`.
+    The twin of `turn_query_twin`.
 
     Args:
         query: pre-RoPE. [batch, heads, head_dim]
@@ -69,7 +69,7 @@ def turn_query(
         or not cos.shape[-1] == sin.shape[-1] == head_dim
         or (weight is not None and not (weight.shape == (head_dim,) and weight.is_contiguous()))
     ):
-        return turn_query_reference(query, cos, sin, weight, epsilon)
+        return turn_query_twin(query, cos, sin, weight, epsilon)
     query = query.contiguous()
     cos, sin = (part.expand(batch, head_dim).contiguous() for part in (cos, sin))
     out = torch.empty_like(query)
@@ -80,12 +80,12 @@ def turn_query(
     return out
 
 
-def turn_query_reference(
+def turn_query_twin(
     query: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, epsilon: float
 ) -> Tensor:
     """The meaning of `turn_query` in torch."""
     if weight is not None:
-        query = rms_norm_reference(query, weight, epsilon)
+        query = rms_norm_twin(query, weight, epsilon)
     half = query.shape[-1] // 2
     rotated = torch.cat((-query[..., half:], query[..., :half]), dim=-1)
     return query * cos[:, None] + rotated * sin[:, None]
@@ -97,9 +97,9 @@ def _turned_on_device(
     """`turn_query` where a launch takes longer than what it does: one of five is left."""
     alike = query.dtype == cos.dtype == sin.dtype and cos.shape[-1] == query.shape[-1]
     if not alike or query.stride(-1) != 1:
-        return turn_query_reference(query, cos, sin, weight, epsilon)
+        return turn_query_twin(query, cos, sin, weight, epsilon)
     if weight is not None:
-        query = rms_norm_reference(query, weight, epsilon)
+        query = rms_norm_twin(query, weight, epsilon)
     cos, sin = (part.unsqueeze(1).contiguous() for part in (cos, sin))
     return rotate(query.unsqueeze(2), query[:, :0].unsqueeze(2), cos, sin)[0].squeeze(2)
 

@@ -9,7 +9,7 @@ from penstock.kernels.native.compiled import kernel
 
 
 def top_units(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:
-    """Pick the `wanted` highest-scoring units from `first` on; the twin of `top_units_reference`.
+    """Pick the `wanted` highest-scoring units from `first` on; the twin of `top_units_twin`.
 
     Equal scores are broken in no particular order.
 
@@ -23,7 +23,7 @@ def top_units(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:
     """
     compiled = kernel("top_units")
     if compiled is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
-        return top_units_reference(scores, first, wanted)
+        return top_units_twin(scores, first, wanted)
     batch, units = scores.shape
     count = min(wanted, units - first)
     chosen = np.empty((batch, max(0, count)), dtype=np.int64)
@@ -39,7 +39,7 @@ def top_units(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:
     return chosen
 
 
-def top_units_reference(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:
+def top_units_twin(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]:
     """The meaning of `top_units` in plain torch."""
     candidates = scores[:, first:]
     count = max(0, min(wanted, candidates.shape[1]))

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.native.compiled import Kernel, address, kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 from penstock.kernels.tree_work import TreeWork, taken
 
 _MOST_DIM, _MOST_LANES = 256, 1 << 12
@@ -57,7 +57,7 @@ def tree_attention(
         )  # fmt: skip
     compiled = kernel("tree_attention")
     if compiled is None or not _can_compile(query, slots, work):
-        return tree_attention_reference(
+        return tree_attention_twin(
             query, slots, work, lengths, scaling, softcap=softcap, window=window
         )
     return _compiled(
@@ -111,7 +111,7 @@ def _compiled(
     return out, lse
 
 
-def tree_attention_reference(
+def tree_attention_twin(
     query: Tensor,
     slots: Tensor,
     work: TreeWork,
@@ -135,7 +135,7 @@ def tree_attention_reference(
             seen &= positions >= lengths[row] - window
         # What is not written may be anything: not-a-number times zero is not zero.
         keys, values = held.masked_fill(~seen[:, None], 0.0)
-        out, lse = attention_reference(
+        out, lse = attention_twin(
             query[row][None, :, None], keys[None], values[None],
             scaling=scaling, mask=seen, softcap=softcap,
         )  # fmt: skip
@@ -160,10 +160,10 @@ def append_rows(
 
         append_rows_triton(slots, keys, values, table, lengths)
     else:
-        append_rows_reference(slots, keys, values, table, lengths)
+        append_rows_twin(slots, keys, values, table, lengths)
 
 
-def append_rows_reference(
+def append_rows_twin(
     slots: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> None:
     """The meaning of `append_rows` in plain torch; it asks the device which rows have a token."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 CHUNK_UNITS = 512
 """Index vectors made float32 at a time."""

@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from penstock.core.errors import UnsupportedModelError
 from penstock.core.on_device import on_device
 from penstock.engine.attention_call import AttentionCall
-from penstock.kernels.reference import add_attention_sink, attention_reference
+from penstock.kernels.plain_attention import add_attention_sink, attention_twin
 from penstock.models.shared_part import SharedPart, Undo
 
 IMPLEMENTATION = "penstock"
@@ -251,7 +251,7 @@ def _plain_attention(
         )
         return out, None
     causal = mask is None and query.shape[2] > 1
-    out, lse = attention_reference(
+    out, lse = attention_twin(
         query, key, value, scaling=scaling, mask=mask, causal=causal, softcap=softcap
     )
     if sinks is not None:

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from penstock.kernels.device.layer_parts import (
     gated,
-    gated_reference,
+    gated_twin,
     rms_norm,
-    rms_norm_reference,
+    rms_norm_twin,
     rotate,
-    rotate_reference,
+    rotate_twin,
 )
 
 ENABLED = True
@@ -125,11 +125,11 @@ def _says_the_same(module: Any) -> bool:
         if _is_norm(module):
             weight = module.weight
             states = _random((3, weight.shape[0]), weight)
-            twin = rms_norm_reference(states, weight, module.variance_epsilon)
+            twin = rms_norm_twin(states, weight, module.variance_epsilon)
             return bool(torch.equal(module(states), twin))
         weight = module.gate_proj.weight
         states = _random((2, module.gate_proj.in_features), weight)
-        twin = module.down_proj(gated_reference(module.gate_proj(states), module.up_proj(states)))
+        twin = module.down_proj(gated_twin(module.gate_proj(states), module.up_proj(states)))
         return bool(torch.equal(module(states), twin))
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return False  # another kind of part, which merely has these names
@@ -144,7 +144,7 @@ def _rotates_the_same(own: Callable[..., Any], model: PreTrainedModel) -> bool:
         found = own(query, key, cos, sin)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return False
-    twins = rotate_reference(query, key, cos, sin)
+    twins = rotate_twin(query, key, cos, sin)
     return (
         isinstance(found, tuple)
         and len(found) == len(twins)

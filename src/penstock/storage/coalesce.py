@@ -31,7 +31,7 @@ def coalesce(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
     """
     compiled = kernel("coalesce")
     if compiled is None:
-        return coalesce_plainly(unit_ids, rows, max_units)
+        return coalesce_twin(unit_ids, rows, max_units)
     count = len(unit_ids)
     if count and np.any(unit_ids[1:] < unit_ids[:-1]):
         order = unit_ids.argsort(kind="stable")
@@ -75,7 +75,7 @@ def plan_reads(
     return reads[:made], reads[count : count + made], reads[2 * count : 2 * count + made]
 
 
-def coalesce_plainly(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
+def coalesce_twin(unit_ids: Int64Array, rows: Int64Array, max_units: int) -> Runs:
     """The meaning of `coalesce` in numpy."""
     order = unit_ids.argsort(kind="stable")
     units, rows = unit_ids[order], rows[order]

@@ -303,7 +303,7 @@ class AioQueue:
 
     def _credit_ticket(self, ticket: AioTicket, num_events: int) -> None:
         if self._check is None:
-            found, wrong = self._check_plainly(ticket, num_events)
+            found, wrong = self._check_twin(ticket, num_events)
         else:
             self._check(
                 self._events_address, num_events, ticket.number, ticket.iocbs_address,
@@ -320,7 +320,7 @@ class AioQueue:
         ticket.num_outstanding -= found
         self._finish_if_drained(ticket)
 
-    def _check_plainly(self, ticket: AioTicket, num_events: int) -> tuple[int, int]:
+    def _check_twin(self, ticket: AioTicket, num_events: int) -> tuple[int, int]:
         """Events of this ticket, and the first that failed or came up short, or -1."""
         events = self._events[:num_events]
         places = (events[:, 0] >> 32 == ticket.number).nonzero()[0]

@@ -11,7 +11,7 @@ from penstock.engine.attention_call import AttentionCall
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.runtime_config import RuntimeConfig
 from penstock.engine.tiered_runtime import TieredRuntime
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 
 SCALING = 0.25
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -79,7 +79,7 @@ class MirroredRuntime:
             actual = self.runtime.attend(layer, call).transpose(1, 2)
             self.kv[layer] = torch.cat([self.kv[layer], new], dim=3)
             mask = causal & visible[:, None, None]
-            expected, _ = attention_reference(query, *self.kv[layer], scaling=SCALING, mask=mask)
+            expected, _ = attention_twin(query, *self.kv[layer], scaling=SCALING, mask=mask)
             seen = visible[:, -count:, None].unsqueeze(1)  # what padding sees does not matter
             difference = (actual - expected).masked_fill(~seen, 0.0).abs().max().item()
             assert difference < TOLERANCE, (

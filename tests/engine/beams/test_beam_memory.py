@@ -18,7 +18,7 @@ from penstock.engine.beams.file_tier import FileTier
 from penstock.engine.beams.layer_tier import FileLayers
 from penstock.engine.beams.layerwise_memory import LayerwiseMemory
 from penstock.engine.beams.scheduled_memory import ScheduledMemory
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 from penstock.testing.pairs import covering
 
 LAYERS, HEADS, KV_HEADS, DIM, BEAMS, WIDTH, STEP, MOST = 2, 4, 2, 16, 8, 2, 10, 96
@@ -91,7 +91,7 @@ class Search:
         mask = torch.arange(tokens) <= queries
         if layer == 1 and self.window is not None:
             mask &= torch.arange(tokens) > queries - self.window
-        wanted, _ = attention_reference(query[None], *seen, scaling=0.25, mask=mask)
+        wanted, _ = attention_twin(query[None], *seen, scaling=0.25, mask=mask)
         torch.testing.assert_close(out, wanted[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
     def step(self) -> None:

@@ -14,7 +14,7 @@ from penstock.kernels.device import append
 def kernel(name: str, form: str) -> Any:
     """The twin or the launcher of a kernel."""
     if form == "torch":
-        return getattr(append, f"{name}_reference")
+        return getattr(append, f"{name}_twin")
     from penstock.kernels.device import append_triton
 
     return getattr(append_triton, f"{name}_triton")

@@ -20,8 +20,8 @@ def form(request: pytest.FixtureRequest) -> Iterator[Form]:
     """Both functions in one of their forms."""
     if request.param == "torch":
         yield SimpleNamespace(
-            find_boundaries=public.find_boundaries_reference,
-            grow_units=public.grow_units_reference,
+            find_boundaries=public.find_boundaries_twin,
+            grow_units=public.grow_units_twin,
         )
     else:
         request.getfixturevalue("triton")

@@ -11,7 +11,7 @@ from penstock.kernels.device.clusters import (
     MOST_CLUSTERS,
     cluster_bytes,
     cluster_keys,
-    cluster_keys_reference,
+    cluster_keys_twin,
 )
 from penstock.kernels.kmeans import kmeans, nearest
 from penstock.testing.pairs import covering
@@ -94,7 +94,7 @@ def test_both_forms_agree(fast: Any, device: torch.device, cosine: bool) -> None
     strided = points.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     assert not strided.is_contiguous()
     given: dict[str, Any] = {"iterations": 2, "cosine": cosine, "seed": 5}
-    expected, ids = cluster_keys_reference(points, 12, elements=AMPLE, **given)
+    expected, ids = cluster_keys_twin(points, 12, elements=AMPLE, **given)
     for made in (points, strided):
         means, labels = fast.cluster_keys(made, 12, **given)
         assert torch.equal(labels, ids)
@@ -127,7 +127,7 @@ def test_what_the_fast_form_takes(
     given: dict[str, Any] = {"iterations": 1, "cosine": False, "seed": 0, "elements": AMPLE}
     cluster_keys(points, 4, **given)
     assert asked == [4]
-    monkeypatch.setattr(public, "cluster_keys_reference", form)
+    monkeypatch.setattr(public, "cluster_keys_twin", form)
     cluster_keys(points, 41, **given)
     assert asked == [4, 41]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.device.group_shares import group_shares, group_shares_reference
+from penstock.kernels.device.group_shares import group_shares, group_shares_twin
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -15,7 +15,7 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture
 def shares(form: str) -> Kernel:
     if form == "torch":
-        return group_shares_reference
+        return group_shares_twin
     from penstock.kernels.device.group_shares_triton import group_shares_triton
 
     return group_shares_triton
@@ -51,7 +51,7 @@ def test_nothing_is_there(shares: Kernel, device: torch.device) -> None:
 
 def test_public_function_chooses_a_form(device: torch.device) -> None:
     logits, end = torch.randn(2, 50, 4, device=device), torch.tensor([20], device=device)
-    assert torch.allclose(group_shares(logits, end), group_shares_reference(logits, end), atol=1e-6)
+    assert torch.allclose(group_shares(logits, end), group_shares_twin(logits, end), atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -63,4 +63,4 @@ def test_a_call_is_captured(device: torch.device, form: str, capture: Any, share
     logits.normal_()
     end.fill_(333)
     graph.replay()
-    assert torch.allclose(out, group_shares_reference(logits, end), atol=1e-6)
+    assert torch.allclose(out, group_shares_twin(logits, end), atol=1e-6)

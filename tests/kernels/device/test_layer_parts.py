@@ -15,7 +15,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 def kernel(name: str, form: str) -> Any:
     if form == "torch":
-        return getattr(layer_parts, f"{name}_reference")
+        return getattr(layer_parts, f"{name}_twin")
     from penstock.kernels.device import layer_parts_triton
 
     return getattr(layer_parts_triton, f"{name}_triton")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.device.attention import pool_attention, pool_attention_reference
+from penstock.kernels.device.attention import pool_attention, pool_attention_twin
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHAPES = [  # rows, KV heads, query heads of each, head_dim, places
@@ -24,7 +24,7 @@ def run(form: str, query: Tensor, tokens: Tensor, mask: Tensor, scale: float) ->
     """Output and log-sum-exp by the twin or by the launcher."""
     out = torch.full_like(query, 9.0, memory_format=torch.contiguous_format)
     if form == "torch":
-        return [out, pool_attention_reference(query, tokens, mask, scale, out)]
+        return [out, pool_attention_twin(query, tokens, mask, scale, out)]
     from penstock.kernels.device.attention_triton import pool_attention_triton
 
     return [out, pool_attention_triton(query, tokens, mask, scale, out)]

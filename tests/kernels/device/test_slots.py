@@ -21,7 +21,7 @@ from penstock.testing.pairs import covering
 def kernel(name: str, form: str) -> Any:
     """The twin or the launcher of a kernel."""
     if form == "torch":
-        return getattr(slots, f"{name}_reference")
+        return getattr(slots, f"{name}_twin")
     from penstock.kernels.device import slots_triton
 
     return getattr(slots_triton, f"{name}_triton")

@@ -9,9 +9,9 @@ from torch import Tensor
 from penstock.kernels.device.units import (
     UnitScratch,
     score_units,
-    score_units_reference,
+    score_units_twin,
     select_tokens,
-    select_tokens_reference,
+    select_tokens_twin,
 )
 from penstock.kernels.unit_selection import take_units, unit_scores
 
@@ -21,7 +21,7 @@ Kernel = Callable[..., None]
 @pytest.fixture(params=["torch", "triton"])
 def score(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     if request.param == "torch":
-        yield score_units_reference
+        yield score_units_twin
     else:
         request.getfixturevalue("triton")
         from penstock.kernels.device import units_triton
@@ -32,7 +32,7 @@ def score(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 @pytest.fixture(params=["torch", "triton"])
 def select(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     if request.param == "torch":
-        yield select_tokens_reference
+        yield select_tokens_twin
     else:
         request.getfixturevalue("triton")
         from penstock.kernels.device import units_triton
@@ -97,7 +97,7 @@ def test_programs_share_the_rows_that_are_due(
     due[due_rows] = True
     out, expected = torch.full((5, 300), 7.0, device=device), torch.full((5, 300), 7.0).to(device)
     units_triton.score_units(query, means, sizes, count, 0.25, due, out)
-    score_units_reference(query, means, sizes, count, 0.25, due, expected)
+    score_units_twin(query, means, sizes, count, 0.25, due, expected)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 

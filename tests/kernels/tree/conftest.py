@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference import attention_reference
+from penstock.kernels.plain_attention import attention_twin
 from penstock.kernels.tree_work import TreeWork, plan_work
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -94,7 +94,7 @@ class TreeCase:
             held = slots[table[row]].permute(1, 2, 0, 3, 4).flatten(2, 3)
             first = 0 if window is None else max(0, length - window)
             keys, values = held[:, None, :, first:length]
-            out, lse = attention_reference(
+            out, lse = attention_twin(
                 self.query[row].cpu()[None, :, None], keys, values,
                 scaling=self.scaling, softcap=softcap,
             )  # fmt: skip

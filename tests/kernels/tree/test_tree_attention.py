@@ -18,7 +18,7 @@ FORMS = ["torch", "compiled"]
 
 def form_of(form: str) -> Any:
     if form == "torch":
-        return tree.tree_attention_reference
+        return tree.tree_attention_twin
     if compiled.kernel("tree_attention") is None:
         pytest.skip("no AVX-512 here, or kernels were not compiled")
     return tree.tree_attention

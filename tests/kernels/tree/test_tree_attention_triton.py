@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.tree_attention import append_rows, append_rows_reference, tree_attention
+from penstock.kernels.tree_attention import append_rows, append_rows_twin, tree_attention
 from penstock.kernels.tree_work import workspace_floats
 
 HAS_CUDA = torch.cuda.is_available()
@@ -99,7 +99,7 @@ def test_append(tree_case: Any, dtype: torch.dtype) -> None:
     lengths = torch.tensor([16, 9, 0, 17], dtype=torch.int32)
     both = torch.randn(4, 2, 3, 24).to(dtype)  # [rows, heads, keys and values and more, dim]
     twin = case.layers.clone()
-    append_rows_reference(twin[:, 1], both[:, :, 0], both[:, :, 2], case.work.table, lengths)
+    append_rows_twin(twin[:, 1], both[:, :, 0], both[:, :, 2], case.work.table, lengths)
     assert (twin != case.layers).any()
     layers, both = case.layers.to(DEVICE), both.to(DEVICE)
     append_rows_triton(
@@ -156,7 +156,7 @@ def test_a_graph_follows_its_tensors(tree_case: Any, dtype: torch.dtype) -> None
             one.lengths.copy_(case.lengths)
             keys.normal_()
             graph.replay()
-            append_rows_reference(case.slots, keys, keys, case.work.table, case.lengths)
+            append_rows_twin(case.slots, keys, keys, case.work.table, case.lengths)
             assert torch.equal(layers[: len(case.layers)], case.layers)
             case.check(lambda *_, **__: results)
 

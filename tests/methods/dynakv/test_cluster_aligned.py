@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.selection import Selection
-from penstock.engine.fetch_plan import plan_fetch, plan_fetch_reference
+from penstock.engine.fetch_plan import plan_fetch, plan_fetch_twin
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.methods.dynakv.replacement import ClusterAligned, SlotContents
 from penstock.testing.integrity import check_slots
@@ -106,7 +106,7 @@ def test_compiled_plans_are_the_twins(data: st.DataObject) -> None:
             if compiled:
                 plans.append(plan_fetch(selection, table, policy))
             else:
-                plans.append(plan_fetch_reference(selection, table, policy))
+                plans.append(plan_fetch_twin(selection, table, policy))
             check_slots(table)
         for name in ("rows", "units", "slots"):
             np.testing.assert_array_equal(getattr(plans[0], name), getattr(plans[1], name))

@@ -14,7 +14,7 @@ from penstock.engine.beams.block_tree import BlockTree, Path
 from penstock.engine.beams.decoding import StepTraffic
 from penstock.engine.beams.group_tensors import GroupTensors, GroupTensorsCache
 from penstock.engine.beams.prompt_attention import PromptChunk
-from penstock.kernels.reference import add_attention_sink
+from penstock.kernels.plain_attention import add_attention_sink
 from penstock.kernels.tree_attention import append_rows, tree_attention
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention_call import AttentionCall, AttentionSum
-from penstock.kernels.reference import add_attention_sink, attention_reference
+from penstock.kernels.plain_attention import add_attention_sink, attention_twin
 
 _RUN_BLOCKS = 64
 """Blocks that are gathered at once."""
@@ -55,7 +55,7 @@ class PromptChunk:
         keys, values = self._tokens(slots, first, self.past + new)
         queries = torch.arange(self.past, self.past + new, device=slots.device)[:, None]
         tokens = torch.arange(first, self.past + new, device=slots.device)
-        out, lse = attention_reference(
+        out, lse = attention_twin(
             call.query, keys, values, scaling=call.scaling, softcap=call.softcap,
             mask=(tokens <= queries) & (tokens > queries - window),
         )  # fmt: skip

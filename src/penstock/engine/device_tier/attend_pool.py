@@ -4,7 +4,7 @@ from torch import Tensor
 
 from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.kernels.device.attention import pool_attention
-from penstock.kernels.reference import add_attention_sink
+from penstock.kernels.plain_attention import add_attention_sink
 
 
 def attend_pool(call: AttentionCall, tokens: Tensor, mask: Tensor) -> Tensor:

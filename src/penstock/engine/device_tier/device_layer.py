@@ -31,7 +31,7 @@ from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.token_pool import TokenPool, copy_rows
 from penstock.kernels.device.append import append_token, store_tokens
 from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 STAYING_GATHER = True
 """Whether what is fetched one layer ahead is gathered by a few programs that stay (the same bytes);

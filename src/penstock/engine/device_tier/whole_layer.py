@@ -11,7 +11,7 @@ from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.layer import Layer
 from penstock.engine.resident_layer import ResidentLayer
 from penstock.engine.tiers.token_pool import copy_rows
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 class WholeLayer(ResidentLayer):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.kernels.put_token import PutToken
-from penstock.kernels.reference import NEGATIVE_INFINITY
 
 
 class RollingWindow:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.shape import KVShape
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 class TokenPool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.engine.attention_call import AttentionCall, AttentionSum
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.models.attention_adapter import Attachment, mark_keys
 from penstock.models.loader import CausalLM
 

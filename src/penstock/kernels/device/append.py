@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.device.host_view import host_view
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
 def store_tokens(keys: Tensor, values: Tensor, host_tokens: Tensor, first: int) -> None:
@@ -22,10 +22,10 @@ def store_tokens(keys: Tensor, values: Tensor, host_tokens: Tensor, first: int) 
 
         store_tokens_triton(keys, values, host_tokens, first)
     else:
-        store_tokens_reference(keys, values, host_tokens, first)
+        store_tokens_twin(keys, values, host_tokens, first)
 
 
-def store_tokens_reference(keys: Tensor, values: Tensor, host_tokens: Tensor, first: int) -> None:
+def store_tokens_twin(keys: Tensor, values: Tensor, host_tokens: Tensor, first: int) -> None:
     """The meaning of `store_tokens` in plain torch."""
     there = host_view(host_tokens, keys.device)[:, first : first + keys.shape[2]]
     there[:, :, 0] = keys.transpose(1, 2)
@@ -68,14 +68,14 @@ def append_token(
     if uses_triton(keys):
         from penstock.kernels.device.append_triton import append_token_triton as append
     else:
-        append = append_token_reference
+        append = append_token_twin
     append(
         keys, values, host_tokens, window, window_mask, position, start,
         sink_places=sink_places, window_slots=window_slots, group_tokens=group_tokens,
     )  # fmt: skip
 
 
-def append_token_reference(
+def append_token_twin(
     keys: Tensor,
     values: Tensor,
     host_tokens: Tensor,

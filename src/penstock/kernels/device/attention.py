@@ -66,11 +66,11 @@ def pool_attention(
 
         lse = pool_attention_triton(query, tokens, mask, scaling, out)
     else:
-        lse = pool_attention_reference(query, tokens, mask, scaling, out)
+        lse = pool_attention_twin(query, tokens, mask, scaling, out)
     return (out, lse) if with_lse else out
 
 
-def pool_attention_reference(
+def pool_attention_twin(
     query: Tensor, tokens: Tensor, mask: Tensor, scaling: float, out: Tensor
 ) -> Tensor:
     """The meaning of `pool_attention` by `attention_block`; writes `out`, gives log-sum-exp."""

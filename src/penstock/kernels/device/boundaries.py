@@ -120,14 +120,14 @@ def find_boundaries(
 
         find = fast.find_boundaries
     else:
-        find = find_boundaries_reference
+        find = find_boundaries_twin
     find(
         query, previous, known, last, due_rows, boundary, position, tau=tau, stride=stride,
         every=every, rows_per_sequence=rows_per_sequence, counters=counters, leaving=leaving,
     )  # fmt: skip
 
 
-def find_boundaries_reference(
+def find_boundaries_twin(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
     rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
@@ -182,10 +182,10 @@ def grow_units(
 
         boundaries_triton.grow_units(*arguments)
     else:
-        grow_units_reference(*arguments)
+        grow_units_twin(*arguments)
 
 
-def grow_units_reference(
+def grow_units_twin(
     keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
     unit_of: Tensor, position: Tensor, rows_per_sequence: int, spread: UnitSpread | None = None,
 ) -> None:  # fmt: skip

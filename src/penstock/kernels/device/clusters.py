@@ -37,12 +37,12 @@ def cluster_keys(
             return clusters_triton.cluster_keys(
                 points, clusters, iterations=iterations, cosine=cosine, seed=seed
             )
-    return cluster_keys_reference(
+    return cluster_keys_twin(
         points, clusters, iterations=iterations, cosine=cosine, seed=seed, elements=elements
     )
 
 
-def cluster_keys_reference(
+def cluster_keys_twin(
     points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed: int, elements: int
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `cluster_keys` in plain torch: block after block."""

@@ -25,12 +25,10 @@ def gather_pieces(addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bo
 
         gather_pieces_triton(addresses, rows, index, to_host=to_host)
     else:
-        gather_pieces_reference(addresses, rows, index, to_host=to_host)
+        gather_pieces_twin(addresses, rows, index, to_host=to_host)
 
 
-def gather_pieces_reference(
-    addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bool
-) -> None:
+def gather_pieces_twin(addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bool) -> None:
     """The meaning of `gather_pieces`, one copy a piece."""
     row_bytes = rows.shape[1]
     for address, row in zip(addresses.tolist(), index.tolist(), strict=True):

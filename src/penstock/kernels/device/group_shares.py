@@ -25,10 +25,10 @@ def group_shares(logits: Tensor, end: Tensor) -> Tensor:
         from penstock.kernels.device.group_shares_triton import group_shares_triton
 
         return group_shares_triton(logits, end)
-    return group_shares_reference(logits, end)
+    return group_shares_twin(logits, end)
 
 
-def group_shares_reference(logits: Tensor, end: Tensor) -> Tensor:
+def group_shares_twin(logits: Tensor, end: Tensor) -> Tensor:
     """The meaning of `group_shares` in plain torch.
 
     Heads are put in front first: on a GPU torch's softmax along a dimension that is not the last

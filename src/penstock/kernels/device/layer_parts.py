@@ -26,10 +26,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         from penstock.kernels.device.layer_parts_triton import rms_norm_triton
 
         return rms_norm_triton(hidden, weight, eps)
-    return rms_norm_reference(hidden, weight, eps)
+    return rms_norm_twin(hidden, weight, eps)
 
 
-def rms_norm_reference(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_twin(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The meaning of `rms_norm`: Llama's, of which the normed states are rounded first."""
     wide = hidden.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -52,10 +52,10 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         from penstock.kernels.device.layer_parts_triton import rotate_triton
 
         return rotate_triton(query, key, cos, sin)
-    return rotate_reference(query, key, cos, sin)
+    return rotate_twin(query, key, cos, sin)
 
 
-def rotate_reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_twin(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The meaning of `rotate` in plain torch."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
@@ -80,9 +80,9 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         from penstock.kernels.device.layer_parts_triton import gated_triton
 
         return gated_triton(gate, up)
-    return gated_reference(gate, up)
+    return gated_twin(gate, up)
 
 
-def gated_reference(gate: Tensor, up: Tensor) -> Tensor:
+def gated_twin(gate: Tensor, up: Tensor) -> Tensor:
     """The meaning of `gated` in plain torch."""
     return functional.silu(gate) * up

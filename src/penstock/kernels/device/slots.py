@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.device.host_view import host_view
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 ABSENT = -1
 
@@ -76,10 +76,10 @@ def plan_slots(
 
         plan_slots_triton(wanted, valid, due, unit_in, slot_of, heads, lists)
     else:
-        plan_slots_reference(wanted, valid, due, unit_in, slot_of, heads, lists)
+        plan_slots_twin(wanted, valid, due, unit_in, slot_of, heads, lists)
 
 
-def plan_slots_reference(
+def plan_slots_twin(
     wanted: Tensor,
     valid: Tensor,
     due: Tensor,
@@ -155,10 +155,10 @@ def gather_units(
 
         gather_units_triton(host, pool, mask, start, lists, group_tokens, beside=beside)
     else:
-        gather_units_reference(host, pool, mask, start, lists, group_tokens)
+        gather_units_twin(host, pool, mask, start, lists, group_tokens)
 
 
-def gather_units_reference(
+def gather_units_twin(
     host: Tensor,
     pool: Tensor,
     mask: Tensor,

@@ -68,10 +68,10 @@ def score_units(
 
         units_triton.score_units(*arguments)
     else:
-        score_units_reference(*arguments)
+        score_units_twin(*arguments)
 
 
-def score_units_reference(
+def score_units_twin(
     query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
     out: Tensor, scratch: UnitScratch | None = None, spread: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -111,10 +111,10 @@ def select_tokens(
 
         units_triton.select_tokens(*arguments)
     else:
-        select_tokens_reference(*arguments)
+        select_tokens_twin(*arguments)
 
 
-def select_tokens_reference(
+def select_tokens_twin(
     scores: Tensor, first: Tensor, sizes: Tensor, count: Tensor, members: Tensor, due: Tensor,
     ids: Tensor, valid: Tensor, scratch: UnitScratch | None = None,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-/* A cluster in two by k-means with k = 2 (DynaKV). The twin: ClusterStep.split_reference().
+/* A cluster in two by k-means with k = 2 (DynaKV). The twin: ClusterStep.split_twin().
  *
  * Everything is in float64 and in the twin's order of additions, so that both find the same parts:
  * along the components as in clusters.h, over the points one after another. */

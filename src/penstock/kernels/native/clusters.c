@@ -1,5 +1,5 @@
-/* A decode step's entries to their clusters (DynaKV). The twins: CentroidScan.nearest_reference()
- * and ClusterStep.take_reference(). What splits a cluster is in cluster_split.c.
+/* A decode step's entries to their clusters (DynaKV). The twins: CentroidScan.nearest_twin()
+ * and ClusterStep.take_twin(). What splits a cluster is in cluster_split.c.
  *
  * The nearest centroid is searched in an 8-bit copy of the centroids, bound by its bytes, with a
  * query of 16 bits; what can still be the nearest is measured in float64. Distances and statistics

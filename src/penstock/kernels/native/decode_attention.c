@@ -1,4 +1,4 @@
-/* Attention of one new token over a pool of tokens. The twin of decode_attention_reference().
+/* Attention of one new token over a pool of tokens. The twin of decode_attention_twin().
  *
  * The pool is read once, front to back, in blocks that stay in the cache between keys and values,
  * with a running maximum per head. Without AVX-512 the caller uses torch instead. */

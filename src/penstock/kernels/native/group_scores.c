@@ -1,5 +1,5 @@
 /* Scores of groups from quantised low-rank keys: int8 products, maximum over a group's tokens,
- * softmax per head over the groups, sum over heads. The twin of group_scores_reference().
+ * softmax per head over the groups, sum over heads. The twin of group_scores_twin().
  *
  * Heads are the vector lanes, 16 at a time: a group's product with 16 heads is one register, so
  * that the maximum over its tokens costs one instruction and nothing is transposed. */

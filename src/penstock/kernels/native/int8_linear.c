@@ -1,4 +1,4 @@
-/* A linear layer with int8 weights for a few rows. The twin of int8_linear_reference().
+/* A linear layer with int8 weights for a few rows. The twin of Int8Linear.twin().
  *
  * Bound by the weights' bytes, which are half of a bfloat16 layer's. */
 

@@ -1,4 +1,4 @@
-/* Codes of keys by unit, made from the keys as they are written. The twin of put_plainly(). */
+/* Codes of keys by unit, made from the keys as they are written. The twin of put_twin(). */
 
 #include "key_codes.h"
 

@@ -1,4 +1,4 @@
-/* Scores of units by their quantised keys. The twin of score_plainly() in key_codes.py.
+/* Scores of units by their quantised keys. The twin of score_twin() in key_codes.py.
  *
  * Sixteen units at a time: their products with one query become one register, so that the exp of
  * sixteen logits costs what one does. */
@@ -53,7 +53,7 @@ PLAIN void unpack(const uint8_t *codes, int64_t dim, int64_t bits, int16_t *to) 
 }
 
 /* Scores of up to 16 units in plain loops, for compilers to turn into vector code. */
-PLAIN void score_plainly_any(const struct layout *k, const struct asked *q, const int64_t *units,
+PLAIN void score_plain_any(const struct layout *k, const struct asked *q, const int64_t *units,
                              int64_t count, const struct answer *to) {
     const int64_t chunks = (k->head_dim + CHUNK - 1) / CHUNK, per_unit = k->kv_heads * k->groups;
     const int64_t halves = k->bits == 8 ? 1 : 2, half = CHUNK / halves;
@@ -99,7 +99,7 @@ PLAIN void score_plainly_any(const struct layout *k, const struct asked *q, cons
     if (to->logits == NULL) memcpy(to->scores, total, count * sizeof(float));
 }
 
-WIDENED(void, score_plainly,
+WIDENED(void, score_plain,
         (const struct layout *k, const struct asked *q, const int64_t *units, int64_t count,
          const struct answer *to),
         (k, q, units, count, to))
@@ -227,13 +227,13 @@ typedef void (*tile_t)(const struct layout *, const struct asked *, const int64_
 static tile_t tile_of(const struct layout *k) {
 #ifdef PENSTOCK_X86
     const int64_t chunks = (k->head_dim + CHUNK - 1) / CHUNK;
-    if (penstock_level() < LEVEL_VNNI) return score_plainly;
+    if (penstock_level() < LEVEL_VNNI) return score_plain;
     if (chunks == 1) return k->bits == 8 ? score_8_narrow : score_4_narrow;
     if (chunks == 2) return k->bits == 8 ? score_8_usual : score_4_usual;
     return k->bits == 8 ? score_8_wide : score_4_wide;
 #else
     (void)k;
-    return score_plainly;
+    return score_plain;
 #endif
 }
 

@@ -1,5 +1,5 @@
 /* Many points to the nearest of many centroids, and their sums: a pass of Lloyd's algorithm. The
- * twins: kmeans.nearest_reference() and kmeans.means_reference().
+ * twins: kmeans.nearest_twin() and kmeans.means_twin().
  *
  * Products of 8-bit copies of both give every score up to a known error; what can still be the
  * nearest, two or three of a thousand, is measured in float64, so that the answer is exact. */

@@ -1,4 +1,4 @@
-/* The highest-scoring units in ascending order of unit. The twin of top_units_reference().
+/* The highest-scoring units in ascending order of unit. The twin of top_units_twin().
  *
  * The score of the last one chosen is found by bisection on the scores' bits: a few passes that
  * compare and count, which compilers turn into vector code, instead of one that moves things. */

@@ -1,5 +1,5 @@
 /* Attention of many rows' new tokens over blocks of keys and values, those of several rows read
- * once. The twin of tree_attention_reference().
+ * once. The twin of tree_attention_twin().
  *
  * A task is a piece of work and a KV head. It goes over its tokens tile by tile with a running
  * maximum per query; outputs are summed in the workspace itself, then each row merges its parts.

@@ -135,7 +135,7 @@ class CentroidScan:
             CacheStateError: a key is not finite.
         """
         if not self.is_compiled:
-            return self.nearest_reference(keys, used)
+            return self.nearest_twin(keys, used)
         find = kernel("nearest_centroids")
         assert find is not None
         keys = np.ascontiguousarray(keys)
@@ -148,7 +148,7 @@ class CentroidScan:
             raise not_finite()
         return chosen, squares
 
-    def nearest_reference(
+    def nearest_twin(
         self, keys: Float32Array, used: int
     ) -> tuple[Int64Array, Float64Array]:  # fmt: skip
         """The meaning of `nearest` in plain numpy."""

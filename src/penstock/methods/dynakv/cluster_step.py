@@ -66,7 +66,7 @@ class ClusterStep:
             CacheStateError: a key is not finite.
         """
         if self._compiled is None:
-            self.take_reference(keys.numpy())
+            self.take_twin(keys.numpy())
             return
         assert keys.shape == self._shape
         if keys.stride(1) != 1:
@@ -81,10 +81,10 @@ class ClusterStep:
             raise not_finite()
         entries.taken(self._numbers, waiting)
 
-    def take_reference(self, keys: Float32Array) -> None:
+    def take_twin(self, keys: Float32Array) -> None:
         """The meaning of `take` in plain numpy. [rows, dim]"""
         statistics, entries = self._statistics, self._entries
-        clusters, squares = self._scan.nearest_reference(keys, statistics.num_clusters)
+        clusters, squares = self._scan.nearest_twin(keys, statistics.num_clusters)
         places = self._first_places + clusters
         joins = np.full(len(places), self._update != "local")
         if self._update == "static":
@@ -111,7 +111,7 @@ class ClusterStep:
             Which entries are the child's now [entries], or None where the cluster is whole.
         """
         if self._halve is None:
-            return self.split_reference(row, cluster, child, keys.numpy(), oldest)
+            return self.split_twin(row, cluster, child, keys.numpy(), oldest)
         count, dim = keys.shape
         assert dim == self._shape[1]
         keys = keys.contiguous()
@@ -123,7 +123,7 @@ class ClusterStep:
         )  # fmt: skip
         return moves if self._waiting[0] else None
 
-    def split_reference(
+    def split_twin(
         self, row: int, cluster: int, child: int, keys: Float32Array, oldest: int
     ) -> BoolArray | None:
         """The meaning of `split` in plain numpy."""

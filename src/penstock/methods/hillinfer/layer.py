@@ -25,7 +25,7 @@ from penstock.engine.layer_cache import LayerSetup
 from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.engine.slot_transfer import PendingRead, PoolMemory
 from penstock.engine.tiers.slot_table import ABSENT
-from penstock.kernels.reference import NEGATIVE_INFINITY
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.kernels.top_units import top_units
 from penstock.methods.hillinfer.index import NearIndex, Places
 from penstock.methods.hillinfer.near_work import NearWork
