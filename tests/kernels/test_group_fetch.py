@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     compiled.kernel("fetch_groups") is None, reason="no VNNI here, or kernels were not compiled"
 )
 
-GROUPS, ROW_SLOTS, UNIT, RUN = 200, 40, 512, 3
+GROUPS, SLOTS_PER_ROW, UNIT, RUN = 200, 40, 512, 3
 DESCRIPTOR, KEY = 17, 5 << 32
 
 
@@ -37,10 +37,10 @@ class Case:
         self.selection = GroupSelection(codes, basis, torch.ones(rank), 8, heads, kv_heads)
         self.tables = [SlotTable(batch, slots, GROUPS) for _ in range(2)]
         self.clocks = [FIFO(batch, slots) for _ in range(2)]
-        self.stored, self.buffer = stored, AlignedBuffer(batch * ROW_SLOTS, UNIT)
+        self.stored, self.buffer = stored, AlignedBuffer(batch * SLOTS_PER_ROW, UNIT)
         self.arrays = SlotArrays(
             slot_of=self.tables[0].slot_of, unit_in=self.tables[0].unit_in,
-            heads=self.clocks[0].heads, stored=stored, row_slots=ROW_SLOTS,
+            heads=self.clocks[0].heads, stored=stored, slots_per_row=SLOTS_PER_ROW,
             buffer=self.buffer.address, row_bytes=UNIT, num_rows=self.buffer.num_rows,
             run_units=RUN, descriptor=DESCRIPTOR,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Case:
 @given(data=st.data())
 def test_as_step_by_step(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    batch, slots = data.draw(st.integers(1, 3)), data.draw(st.integers(20, ROW_SLOTS))
+    batch, slots = data.draw(st.integers(1, 3)), data.draw(st.integers(20, SLOTS_PER_ROW))
     stored = np.arange(batch * GROUPS).reshape(batch, GROUPS)
     if data.draw(st.booleans()):  # holes, so that less is merged
         stored = stored * 2
@@ -76,7 +76,7 @@ def test_as_step_by_step(data: st.DataObject) -> None:
     for _ in range(4):
         first, end = data.draw(st.integers(0, 5)), data.draw(st.integers(60, GROUPS))
         fetched, plan = case.step(first, end, data.draw(st.integers(1, 20)))
-        units, places = stored[plan.rows, plan.units], plan.rows * ROW_SLOTS + plan.slots
+        units, places = stored[plan.rows, plan.units], plan.rows * SLOTS_PER_ROW + plan.slots
         runs = coalesce_twin(units, places, RUN)
         assert fetched.taken == 0
         assert fetched.read_bytes == len(units) * UNIT

@@ -51,13 +51,13 @@ class FusedFetch:
     admission, reads that land where they are attended to, out of a file on native AIO.
     """
 
-    def __init__(self, policy: SelectionPolicy, transfer: SlotTransfer, row_slots: int) -> None:
+    def __init__(self, policy: SelectionPolicy, transfer: SlotTransfer, slots_per_row: int) -> None:
         """Look at what does not change.
 
         Args:
-            row_slots: places of the pool's memory for one row.
+            slots_per_row: slots of the pool for one row, sinks and window included.
         """
-        self._transfer, self._row_slots = transfer, row_slots
+        self._transfer, self._slots_per_row = transfer, slots_per_row
         chooses = type(policy).select is SelectionPolicy.select and "select" not in vars(policy)
         region, buffer = transfer.region, transfer.buffer
         # Whole sectors, at whole sectors of memory: no read needs another look.
@@ -119,7 +119,7 @@ class FusedFetch:
         assert buffer is not None
         to = SlotArrays(
             slot_of=table.slot_of, unit_in=table.unit_in, heads=replacement.heads, stored=stored,
-            row_slots=self._row_slots, buffer=buffer.address, row_bytes=region.row_bytes,
+            slots_per_row=self._slots_per_row, buffer=buffer.address, row_bytes=region.row_bytes,
             num_rows=buffer.num_rows, run_units=region.run_units, descriptor=descriptor,
         )  # fmt: skip
         call = GroupFetch(selection, to)
@@ -150,7 +150,7 @@ class FusedFetch:
         pending, observer = None, transfer.region.observer
         if found.iocbs is None:
             units = made.stored[found.rows, found.units]
-            pending = transfer.read(units, found.rows * self._row_slots + found.victims)
+            pending = transfer.read(units, found.rows * self._slots_per_row + found.victims)
         elif len(found.rows):
             reads, memory = places(found.iocbs), transfer.buffer.array
             pending = transfer.pending(transfer.region.file.opened(ticket, *reads, memory))

@@ -27,8 +27,8 @@ class _Slots(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot_of", "unit_in", "heads", "stored")),
         *((name, ctypes.c_int64) for name in (
-            "max_units", "num_slots", "max_stored", "row_slots", "buffer", "row_bytes", "num_rows",
-            "run_units", "descriptor",
+            "max_units", "num_slots", "max_stored", "slots_per_row", "buffer", "row_bytes",
+            "num_rows", "run_units", "descriptor",
         )),
     )  # fmt: skip
 
@@ -45,8 +45,8 @@ class SlotArrays:
     """Clock hands, see `FIFO`. [batch]"""
     stored: NDArray[np.int64]
     """Unit of the file that a group is, see `UnitMap`. [batch, max_groups]"""
-    row_slots: int
-    """Buffer rows from one batch row's first slot to the next one's."""
+    slots_per_row: int
+    """Slots of the buffer from a row to the next, sinks and window included."""
     buffer: int
     """Address of the slots' memory."""
     row_bytes: int
@@ -110,8 +110,8 @@ class GroupFetch:
         self._index = query_part
         self._slots = _Slots(
             address(to.slot_of), address(to.unit_in), address(to.heads), address(to.stored),
-            to.slot_of.shape[1], to.unit_in.shape[1], to.stored.shape[1], to.row_slots, to.buffer,
-            to.row_bytes, to.num_rows, to.run_units, to.descriptor,
+            to.slot_of.shape[1], to.unit_in.shape[1], to.stored.shape[1], to.slots_per_row,
+            to.buffer, to.row_bytes, to.num_rows, to.run_units, to.descriptor,
         )  # fmt: skip
         self._slots_address = ctypes.addressof(self._slots)
 

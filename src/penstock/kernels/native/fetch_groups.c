@@ -90,7 +90,7 @@ PENSTOCK_EXPORT void penstock_fetch_groups(const penstock_codes *index, const pe
     if (missing <= 0) return;
     for (int64_t i = 0; i < missing; i++) {
         stored[i] = to->stored[rows[i] * to->max_stored + units[i]];
-        places[i] = rows[i] * to->row_slots + victims[i];
+        places[i] = rows[i] * to->slots_per_row + victims[i];
     }
     penstock_plan_reads(stored, places, missing, to->run_units, to->row_bytes, to->num_rows,
                         to->buffer, reads, out + 1);

@@ -32,7 +32,7 @@ typedef struct {
     int64_t *heads;
     const int64_t *stored; /* [batch][max_stored], unit of the file that a group is */
     int64_t max_units, num_slots, max_stored;
-    int64_t row_slots; /* rows of the buffer from one batch row's first slot to the next one's */
+    int64_t slots_per_row; /* of the buffer, from a row to the next */
     int64_t buffer, row_bytes, num_rows, run_units; /* as plan_reads has them */
     int64_t descriptor;
 } penstock_slots;
