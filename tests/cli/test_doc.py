@@ -34,7 +34,9 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch, _models: dict[Any, LoadedModel
     """One model for all commands; in float32, in which no two of its tokens are near a tie."""
     load = loader.load
 
-    def cached(model: str, *, dtype: str | None = None, device: str = "cpu") -> LoadedModel:
+    def cached(
+        model: str, *, dtype: str | None = None, device: str = "cpu", **_: Any
+    ) -> LoadedModel:
         dtype = dtype or "float32"
         if model != "recall":
             return load(model, dtype=dtype, device=device)

@@ -7,6 +7,8 @@ import typer
 
 from penstock.cli.console import PlainConsole
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.output_file import ForceOption, check_writable, written
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ def calibrate_command(
     ] = 8192,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
     force: ForceOption = False,
 ) -> None:
     """Fit KVSwap's low-rank index to a model.
@@ -51,7 +56,6 @@ def calibrate_command(
     from penstock.engine.adapter import ADAPTER
     from penstock.generation.prompts import encode, read_text_file
     from penstock.models.calibrate import calibrate
-    from penstock.models.loader import load
     from penstock.models.model_shape import inspect_model
 
     console = PlainConsole(stderr=True)
@@ -59,7 +63,8 @@ def calibrate_command(
         raise ConfigError(f"--window {window} must be at least 2 tokens")
     check_writable(output, "--output", ADAPTER, force=force)
     contents = [read_text_file(path, "text file") for path in text]
-    loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
+    source = ModelSource(revision, offline, trust_remote_code)
+    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
     texts = [torch.tensor(encode(loaded, content)) for content in contents]
     for path, tokens in zip(text, texts, strict=True):
         if len(tokens) == 0:

@@ -27,7 +27,8 @@ def demo_command(
     Facts are hidden in a made-up document, and all of them are asked for in one question. Exits
     with 1 when the answer is wrong.
     """
-    from penstock.cli.screen import AnswerScreen, loading, show_report
+    from penstock.cli.loading import loading
+    from penstock.cli.screen import AnswerScreen, show_report
     from penstock.evaluate.tasks.recall import make_sample
     from penstock.evaluate.tasks.sample import score
     from penstock.generation.engine import LLM

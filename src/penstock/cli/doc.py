@@ -34,6 +34,8 @@ from penstock.cli.generate import (
     as_document,
     read_stdin,
 )
+from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.torch_command import TorchCommand
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
@@ -53,6 +55,11 @@ DiskOption = Annotated[
         metavar="PATH|nvme|ufs|emmc|memory|auto",
         help="Where a cache keeps its own new tokens; a simulated device slows down the document.",
     ),
+]
+
+
+AdapterOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
 ]
 
 
@@ -84,26 +91,25 @@ def add_command(
     alone: Annotated[
         bool, typer.Option("--alone", help="Prefill all of it, also what another one begins with.")
     ] = False,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
-    ] = None,
+    adapter: AdapterOption = None,
     prefill_chunk: PrefillChunkOption = 1024,
     disk: DiskOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:  # fmt: skip
     """Prefill a text and store it under a name."""
     from penstock.cli.doc_screen import AddProgress
-    from penstock.cli.screen import loading
-    from penstock.models.loader import load
 
     console = PlainConsole(stderr=True)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
     shelf.require_free(name)
     limits = _limits_of(max_disk, max_writes)
     text = _read_text(file)
-    with loading(console, model):
-        loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
+    source = ModelSource(revision, offline, trust_remote_code)
+    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
     with _told_removed(console) as on_removed, AddProgress(console) as progress:
@@ -130,7 +136,7 @@ def ask_command(
         list[str], typer.Argument(metavar="QUESTION", help="Each is asked behind the same text.")
     ],
     model: Annotated[
-        str | None, typer.Option(help="The model, if it is somewhere else than when it was added.")
+        str | None, typer.Option(help="The model, if it is not where it was when it was added.")
     ] = None,
     memory: Annotated[
         str, typer.Option(help="Fast memory for the cache; stored: as the document was added.")
@@ -149,13 +155,14 @@ def ask_command(
     key: KeyOption = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
-    ] = None,
+    adapter: AdapterOption = None,
     prefill_chunk: PrefillChunkOption = 1024,
     disk: DiskOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of the answers.")
     ] = False,
@@ -173,8 +180,9 @@ def ask_command(
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
+    source = ModelSource(revision, offline, trust_remote_code)
     called, loaded = load_model_of(
-        shelf, name, model, console, device=device, dtype=None if dtype is None else dtype.value
+        shelf, name, model, console, device=device, dtype=dtype, source=source
     )
     with _collected(called if as_json else None) as outputs, shelf.open(name, loaded) as document:
         document.questions_of(questions, params, keep=keep)  # before somebody has to go

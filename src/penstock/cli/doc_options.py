@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.generate import in_home
+from penstock.cli.loading import ModelSource, load_model
 from penstock.core.errors import ModelLoadError, StorageError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def open_shelf(
 
 def load_model_of(
     shelf: "DocumentLibrary", name: str, model: str | None, console: Console, *, device: str,
-    dtype: str | None,
+    dtype: str | None, source: ModelSource | None = None,
 ) -> "tuple[str, LoadedModel]":  # fmt: skip
     """The model of a document, and what it is called.
 
@@ -108,13 +109,11 @@ def load_model_of(
         ModelLoadError: it cannot be loaded.
         As for `DocumentLibrary.model_of`.
     """
-    from penstock.cli.screen import loading
-    from penstock.models.loader import load
-
     called = shelf.model_of(name) if model is None else model
     try:
-        with loading(console, called):
-            return called, load(called, dtype=dtype, device=device)
+        return called, load_model(
+            console, called, dtype=dtype, device=device, source=source or ModelSource()
+        )
     except ModelLoadError as error:
         if model is not None:
             raise

@@ -1,17 +1,15 @@
 """`penstock fetch`: get a released model, or a model of the Hugging Face hub, ahead of its use."""
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli.console import say
+from penstock.cli.console import PlainConsole, say
+from penstock.cli.loading import BytesProgress
 from penstock.cli.model_options import RevisionOption, TrustOption
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
-
-_SAY_S = 1.0
 
 
 def fetch_command(
@@ -58,9 +56,10 @@ def _fetch_from_hub(name: str, revision: str | None, *, trust_remote_code: bool)
     import_torch()
     from penstock.models.loader import fetch_hub_model
 
-    folder = fetch_hub_model(
-        name, revision=revision, trust_remote_code=trust_remote_code, on_bytes=BytesSaid()
-    )
+    with BytesProgress(PlainConsole(stderr=True), f"fetching {name}") as progress:
+        folder = fetch_hub_model(
+            name, revision=revision, trust_remote_code=trust_remote_code, on_bytes=progress.update
+        )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     at = name if revision is None else f"{name} --revision {revision}"
     say(f"{name}: {format_bytes(size)} in {folder}\ntry it: penstock generate {at} --prompt TEXT")
@@ -80,21 +79,7 @@ def _fetch_released(name: str, source: str, to: Path | None) -> None:
         raise ConfigError(
             f"--to {to}: there is no folder {target.parent}; make it first (mkdir -p)"
         )
-    fetch(released, target, source=source, on_bytes=BytesSaid())
+    with BytesProgress(PlainConsole(stderr=True), f"fetching {name}") as progress:
+        fetch(released, target, source=source, on_bytes=progress.update)
     known = name if to is None else str(target)
     say(f"{name}: {target}\ntry it: penstock generate {known} --prompt-file FILE")
-
-
-class BytesSaid:
-    """Says now and then how far a fetch has come."""
-
-    def __init__(self) -> None:
-        self._said_s = time.perf_counter()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """`OnBytes`."""
-        now_s = time.perf_counter()
-        if now_s - self._said_s < _SAY_S:
-            return
-        self._said_s = now_s
-        say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%})", err=True)

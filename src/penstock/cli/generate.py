@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import PlainConsole
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.output_file import ForceOption, check_writable, written
 from penstock.core.errors import ConfigError, PromptError
 
@@ -27,7 +28,11 @@ class Dtype(StrEnum):
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model folder, or recall for the bundled model.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, OWNER/NAME on the Hugging Face hub, or recall for the bundled model.",
+    ),
 ]
 PolicyOption = Annotated[str, typer.Option(help="Which past tokens a step attends to.")]
 MemoryOption = Annotated[
@@ -101,6 +106,9 @@ def generate_command(
     prefill_chunk: PrefillChunkOption = 1024,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
     ] = False,
@@ -111,7 +119,8 @@ def generate_command(
 
     The answer goes to stdout, progress and the end table to stderr.
     """
-    from penstock.cli.screen import AnswerScreen, loading, show_report
+    from penstock.cli.loading import loading
+    from penstock.cli.screen import AnswerScreen, show_report
     from penstock.core.trace import TRACE, Tracer
     from penstock.generation.engine import LLM
     from penstock.generation.sampling import SamplingParams
@@ -124,11 +133,13 @@ def generate_command(
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace", TRACE, force=force)
-    with loading(console, model):
+    with loading(console, model) as progress:
         llm = LLM(
             model, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
             dtype=None if dtype is None else dtype.value, device=device, config=config,
             prefill_chunk_size=prefill_chunk, seal="auto" if seal is None else seal,
+            revision=revision, offline=offline or None, trust_remote_code=trust_remote_code,
+            on_bytes=progress.update,
         )  # fmt: skip
     quiet = as_json and not console.is_terminal
     with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:

@@ -8,6 +8,12 @@ RevisionOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Of a model on the hub: a branch, a tag or a commit."),
 ]
+OfflineOption = Annotated[
+    bool,
+    typer.Option(
+        "--offline", help="Take the model from this machine alone; HF_HUB_OFFLINE does the same."
+    ),
+]
 TrustOption = Annotated[
     bool,
     typer.Option(

@@ -1,8 +1,6 @@
 """What a person sees of a run: prefill's progress, the answer as it comes, and the end table."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
 
@@ -11,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.console import for_reader, plain
+from penstock.cli.console import for_reader
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.stats import PhaseStats
@@ -21,16 +19,6 @@ _STEPS_IN_A_PIPE = 10
 _INDEX = "indexing the prompt"
 _QUIET_S = 1.0
 """An index that takes less is not spoken of."""
-
-
-@contextlib.contextmanager
-def loading(console: Console, model: str) -> Iterator[None]:
-    """Say on a terminal that a model is being loaded, as long as it is."""
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(plain(f"loading {model}")):
-        yield
 
 
 class TokenProgress:

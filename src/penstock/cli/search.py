@@ -12,6 +12,8 @@ from rich.console import Console
 
 from penstock.cli.console import PlainConsole, for_reader
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.output_file import ForceOption, check_writable
 from penstock.cli.torch_command import TorchCommand, import_torch
 from penstock.core.errors import ConfigError
@@ -122,7 +124,8 @@ def search_command(
     store: _Store = "auto", strategy: _Strategy = Strategy.SCHEDULED,
     no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
     no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
-    device: DeviceOption = "cpu", dtype: DtypeOption = None, tree: _Tree = None,
+    device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,
+    offline: OfflineOption = False, trust_remote_code: TrustOption = False, tree: _Tree = None,
     as_json: _Json = False, force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Answer a prompt by searching: sample continuations, rate them, go on with the best.
@@ -130,7 +133,6 @@ def search_command(
     The best answer goes to stdout, the live view and the end table to stderr.
     """
     from penstock.cli.generate import read_prompt
-    from penstock.cli.screen import loading
     from penstock.search.beam_searcher import BeamSearcher, SearchMemory
     from penstock.search.search_params import SearchParams
 
@@ -145,15 +147,14 @@ def search_command(
         _check_tree(tree, force=force)
     rates = _scorer(scorer, length_penalty, device)
     text = read_prompt(prompt, prompt_file)
-    with loading(console, model):
-        searcher = BeamSearcher(
-            model, scorer=rates, device=device, dtype=None if dtype is None else dtype.value,
-            memory=SearchMemory(
-                memory=memory, store=store, strategy=strategy.value, overlap=not no_overlap,
-                balance=not no_balance, prefetch=not no_prefetch, share=not no_share,
-                block_tokens=block_tokens,
-            ),
-        )  # fmt: skip
+    kept = SearchMemory(
+        memory=memory, store=store, strategy=strategy.value, overlap=not no_overlap,
+        balance=not no_balance, prefetch=not no_prefetch, share=not no_share,
+        block_tokens=block_tokens,
+    )  # fmt: skip
+    source = ModelSource(revision, offline, trust_remote_code)
+    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
+    searcher = BeamSearcher(loaded, scorer=rates, memory=kept)
     quiet = as_json and not console.is_terminal
     output = _search(searcher, text, params, None if quiet else console, model, as_json)
     _tell(output, model, as_json)

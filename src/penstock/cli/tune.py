@@ -14,6 +14,8 @@ from rich.text import Text
 
 from penstock.cli.console import PlainConsole, plain
 from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.output_file import ForceOption, check_writable
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
@@ -78,6 +80,12 @@ class TuneProgress:
             self._console.print(f"tune {100 * share:>3.0f} %  {what}", soft_wrap=True)
 
 
+FloorOption = Annotated[
+    float | None,
+    typer.Option(metavar="NATS", help="Largest mean KL divergence from full attention."),
+]
+
+
 def tune_command(
     model: ModelArgument,
     output: Annotated[
@@ -107,12 +115,12 @@ def tune_command(
     tables: TablesOption = None,
     save_tables: SaveTablesOption = None,
     adapter: AdapterOption = None,
-    floor: Annotated[
-        float | None,
-        typer.Option(metavar="NATS", help="Largest mean KL divergence from full attention."),
-    ] = None,
+    floor: FloorOption = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the config itself instead of a table.")
     ] = False,
@@ -124,14 +132,14 @@ def tune_command(
     until it is done: the same command goes on where an interrupted one was.
     """
     from penstock.methods import POLICIES
-    from penstock.models.loader import load
     from penstock.tuner.fidelity import KL_FLOOR
     from penstock.tuner.tune import tune
 
     console = PlainConsole(stderr=True)
     journal = _check_outputs(output, save_tables, force=force)
     names = list(POLICIES) if policies == "all" else _names(policies)
-    loaded = load(model, dtype=None if dtype is None else dtype.value, device=device)
+    source = ModelSource(revision, offline, trust_remote_code)
+    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
     with TuneProgress(console) as progress, _kept(console, journal):
         tuned = tune(
             loaded, max_context=max_context, max_batch=max_batch, memory=memory, disk=disk,

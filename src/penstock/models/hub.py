@@ -196,8 +196,9 @@ class HubModel:
     def _unreachable(self, error: BaseException) -> ModelLoadError:
         said = error if isinstance(error, Exception) else Exception(str(error))
         return ModelLoadError(
-            f"{self.name} is not whole in the local Hugging Face cache, and {constants.ENDPOINT} "
-            f"cannot be reached ({said_of(said)}); with a network, run: {self.fetch_command}"
+            f"there is no model folder {self.name}, the local Hugging Face cache does not hold it "
+            f"whole, and {constants.ENDPOINT} cannot be reached ({said_of(said)}); with a network, "
+            f"run: {self.fetch_command}"
         )
 
     @property
@@ -231,8 +232,9 @@ class _Fetch:
             if name not in there:
                 start = done
 
-                def tell(bytes: int, name: str = name, start: int = start) -> None:
-                    self._on_bytes(f"fetching {name}", min(start + bytes, total), total)
+                def tell(bytes: int, start: int = start) -> None:
+                    now = min(start + bytes, total)
+                    self._on_bytes(f"fetching {self._model.name}", now, total)
 
                 self._model._download(name, self._commit, _bar_for(tell))
                 done += sizes[name]
