@@ -210,7 +210,7 @@ class LiveRow:
             "written_bytes": counted["written_bytes"] / count,
             "ledger_bytes": report.used_bytes, "ledger_items": report.items,
             "full_cache_bytes": report.full_cache_bytes,
-            "selected_tokens": plan.selected_groups, "slots": plan.num_slots,
+            "selected_tokens": plan.selected_units, "slots": plan.num_slots,
             "shared_pools": plan.shared_pools, "fill_s": self._fill_s,
             "first_step_s": self._first_s, "prompt_tokens": self._text.prompt_tokens,
             "right": self._right / (self._text.decoded - 1),

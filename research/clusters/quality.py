@@ -154,7 +154,7 @@ def decode(
         known = {
             "ledger_bytes": report.used_bytes, "full_bytes": report.full_cache_bytes,
             "units_wanted": counted.units_wanted, "units_hit": counted.units_hit,
-            "selected": cache.plan.selected_groups,
+            "selected": cache.plan.selected_units,
         }  # fmt: skip
     return Trace(np.array(likeliest), np.array(nats)), known
 

@@ -40,7 +40,7 @@ class StatedUnits:
         number = stream.number if at_turns else steps.expand_as(stream.number)
         number = number.repeat_interleave(rows // number.shape[1], dim=1)
         self._entry = number * rows + torch.arange(rows, device=device)
-        size = (SEGMENTS * rows, plan.selected_groups)
+        size = (SEGMENTS * rows, plan.selected_units)
         self._ids = torch.full(size, -1, dtype=torch.int32, device=device)
         self._stream = stream
 
@@ -57,7 +57,7 @@ class StatedUnits:
             Otherwise the method's own selections stay.
         """
         plan = self._plan
-        width, rows = plan.selected_groups, plan.batch
+        width, rows = plan.selected_units, plan.batch
         end = length // plan.group_tokens - plan.window_slots
         choices = (end - plan.sink_slots) // width
         if choices < 2:

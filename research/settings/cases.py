@@ -221,7 +221,7 @@ def _begin(bench: Measurement, case: Case, device: str) -> dict[str, Any]:
 
 def _choices(plan: SlotPlan) -> dict[str, Any]:
     return {
-        "num_slots": plan.num_slots, "selected_groups": plan.selected_groups,
+        "num_slots": plan.num_slots, "selected_groups": plan.selected_units,
         "group_tokens": plan.group_tokens, "shared_pools": plan.shared_pools,
         "index": format_bytes(plan.index_bytes), "unit_bytes": plan.unit_bytes,
         "predicting_weights": plan.predictor_bytes,

@@ -40,11 +40,11 @@ class LayerMeter:
         self._counts, self._groups = counts, groups
         self._sets: dict[str, Tensor] = {}
         self._past: dict[str, Tensor] = {}
-        max_groups = max_tokens // GROUP_TOKENS
+        max_units = max_tokens // GROUP_TOKENS
         self._buffers = [
-            ReuseBuffer(batch, round(size * groups), max_groups) for size in BUFFER_SIZES
+            ReuseBuffer(batch, round(size * groups), max_units) for size in BUFFER_SIZES
         ]
-        self.group_counts = torch.zeros(batch, max_groups, dtype=torch.int64)
+        self.group_counts = torch.zeros(batch, max_units, dtype=torch.int64)
         """How often each group was selected, steps and rows that count."""
         self.token_counts = torch.zeros(batch, max_tokens, dtype=torch.int64)
         """How often each token was among the most important fifth."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.shape import KVShape
-from penstock.core.slot_plan import SizingRequest, SlotPlan, host_groups
+from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units
 from penstock.engine.device_tier.host_memory import HostMemory
 from penstock.methods import Quest, SelectionPolicy
 from penstock.methods.baselines.arkvale import ArkVale
@@ -29,14 +29,14 @@ def plan_of(policy: SelectionPolicy, max_tokens: int) -> SlotPlan:
 
 @given(groups=st.integers(1, 1 << 20), unit=st.integers(1, 64).map(lambda n: 512 * n))
 def test_rows_never_lie_a_clash_apart(groups: int, unit: int) -> None:
-    held = host_groups(groups, unit)
+    held = host_units(groups, unit)
     assert held - groups in (0, 1)
     assert held * unit % CLASH
     assert (held == groups) == bool(groups * unit % CLASH)
 
 
 def test_units_that_are_multiples_themselves_are_left_alone() -> None:
-    assert host_groups(100, CLASH) == 100
+    assert host_units(100, CLASH) == 100
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_a_plan_counts_what_is_taken(policy: SelectionPolicy, max_tokens: int) -
 
 def test_units_and_tokens_are_the_same_bytes() -> None:
     plan = plan_of(Quest(group_tokens=8, selected_tokens=64), 8192)
-    assert plan.host_groups == plan.max_groups + 1
+    assert plan.host_units == plan.max_units + 1
     memory = HostMemory(plan, SHAPE, CPU)
     memory.units.zero_()
     memory.tokens[1, 8191] = 1.0
-    assert memory.units[1, plan.max_groups - 1].view(SHAPE.dtype).sum() == 2 * SHAPE.head_dim
+    assert memory.units[1, plan.max_units - 1].view(SHAPE.dtype).sum() == 2 * SHAPE.head_dim
     assert not memory.units[[0, 2]].any()
-    assert not memory.units[:, plan.max_groups :].any()
+    assert not memory.units[:, plan.max_units :].any()

@@ -122,13 +122,13 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
     if isinstance(policy, HillInfer):
         return near_temporary_bytes(policy, plan)
     if isinstance(policy, Quest):
-        return plan.batch * (16 * plan.max_groups + 4 * MAX_TOKENS)
+        return plan.batch * (16 * plan.max_units + 4 * MAX_TOKENS)
     if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:
         return 0
     assert policy.rank is not None
     assert policy.index_bits is not None
     scratch = LowRankIndex.scratch_bytes(
-        SHAPE, batch=BATCH, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        SHAPE, batch=BATCH, max_units=plan.max_units, group_tokens=plan.group_tokens,
         rank=policy.rank if runtime.config.adapter is None else 56, bits=policy.index_bits,
     )  # fmt: skip
     return scratch + 16 * SHAPE.joint_dim**2

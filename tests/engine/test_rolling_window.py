@@ -46,7 +46,7 @@ class Twin:
     def prefill(self, count: int, first: list[int] | None = None) -> None:
         if self.length == 0:
             self.first = first or [0] * self.batch
-            self.window.set_first_groups(torch.tensor(self.first) // self.group)
+            self.window.set_start_units(torch.tensor(self.first) // self.group)
         keys, values = self.new_tokens(count)
         self.window.write_many(keys, values, self.length)
         self.length += count

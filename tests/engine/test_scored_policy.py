@@ -52,8 +52,8 @@ class Rounded(ScoredPolicy):
 def make_index(policy: ScoredPolicy, shape: KVShape, batch: int = 1, units: int = 3) -> ScoredIndex:
     index = policy.make_index(
         IndexRequest(
-            shape=shape, batch=batch, max_groups=units, group_tokens=4, scaling=1.0, adapter=None,
-            device=torch.device("cpu"), score_tokens=0, selected_groups=2,
+            shape=shape, batch=batch, max_units=units, group_tokens=4, scaling=1.0, adapter=None,
+            device=torch.device("cpu"), score_tokens=0, selected_units=2,
         )
     )  # fmt: skip
     assert isinstance(index, ScoredIndex)

@@ -72,12 +72,12 @@ def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest
         assert plan.total_bytes <= limit
     assert type(chosen) is type(policy)
     assert plan.batch == request.batch
-    assert plan.max_groups * plan.group_tokens >= request.max_tokens
+    assert plan.max_units * plan.group_tokens >= request.max_tokens
     if plan.is_resident:
         assert plan.total_bytes >= request.shape.full_cache_bytes(request.batch, request.max_tokens)
         return
     if policy.retrieves:
-        assert 1 <= plan.selected_groups <= plan.num_slots
+        assert 1 <= plan.selected_units <= plan.num_slots
     if not policy.stays_resident:
         assert plan.window_slots >= 2
         assert plan.num_slots >= 2
@@ -128,7 +128,7 @@ def test_no_limit_selects_everything() -> None:
     _, plan = KVSwap().plan(request)
     assert plan.is_resident
     _, plan = KVSwap().plan(replace(request, must_tier=True))
-    assert plan.selected_groups == plan.num_slots == plan.max_groups == 250
+    assert plan.selected_units == plan.num_slots == plan.max_units == 250
     assert not plan.shared_pools
 
 

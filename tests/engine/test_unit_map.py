@@ -95,7 +95,7 @@ def test_random_lives(batch: int, steps: list[tuple[str, object]]) -> None:
 
 def test_shared_units_are_never_handed_out() -> None:
     units = UnitMap(1, MAX_GROUPS)
-    units.share(0, np.array([3, 1, 2]), num_units=5)
+    units.share(0, np.array([3, 1, 2]), num_places=5)
     assert units.ensure(0, 3) == 5
     assert units.ensure(3, 5) == 7
     assert units.table[0, :5].tolist() == [3, 1, 2, 5, 6]

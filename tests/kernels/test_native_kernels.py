@@ -295,7 +295,7 @@ def test_codes_are_stored_as_by_torch(bits: int) -> None:
     made = []
     for few in (64, 0):
         index = LowRankIndex(
-            shape, batch=2, max_groups=600, group_tokens=4, rank=16, bits=bits, scaling=0.25,
+            shape, batch=2, max_units=600, group_tokens=4, rank=16, bits=bits, scaling=0.25,
             head_reduction="softmax", adapter=adapter, device=torch.device("cpu"),
         )  # fmt: skip
         before, low_rank._FEW_TOKENS = low_rank._FEW_TOKENS, few

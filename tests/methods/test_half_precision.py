@@ -30,12 +30,12 @@ def shape_of(dtype: torch.dtype) -> KVShape:
 
 def made(name: str, dtype: torch.dtype) -> KeyIndex:
     shape = shape_of(dtype)
-    sizes: dict[str, Any] = {"batch": 1, "max_groups": TOKENS // 8, "device": CPU}
+    sizes: dict[str, Any] = {"batch": 1, "max_units": TOKENS // 8, "device": CPU}
     if name in ("quest", "arkvale"):
         return POLICIES[name]().make_index(
             IndexRequest(
                 shape=shape, group_tokens=8, scaling=SCALING, adapter=None, score_tokens=0,
-                selected_groups=4, **sizes,
+                selected_units=4, **sizes,
             )
         )  # fmt: skip
     if name == "shadowkv":
@@ -48,9 +48,9 @@ def made(name: str, dtype: torch.dtype) -> KeyIndex:
             shape, group_tokens=8, rank=DIM, bits=16, head_reduction="sum", scaling=SCALING,
             adapter=None, **sizes,
         )  # fmt: skip
-    sizes["max_groups"] = TOKENS
+    sizes["max_units"] = TOKENS
     if name == "raas":
-        return TimeStamps(shape, scaling=SCALING, selected_groups=20, **sizes)
+        return TimeStamps(shape, scaling=SCALING, selected_units=20, **sizes)
     return (HeavyHitters if name == "h2o" else ObservationVotes)(shape, scaling=SCALING, **sizes)
 
 

@@ -71,7 +71,7 @@ def tensors(adapter: LowRankAdapter, tmp_path_factory: pytest.TempPathFactory) -
 
 def make_index(bits: int, adapter: LowRankAdapter | None, batch: int = 1) -> LowRankIndex:
     return LowRankIndex(
-        SHAPE, batch=batch, max_groups=UNITS, group_tokens=2, rank=RANK, bits=bits,
+        SHAPE, batch=batch, max_units=UNITS, group_tokens=2, rank=RANK, bits=bits,
         head_reduction="softmax", scaling=0.25, device=torch.device("cpu"),
         adapter=None if adapter is None else adapter.layers[0],
     )  # fmt: skip

@@ -69,7 +69,7 @@ def test_a_part_of_a_plan_keeps_its_choices(policy: Any) -> None:
     limit = LLAMA.full_cache_bytes(1, 32768) // 8
     chosen, plan = plan_whole(policy, 32768, 1, limit, MACHINE)
     part = part_of(plan, 4, 32)
-    assert (part.num_slots, part.selected_groups) == (plan.num_slots, plan.selected_groups)
+    assert (part.num_slots, part.selected_units) == (plan.num_slots, plan.selected_units)
     assert part.index_bytes == -(-plan.index_bytes // 8)
     assert part_of(plan, 32, 32) == plan
     rows = plan.batch * plan.unit_bytes

@@ -253,7 +253,7 @@ def test_neighbours_are_found_from_runs_that_reuse_too() -> None:
 # Work of a plan ---------------------------------------------------------------------------------
 
 PLAN = SlotPlan(
-    batch=6, max_groups=512, group_tokens=4, num_slots=150, selected_groups=100, sink_slots=1,
+    batch=6, max_units=512, group_tokens=4, num_slots=150, selected_units=100, sink_slots=1,
     window_slots=17, shared_pools=False, compact=False, index_bytes=7777, fixed_bytes=0,
     unit_bytes=4096, staging_rows=0, pool_bytes=0,
 )  # fmt: skip

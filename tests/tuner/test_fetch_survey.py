@@ -62,7 +62,7 @@ def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]
         run.decode(ROUNDS * STEPS)
         plan = run.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return run.figures(), FetchSetting(plan.group_tokens, plan.selected_groups, slots)
+        return run.figures(), FetchSetting(plan.group_tokens, plan.selected_units, slots)
 
 
 def test_its_own_setting_is_counted_exactly(work: Workpiece) -> None:
@@ -148,7 +148,7 @@ SHAPE = KVShape(
 
 def index_of(group_tokens: int, keys: torch.Tensor, bits: int = 8) -> LowRankIndex:
     index = LowRankIndex(
-        SHAPE, batch=1, max_groups=keys.shape[1] // group_tokens, group_tokens=group_tokens,
+        SHAPE, batch=1, max_units=keys.shape[1] // group_tokens, group_tokens=group_tokens,
         rank=24, bits=bits, head_reduction="softmax", scaling=0.25, adapter=None,
         device=torch.device("cpu"),
     )  # fmt: skip

@@ -61,7 +61,7 @@ class Machine:
         assert chosen == policy, "what is run has no open choice"
         assert limit is None or plan.total_bytes <= limit
         rate = self.task.tables.reuse_rate(
-            plan.group_tokens, plan.selected_groups * plan.group_tokens,
+            plan.group_tokens, plan.selected_units * plan.group_tokens,
             plan.num_slots * plan.group_tokens,
         )  # fmt: skip
         return work_of(

@@ -114,7 +114,7 @@ def test_every_method_overlaps_as_much_as_it_says(
         assert not cache.plan.is_resident
         assert cache.policy.name == name
         counted, shared = cache.stats.decode, cache.plan.shared_pools
-        selected = cache.plan.selected_groups
+        selected = cache.plan.selected_units
         assert cache.plan.num_slots == selected
     assert sorted(watched.steps) == [0, 1, 2], "one stream a layer"
     for steps in watched.steps.values():
@@ -256,7 +256,7 @@ def test_all_work_is_done(name: str, model: CausalLM, monkeypatch: pytest.Monkey
             decode(model, cache)
             done.append(dict(calls))
             plan = cache.plan
-        assert plan.selected_groups
+        assert plan.selected_units
     assert len(done[0][ranks]) == 3 * STEPS
     fitted = {method: found for method, found in done[0].items() if method != "append"}
     assert fitted == {method: found for method, found in done[1].items() if method != "append"}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 class Selection:
     """Units chosen by a policy, per batch row, spanning all KV heads.
 
-    Per-head units (clusters, segments) will add a `kv_heads` axis of their own; a group spans all.
+    Per-head units (clusters, segments) will add a `kv_heads` axis of their own; a unit spans all.
     """
 
     unit_ids: NDArray[np.int64]

@@ -7,11 +7,11 @@ from penstock.core.errors import BudgetError
 from penstock.core.shape import KVShape
 
 _CLASH_BYTES = 128 << 10
-"""Rows in host memory that begin a multiple of this apart are written slowly, see `host_groups`."""
+"""Rows in host memory that begin a multiple of this apart are written slowly, see `host_units`."""
 
 
-def host_groups(max_groups: int, unit_bytes: int) -> int:
-    """Groups of a row of the device tier's host memory: one more where rows would clash.
+def host_units(max_units: int, unit_bytes: int) -> int:
+    """Units of a row of the device tier's host memory: one more where rows would clash.
 
     Every step writes a token to every row, by the GPU and at the same place of each. Rows that
     begin a multiple of 2 MiB apart cost a step of 16,384 rows 82 to 98 ms instead of 14; 512 bytes
@@ -19,11 +19,11 @@ def host_groups(max_groups: int, unit_bytes: int) -> int:
     probably put what lies so far apart into the same few lines.
 
     Args:
-        max_groups: groups that a sequence fills.
+        max_units: units that a sequence fills.
         unit_bytes: bytes of one; if they are such a multiple themselves, nothing is added.
     """
-    clash = max_groups * unit_bytes % _CLASH_BYTES == 0 and unit_bytes % _CLASH_BYTES > 0
-    return max_groups + clash
+    clash = max_units * unit_bytes % _CLASH_BYTES == 0 and unit_bytes % _CLASH_BYTES > 0
+    return max_units + clash
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class SlotPlan:
     """Sizes of every fixed allocation of a cache, per layer and batch row unless said otherwise."""
 
     batch: int
-    max_groups: int
-    """Groups that a sequence of `max_tokens` tokens fills."""
+    max_units: int
+    """Units that a sequence of `max_tokens` tokens fills."""
     group_tokens: int
     num_slots: int
     """Slots of a pool (reuse capacity, or the preload buffer when pools are shared)."""
-    selected_groups: int
-    """Groups that one step selects (the paper's M)."""
+    selected_units: int
+    """Units that one step selects (the paper's M)."""
     sink_slots: int
     window_slots: int
     shared_pools: bool
@@ -49,7 +49,7 @@ class SlotPlan:
     fixed_bytes: int
     """Tables, staging and scratch of all layers and rows, in bytes."""
     unit_bytes: int
-    """Bytes of one group of one layer."""
+    """Bytes of one unit of one layer."""
     staging_rows: int
     """Rows of one staging section; 0 when reads land in the slots."""
     score_tokens: int = 0
@@ -78,7 +78,7 @@ class SlotPlan:
 
     def with_predictor(self, size_bytes: int, limit_bytes: int | None) -> "SlotPlan":
         """This plan with copies of the predicting weights, if the budget has room left for them."""
-        if self.is_resident or not self.selected_groups:
+        if self.is_resident or not self.selected_units:
             return self
         if limit_bytes is not None and self.total_bytes + size_bytes > limit_bytes:
             return self
@@ -90,9 +90,9 @@ class SlotPlan:
         return self.num_slots == 0
 
     @property
-    def host_groups(self) -> int:
-        """Groups of a row in host memory (device tier); see the function."""
-        return host_groups(self.max_groups, self.unit_bytes)
+    def host_units(self) -> int:
+        """Units of a row in host memory (device tier); see the function."""
+        return host_units(self.max_units, self.unit_bytes)
 
     @property
     def kept_slots(self) -> int:
@@ -125,7 +125,7 @@ class SizingRequest:
     """Tokens are on disk already: the plan may not keep everything in memory."""
 
     def row_bytes(self, group_tokens: int) -> int:
-        """A group's place on disk: its bytes, padded to whole sectors."""
+        """A unit's place on disk: its bytes, padded to whole sectors."""
         unit = group_tokens * self.shape.token_bytes
         return -(-unit // self.sector_bytes) * self.sector_bytes
 

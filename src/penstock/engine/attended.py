@@ -22,14 +22,14 @@ def attended_tokens(
     pool: TokenPool,
     table: SlotTable,
     plan: SlotPlan,
-    first_groups: NDArray[np.int64],
+    start_units: NDArray[np.int64],
     length: int,
     selected_slots: NDArray[np.int64] | None,
 ) -> Tensor:
     """Where the tokens of a pool come from: what its mask shows, as positions.
 
     Args:
-        first_groups: group that each row's sinks begin with. [rows]
+        start_units: unit that each row's sinks begin with. [rows]
         length: tokens of the sequence, the new one included.
         selected_slots: slots that were gathered, minus one for none, when attention saw those and
             sinks and window alone; None when it saw the whole pool. [rows, wanted]
@@ -48,15 +48,15 @@ def attended_tokens(
     # The window holds the newest units, each at its number modulo its slots (see RollingWindow).
     newest = -(-length // group_tokens) - 1
     newest_units = newest - (newest - np.arange(plan.window_slots)) % plan.window_slots
-    sinks = first_groups[:, None] + np.arange(plan.sink_slots)
-    groups = np.concatenate(
+    sinks = start_units[:, None] + np.arange(plan.sink_slots)
+    units = np.concatenate(
         [table.unit_in, sinks, np.broadcast_to(newest_units, (len(sinks), plan.window_slots))],
         axis=1,
     )
-    first = torch.from_numpy(groups.astype(np.int64)).to(device) * group_tokens
+    first = torch.from_numpy(units.astype(np.int64)).to(device) * group_tokens
     offsets = torch.arange(group_tokens, device=device)
     positions = (first[:, :, None] + offsets).flatten(1)
-    times = torch.zeros(len(groups), length, dtype=torch.int64, device=device)
+    times = torch.zeros(len(units), length, dtype=torch.int64, device=device)
     known = positions.clamp(0, length - 1)
     assert bool((shown <= (positions == known)).all()), "a place without a token is visible"
     times.scatter_add_(1, known, shown.long())

@@ -15,7 +15,7 @@ class CompactPool:
 
     def __init__(self, setup: LayerSetup) -> None:
         plan, shape = setup.plan, setup.shape
-        self._slots = plan.selected_groups + plan.kept_slots
+        self._slots = plan.selected_units + plan.kept_slots
         self._batch, self._group_tokens = plan.batch, plan.group_tokens
         count = self._batch * self._slots
         self._memory = torch.empty(count, plan.unit_bytes, dtype=torch.uint8, device=setup.device)

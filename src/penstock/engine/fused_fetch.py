@@ -75,15 +75,15 @@ class FusedFetch:
         replacement: ReplacementPolicy,
         stored: NDArray[np.int64],
         query: Tensor,
-        groups: tuple[int, int],
+        between: tuple[int, int],
         wanted: int,
     ) -> Fetch | None:
         """Select, plan and submit, or leave everything as it is.
 
         Args:
-            stored: unit of the file that a group is. [batch, max_groups]
+            stored: place of each unit in the file, see `UnitMap`. [batch, max_units]
             query: [batch, num_heads, head_dim]
-            groups: the first and the end of those that may be chosen, in every row.
+            between: the first and the end of the units that may be chosen, in every row.
 
         Raises:
             FetchError: the store is closed.
@@ -102,7 +102,7 @@ class FusedFetch:
             self._made = made
         if made is None:
             return None
-        return self._run(made, query.contiguous(), groups, min(wanted, groups[1] - groups[0]))
+        return self._run(made, query.contiguous(), between, min(wanted, between[1] - between[0]))
 
     def _make(
         self,
@@ -126,13 +126,13 @@ class FusedFetch:
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)
 
     def _run(
-        self, made: _PreparedFetch, query: Tensor, groups: tuple[int, int], wanted: int
+        self, made: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int
     ) -> Fetch:
         found: Fetched | None = None
 
         def start(context: int, room: int, key: int) -> Submission:
             nonlocal found
-            found = made.call.submit(query, groups, wanted, context, room, key)
+            found = made.call.submit(query, between, wanted, context, room, key)
             iocbs = _NOTHING if found.iocbs is None else found.iocbs
             requests = Requests(iocbs, found.address, found.read_bytes, 0)
             return Submission(requests, found.taken, found.submitted_ns)

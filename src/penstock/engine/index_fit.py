@@ -14,8 +14,8 @@ SAMPLE_TOKENS = 2048
 """Keys of the prompt that a basis is made from when no adapter is at hand, all rows together."""
 
 
-def sample_groups(closed: int, sequences: int, group_tokens: int) -> NDArray[np.int64]:
-    """Groups of each row that a basis is made from: evenly apart, of [0, closed). [groups]"""
+def sample_units(closed: int, sequences: int, group_tokens: int) -> NDArray[np.int64]:
+    """Units of each row that a basis is made from: evenly apart, of [0, closed). [units]"""
     most = max(1, SAMPLE_TOKENS // sequences // group_tokens)
     return np.unique(np.linspace(0, closed - 1, min(closed, most)).astype(np.int64))
 

@@ -17,9 +17,9 @@ def index_request(
 ) -> IndexRequest:
     """What a policy is given to make layer i's index. shape: of a row."""
     return IndexRequest(
-        shape=shape, batch=plan.batch, max_groups=plan.max_groups, group_tokens=plan.group_tokens,
+        shape=shape, batch=plan.batch, max_units=plan.max_units, group_tokens=plan.group_tokens,
         scaling=config.logit_scaling, adapter=None if config.adapter is None else config.adapter[i],
-        device=config.device, score_tokens=plan.score_tokens, selected_groups=plan.selected_groups,
+        device=config.device, score_tokens=plan.score_tokens, selected_units=plan.selected_units,
         rows_per_sequence=rows_per_sequence, rotary=config.rotary,
     )  # fmt: skip
 

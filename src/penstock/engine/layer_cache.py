@@ -55,12 +55,12 @@ class LayerSetup:
 
 
 class LayerCache(Layer):
-    """Full KV of one layer on disk, its newest groups in a window, a pool of slots to fetch into.
+    """Full KV of one layer on disk, its newest units in a window, a pool of slots to fetch into.
 
     Tokens of one batch row, by position:
 
-        [0, closed)          whole groups, written to the store (closed = length // G * G)
-        [closed, length)     the unfinished group, in the window only
+        [0, closed)          whole units, written to the store (closed = length // G * G)
+        [closed, length)     the unfinished unit, in the window only
 
     This class attends exactly, by streaming everything that is not in the window through the
     slots, block by block (two halves: one is read into while the other is attended to). It serves
@@ -132,13 +132,13 @@ class LayerCache(Layer):
         tokens, mask = self.window.tokens[:, first:], self.window.mask[:, first:]
         total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
 
-    def _stream(self, total: AttentionSum, end_group: int, visible: Tensor | None) -> None:
-        """Add the groups [0, end_group) to the softmax, reading one block ahead."""
-        if end_group == 0:
+    def _stream(self, total: AttentionSum, end_unit: int, visible: Tensor | None) -> None:
+        """Add the units [0, end_unit) to the softmax, reading one block ahead."""
+        if end_unit == 0:
             return
         self.forget_slots()
         group_tokens = self.setup.plan.group_tokens
-        blocks = self._blocks(0, end_group)
+        blocks = self._blocks(0, end_unit)
         pending = self._read_block(blocks[0])
         try:
             for i, (first, end, slot) in enumerate(blocks):
@@ -156,7 +156,7 @@ class LayerCache(Layer):
             raise
 
     def _blocks(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """Cut [first, end) into (first group, end group, first slot), the slots' halves in turn."""
+        """Cut [first, end) into (first unit, end unit, first slot), the slots' halves in turn."""
         plan = self.setup.plan
         half = max(1, plan.num_slots // 2)
         size = min(half, max(1, STREAM_BLOCK_TOKENS // plan.group_tokens))
@@ -190,7 +190,7 @@ class LayerCache(Layer):
     # Taking tokens in -----------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
-        """Take new tokens in: groups that close go to the store and the index, the rest stays.
+        """Take new tokens in: units that close go to the store and the index, the rest stays.
 
         Args:
             keys: [batch, kv_heads, new_tokens, head_dim]
@@ -204,62 +204,62 @@ class LayerCache(Layer):
             return
         if start == 0 or visible is not None:
             first = first_visible(visible, keys) // self.setup.plan.group_tokens
-            self._set_first_groups(first)
+            self._set_start_units(first)
         if is_step:  # not through the slots, which hold what the step has selected
             self.append_one(keys, values)
             self.window.refresh(self.length, visible)
             return
-        self._write_groups(keys, values)
+        self._write_units(keys, values)
         self._window_transfer.drain()
         self._touched = start + count
         self.window.write_many(keys, values, start)
         self.length = start + count
         self.window.refresh(self.length, visible)
 
-    def _set_first_groups(self, first_group: Tensor) -> None:
-        """Say where each row begins (left padding). first_group: int64 [batch]"""
+    def _set_start_units(self, start_unit: Tensor) -> None:
+        """Say where each row begins (left padding). start_unit: int64 [batch]"""
         if self.window.sink_slots:
-            self.window.set_first_groups(first_group)
+            self.window.set_start_units(start_unit)
 
     def append_one(self, keys: Tensor, values: Tensor) -> None:
-        """Take one decoded token in; the group it closes, if any, is written behind the loop."""
-        group, offset = divmod(self.length, self.setup.plan.group_tokens)
+        """Take one decoded token in; the unit it closes, if any, is written behind the loop."""
+        unit, offset = divmod(self.length, self.setup.plan.group_tokens)
         if offset == 0:
-            # The group that leaves the window now must be on disk before it can be selected.
+            # The unit that leaves the window now must be on disk before it can be selected.
             self._window_transfer.drain()
         self._touched = self.length + 1
         self.window.write_one(keys, values, self.length)
         self.length += 1
         if offset + 1 == self.setup.plan.group_tokens:
-            self._close_group(group)
+            self._close_unit(unit)
 
-    def _close_group(self, group: int) -> None:
-        plan, slot = self.setup.plan, self.window.window_slot(group)
-        self._reserve(group, group + 1)
+    def _close_unit(self, unit: int) -> None:
+        plan, slot = self.setup.plan, self.window.window_slot(unit)
+        self._reserve(unit, unit + 1)
         rows = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))
-        self._window_transfer.write(self.setup.units.table[:, group].copy(), rows, later=True)
+        self._window_transfer.write(self.setup.units.table[:, unit].copy(), rows, later=True)
         self._count_write(plan.batch)
         places = slice(slot * plan.group_tokens, (slot + 1) * plan.group_tokens)
-        self.on_closed(self.window.tokens[:, places, 0], group)
+        self.on_closed(self.window.tokens[:, places, 0], unit)
 
-    def _write_groups(self, keys: Tensor, values: Tensor) -> None:
-        """Write the groups that `keys` and `values` close, through the slots, half by half."""
+    def _write_units(self, keys: Tensor, values: Tensor) -> None:
+        """Write the units that `keys` and `values` close, through the slots, half by half."""
         plan, group_tokens = self.setup.plan, self.setup.plan.group_tokens
         start, end = self.length, self.length + keys.shape[2]
-        first_group, end_group = start // group_tokens, end // group_tokens
-        if first_group == end_group:
+        first_unit, end_unit = start // group_tokens, end // group_tokens
+        if first_unit == end_unit:
             return
         self.forget_slots()
-        self._reserve(first_group, end_group)
-        unfinished = start - first_group * group_tokens
-        for first, last, slot in self._blocks(first_group, end_group):
+        self._reserve(first_unit, end_unit)
+        unfinished = start - first_unit * group_tokens
+        for first, last, slot in self._blocks(first_unit, end_unit):
             places = slice(slot * group_tokens, (slot + last - first) * group_tokens)
             self.transfer.drain(keep=1)  # the other half may still be on its way to the disk
             target = self.pool.tokens[:, places]
             skip = 0
-            if first == first_group and unfinished:
+            if first == first_unit and unfinished:
                 positions = torch.arange(start - unfinished, start, device=keys.device)
                 target[:, :unfinished] = self.window.tokens[:, self.window.window_places(positions)]
                 skip = unfinished
@@ -273,10 +273,10 @@ class LayerCache(Layer):
         if plan.shared_pools:
             self.transfer.drain()  # the next layer but one uses the same slots
 
-    def _reserve(self, first_group: int, end_group: int) -> None:
-        num_units = self.setup.units.ensure(first_group, end_group)
+    def _reserve(self, first_unit: int, end_unit: int) -> None:
+        num_units = self.setup.units.ensure(first_unit, end_unit)
         if num_units > self._reserved_units:
-            # Grow by a quarter at least: growing a file by one group at a time costs more.
+            # Grow by a quarter at least: growing a file by one unit at a time costs more.
             shared = self.setup.units.shared_units
             own = max(0, self._reserved_units - shared)
             target = max(num_units, shared + own * 5 // 4)
@@ -291,15 +291,15 @@ class LayerCache(Layer):
         self.setup.phase.writes += 1
         self.setup.phase.written_bytes += num_units * self.setup.store.row_bytes
 
-    def on_closed(self, keys: Tensor, first_group: int) -> None:
-        """Groups from `first_group` on have closed; keys: [batch, tokens, kv_heads, head_dim]."""
+    def on_closed(self, keys: Tensor, first_unit: int) -> None:
+        """Units from `first_unit` on have closed; keys: [batch, tokens, kv_heads, head_dim]."""
 
     # What is on disk already ------------------------------------------------------------------
 
     def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Go on as if the tokens before `length` had been taken in: their units are in the store.
 
-        The groups in the window are read; nothing is hidden by padding.
+        The units in the window are read; nothing is hidden by padding.
 
         Raises:
             FetchError: a read failed.
@@ -308,22 +308,22 @@ class LayerCache(Layer):
         self.forget_slots()
         if self.length == 0 and self.window.sink_slots:
             rows = self.setup.plan.batch
-            self.window.set_first_groups(
+            self.window.set_start_units(
                 torch.zeros(rows, dtype=torch.int64, device=self.setup.device)
             )
         self.length = self._touched = length
         started = -(-length // self.setup.plan.group_tokens)
-        for group in range(self.window.first_window_unit(length), started):
-            self._reload(group)
-        for group in range(min(self.window.sink_slots, started)):
-            self._reload(group, slot=group)
+        for unit in range(self.window.first_window_unit(length), started):
+            self._reload(unit)
+        for unit in range(min(self.window.sink_slots, started)):
+            self._reload(unit, slot=unit)
         self.window.refresh(length, None)
 
     def read_tokens(self, start: int, end: int) -> Tensor:
         """Keys and values of tokens that are held, from the store and the window.
 
         Args:
-            start: a multiple of the group's tokens.
+            start: a multiple of the unit's tokens.
 
         Returns:
             [rows, end - start, 2, kv_heads, head_dim]
@@ -338,8 +338,8 @@ class LayerCache(Layer):
         self.forget_slots()
         closed = max(start, self.length // group_tokens * group_tokens)
         parts = []
-        end_group = -(-min(closed, end) // group_tokens)
-        for first, last, _ in self._blocks(start // group_tokens, end_group):
+        end_unit = -(-min(closed, end) // group_tokens)
+        for first, last, _ in self._blocks(start // group_tokens, end_unit):
             slots = np.arange(last - first)
             units = self.setup.units.table[:, first:last].reshape(-1)
             self._land(self.transfer.read(units, self.pool_rows(slots)))
@@ -363,20 +363,20 @@ class LayerCache(Layer):
         self._touched = touched
         wanted = self.window.first_window_unit(length)
         started = -(-length // group_tokens)
-        for group in range(wanted, min(held, started)):
-            self._reload(group)
+        for unit in range(wanted, min(held, started)):
+            self._reload(unit)
         self.forget_slots()
         self.window.refresh_cropped(length)
         self._touched = length
 
-    def _reload(self, group: int, slot: int | None = None) -> None:
-        """Read a group into its place of the window, or into another slot of the window."""
+    def _reload(self, unit: int, slot: int | None = None) -> None:
+        """Read a unit into its slot of the window, or into another of the kept slots."""
         plan = self.setup.plan
-        slot = self.window.window_slot(group) if slot is None else slot
+        slot = self.window.window_slot(unit) if slot is None else slot
         rows = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
             rows = self.pool_rows(np.array([plan.num_slots + slot]))
-        self._window_transfer.read(self.setup.units.table[:, group].copy(), rows).land()
+        self._window_transfer.read(self.setup.units.table[:, unit].copy(), rows).land()
 
     def drain(self) -> None:
         """Wait for every write of this layer. Raises what the writes raised."""

@@ -38,14 +38,14 @@ class IndexRequest:
 
     shape: KVShape
     batch: int
-    max_groups: int
+    max_units: int
     group_tokens: int
     scaling: float
     adapter: LayerAdapter | None
     device: torch.device
     score_tokens: int
     """See `SlotPlan.score_tokens`."""
-    selected_groups: int
+    selected_units: int
     """Units of a selection."""
     rows_per_sequence: int = 1
     """KV heads of a sequence, when each is a row of its own (`SelectionPolicy.per_head`)."""
@@ -168,8 +168,8 @@ class SelectionPolicy(ABC):
     def make_device_index(self, request: IndexRequest) -> DeviceIndex:
         """Make one layer's index for the device tier: the same one, every unit scored each step."""
         return ScoredUnits(
-            self.make_index(request), rows=request.batch, max_units=request.max_groups,
-            wanted=request.selected_groups, device=request.device,
+            self.make_index(request), rows=request.batch, max_units=request.max_units,
+            wanted=request.selected_units, device=request.device,
         )  # fmt: skip
 
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:

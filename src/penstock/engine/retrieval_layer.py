@@ -1,4 +1,4 @@
-"""RetrievalLayer: a layer that decodes over selected groups, fetched ahead of time."""
+"""RetrievalLayer: a layer that decodes over selected units, fetched ahead of time."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from penstock.engine.attention_call import AttentionCall, AttentionSum, require_
 from penstock.engine.compact_pool import CompactPool
 from penstock.engine.fetch_plan import FetchPlan, plan_fetch
 from penstock.engine.fused_fetch import Fetch, FusedFetch
-from penstock.engine.index_fit import IndexFit, sample_groups
+from penstock.engine.index_fit import IndexFit, sample_units
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.layer import Layer
 from penstock.engine.layer_cache import LayerCache, LayerSetup
@@ -51,7 +51,7 @@ class RetrievalLayer(LayerCache):
         super().__init__(layer_idx, setup, pool_memory)
         plan = setup.plan
         self.policy, self.index = policy, index
-        self.table = SlotTable(plan.batch, plan.num_slots, plan.max_groups)
+        self.table = SlotTable(plan.batch, plan.num_slots, plan.max_units)
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
         self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
@@ -95,7 +95,7 @@ class RetrievalLayer(LayerCache):
             return
         setup = self.setup
         if setup.plan.shared_pools and not self.has_prefetched:
-            # The slots hold another layer's groups.
+            # The slots hold another layer's units.
             self._clear_table()
         self._fetch = self._fetch_fused(query, end_unit) or self._fetch_in_steps(query, end_unit)
         plan = self._fetch.plan
@@ -116,12 +116,12 @@ class RetrievalLayer(LayerCache):
             return None
         return self._fused.begin(
             self.index, self.table, self.replacement, self.setup.units.table, query,
-            (self._lowest_unit, end_unit), self.setup.plan.selected_groups,
+            (self._lowest_unit, end_unit), self.setup.plan.selected_units,
         )  # fmt: skip
 
     def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
         selection = self.policy.select(
-            self.index, query, self._first_unit, end_unit, self.setup.plan.selected_groups
+            self.index, query, self._first_unit, end_unit, self.setup.plan.selected_units
         )
         self.tell_replacement()
         plan = plan_fetch(selection, self.table, self.replacement)
@@ -238,8 +238,8 @@ class RetrievalLayer(LayerCache):
         if self.gathers and fetched is not None:
             gathered = fetched[1].selected_slots
         plan = self.setup.plan
-        first_groups = self._first_unit - plan.sink_slots
-        return attended_tokens(self.pool, self.table, plan, first_groups, self.length, gathered)
+        start_units = self._first_unit - plan.sink_slots
+        return attended_tokens(self.pool, self.table, plan, start_units, self.length, gathered)
 
     # The index --------------------------------------------------------------------------------
 
@@ -249,17 +249,17 @@ class RetrievalLayer(LayerCache):
         self._visible = visible
         super().append(keys, values, visible)
 
-    def _set_first_groups(self, first_group: Tensor) -> None:
-        super()._set_first_groups(first_group)
-        first = first_group.cpu().numpy()
+    def _set_start_units(self, start_unit: Tensor) -> None:
+        super()._set_start_units(start_unit)
+        first = start_unit.cpu().numpy()
         self.index.see_start(first)
         self._set_first_units(first + self.setup.plan.sink_slots)
 
     @override
-    def on_closed(self, keys: Tensor, first_group: int) -> None:
+    def on_closed(self, keys: Tensor, first_unit: int) -> None:
         require_finite(keys, self.layer_idx)
         if self.index.ready:
-            self.index.append(keys, first_group * self.setup.plan.group_tokens)
+            self.index.append(keys, first_unit * self.setup.plan.group_tokens)
 
     def make_index(self, query: Tensor | None = None) -> None:
         """Make the index from the prompt's own keys when there is none, and count the time.
@@ -289,33 +289,33 @@ class RetrievalLayer(LayerCache):
             return False
         self.drain()
         sequences = self.setup.plan.batch // self.setup.rows_per_sequence
-        groups = sample_groups(closed, sequences, self.setup.plan.group_tokens)
+        units = sample_units(closed, sequences, self.setup.plan.group_tokens)
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
-        sample = [self._read_keys(groups[i : i + size]) for i in range(0, len(groups), size)]
+        sample = [self._read_keys(units[i : i + size]) for i in range(0, len(units), size)]
         self._fit.tell(self.index)
         group_tokens = self.setup.plan.group_tokens
-        positions = (groups[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
+        positions = (units[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
         self._fit.tokens = closed * group_tokens
         if self.index.looks_first:
             for first, end, _ in self._blocks(0, closed):
                 self.index.look(self._read_keys(np.arange(first, end)), first * group_tokens)
-        self._index_groups(0, closed)
+        self._index_units(0, closed)
         return True
 
-    def _index_groups(self, first_group: int, end_group: int) -> None:
-        """Take the keys of groups that are on disk into the index."""
-        for first, end, _ in self._blocks(first_group, end_group):
+    def _index_units(self, first_unit: int, end_unit: int) -> None:
+        """Take the keys of units that are on disk into the index."""
+        for first, end, _ in self._blocks(first_unit, end_unit):
             keys = self._read_keys(np.arange(first, end))
             self.index.append(keys, first * self.setup.plan.group_tokens)
 
-    def _read_keys(self, groups: NDArray[np.int64]) -> Tensor:
-        """Keys of some groups of every row. [batch, tokens, kv_heads, head_dim]"""
-        slots = np.arange(len(groups))
-        units = self.setup.units.table[:, groups].reshape(-1)
-        self._land(self.transfer.read(units, self.pool_rows(slots)))
-        places = len(groups) * self.setup.plan.group_tokens
+    def _read_keys(self, units: NDArray[np.int64]) -> Tensor:
+        """Keys of some units of every row. [batch, tokens, kv_heads, head_dim]"""
+        slots = np.arange(len(units))
+        stored = self.setup.units.table[:, units].reshape(-1)
+        self._land(self.transfer.read(stored, self.pool_rows(slots)))
+        places = len(units) * self.setup.plan.group_tokens
         keys = self.pool.tokens[:, :places, 0].clone()
         require_finite(keys, self.layer_idx)
         return keys
@@ -336,7 +336,7 @@ class RetrievalLayer(LayerCache):
         if state is not None:
             self.index.load_state(state, length // self.setup.plan.group_tokens)
         elif self.index.ready:
-            self._index_groups(first, length // self.setup.plan.group_tokens)
+            self._index_units(first, length // self.setup.plan.group_tokens)
 
     def index_state(self) -> dict[str, Tensor] | None:
         """What `restore` goes on from; the index is made first where there is none."""
@@ -393,7 +393,7 @@ class RetrievalLayer(LayerCache):
         first = self._first_unit - self.setup.plan.sink_slots
         end = length // self.setup.plan.group_tokens
         if first.max() > end:
-            self._set_first_groups(torch.from_numpy(first.clip(max=end)).to(self.setup.device))
+            self._set_start_units(torch.from_numpy(first.clip(max=end)).to(self.setup.device))
 
     @override
     def reset(self) -> None:

@@ -152,7 +152,7 @@ class BaselinePolicy(SelectionPolicy):
     ) -> SlotPlan:  # fmt: skip
         return make_plan(
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
-            selected_groups=selected, sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
+            selected_units=selected, sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1, shared_pools=shared,
             compact=False, index_bytes=request.shape.num_layers * size.held_bytes,
             scratch_bytes=size.scratch_bytes + 4 * request.batch * request.max_tokens,

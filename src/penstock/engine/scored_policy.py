@@ -102,7 +102,7 @@ class ScoredIndex(KeyIndex):
         held, priced = sum(part.nbytes for part in like), policy.summary_bytes(shape)
         assert held == priced, f"{policy.name}: a summary takes {held} bytes, not {priced}"
         self.summary = tuple(
-            part.new_zeros(request.batch, part.shape[1], request.max_groups, *part.shape[3:])
+            part.new_zeros(request.batch, part.shape[1], request.max_units, *part.shape[3:])
             for part in like
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError
-from penstock.core.slot_plan import SizingRequest, SlotPlan, host_groups
+from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units
 from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.device_tier.scored_units import ScoredUnits
 from penstock.engine.policy import ceil_div
@@ -30,7 +30,7 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
     """Plan for methods that stream everything: two shared pools and a small window per layer.
 
     Raises:
-        BudgetError: the budget holds less than two groups per pool.
+        BudgetError: the budget holds less than two units per pool.
     """
     slots = max(2, min(STREAM_SLOT_TOKENS, 2 * request.max_tokens) // group_tokens)
     if request.device_tier:
@@ -38,7 +38,7 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
 
     def build(num_slots: int) -> SlotPlan:
         return make_plan(
-            request, group_tokens=group_tokens, num_slots=num_slots, selected_groups=0,
+            request, group_tokens=group_tokens, num_slots=num_slots, selected_units=0,
             sink_slots=0, window_slots=2, shared_pools=True, compact=False, index_bytes=0,
             scratch_bytes=0,
         )  # fmt: skip
@@ -53,8 +53,8 @@ def resident_plan(request: SizingRequest) -> SlotPlan:
     # One additive mask per row serves all layers.
     mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
     return SlotPlan(
-        batch=request.batch, max_groups=request.max_tokens, group_tokens=1, num_slots=0,
-        selected_groups=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
+        batch=request.batch, max_units=request.max_tokens, group_tokens=1, num_slots=0,
+        selected_units=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
         index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
         pool_bytes=size,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def make_plan(
     *,
     group_tokens: int,
     num_slots: int,
-    selected_groups: int,
+    selected_units: int,
     sink_slots: int,
     window_slots: int,
     shared_pools: bool,
@@ -114,11 +114,11 @@ def make_plan(
     """Price one division of the memory; pure arithmetic.
 
     Args:
-        window_slots: made at least 2, a closed group beside the unfinished one.
+        window_slots: made at least 2, a closed unit beside the unfinished one.
     """
     window_slots = max(2, window_slots)
     shape, batch = request.shape, request.batch
-    max_groups = ceil_div(request.max_tokens, group_tokens)
+    max_units = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
     kept = sink_slots + window_slots
     shared_pools = shared_pools and not request.device_tier
@@ -131,44 +131,44 @@ def make_plan(
     mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
     staging_rows = 0
     if not (request.is_direct(group_tokens) or request.device_tier):
-        staging_rows = batch * max(selected_groups, num_slots // 2, 1)
-    fixed = mask_bytes + scratch_bytes + 8 * batch * max_groups
+        staging_rows = batch * max(selected_units, num_slots // 2, 1)
+    fixed = mask_bytes + scratch_bytes + 8 * batch * max_units
     staging_bytes = 3 * staging_rows * request.row_bytes(group_tokens)
     if request.device_is_cpu:
         fixed += staging_bytes
     if request.device_tier:
-        block = stream_block_units(batch, unit_bytes, group_tokens, max_groups)
+        block = stream_block_units(batch, unit_bytes, group_tokens, max_units)
         fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes
         fixed += StepClock.num_bytes(batch)
         fixed += shape.num_layers * _device_table_bytes(
-            batch, num_slots, max_groups, max(1, selected_groups)
+            batch, num_slots, max_units, max(1, selected_units)
         )
-        row_bytes = host_groups(max_groups, unit_bytes) * unit_bytes
+        row_bytes = host_units(max_units, unit_bytes) * unit_bytes
         staging_bytes = shape.num_layers * batch * row_bytes
-    elif selected_groups:
-        fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_groups)
+    elif selected_units:
+        fixed += shape.num_layers * SlotTable.num_bytes(batch, num_slots, max_units)
     if compact:
-        fixed += batch * (selected_groups + kept) * (unit_bytes + group_tokens * 4)
+        fixed += batch * (selected_units + kept) * (unit_bytes + group_tokens * 4)
     return SlotPlan(
-        batch=batch, max_groups=max_groups, group_tokens=group_tokens, num_slots=num_slots,
-        selected_groups=selected_groups, sink_slots=sink_slots, window_slots=window_slots,
+        batch=batch, max_units=max_units, group_tokens=group_tokens, num_slots=num_slots,
+        selected_units=selected_units, sink_slots=sink_slots, window_slots=window_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
         unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
     )  # fmt: skip
 
 
-def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_groups: int) -> int:
+def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_units: int) -> int:
     """Units of one block of a row that streams from host memory through a GPU's."""
     fitting = STREAM_BLOCK_BYTES // (batch * unit_bytes)
-    share = ceil_div(max_groups, STREAM_BLOCK_SHARE)
+    share = ceil_div(max_units, STREAM_BLOCK_SHARE)
     return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share))
 
 
-def _device_table_bytes(batch: int, num_slots: int, max_groups: int, selected: int) -> int:
+def _device_table_bytes(batch: int, num_slots: int, max_units: int, selected: int) -> int:
     """One layer's tables of the device tier: slots and units, the lists, the selection."""
-    tables = SlotTable.num_bytes(batch, num_slots, max_groups) + 4 * batch
-    selection = ScoredUnits.num_bytes(rows=batch, max_units=max_groups, wanted=selected)
+    tables = SlotTable.num_bytes(batch, num_slots, max_units) + 4 * batch
+    selection = ScoredUnits.num_bytes(rows=batch, max_units=max_units, wanted=selected)
     return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
 
 

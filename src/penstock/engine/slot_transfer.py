@@ -26,7 +26,7 @@ class PoolMemory:
     """The bytes under a pool: one row per slot.
 
     `buffer` is the same memory as an I/O target when reads can land in it directly: the pool is in
-    host memory and a group fills whole sectors. Otherwise rows go through a `StagingSection`.
+    host memory and a unit fills whole sectors. Otherwise rows go through a `StagingSection`.
     """
 
     tensor: Tensor

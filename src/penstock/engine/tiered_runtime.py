@@ -149,7 +149,7 @@ class TieredRuntime:
             staging = Staging(plan.staging_rows, self._store.row_bytes, config.device)
         self._setup = LayerSetup(
             shape=self._rows.shape, plan=plan, store=self._store,
-            units=UnitMap(plan.batch, plan.max_groups), writer=self._writer, staging=staging,
+            units=UnitMap(plan.batch, plan.max_units), writer=self._writer, staging=staging,
             device=config.device, stats=self.stats, tracer=config.tracer,
             rows_per_sequence=self._rows.per_sequence, indexing=self._indexing,
         )  # fmt: skip
@@ -277,7 +277,7 @@ class TieredRuntime:
         """Keys and values of tokens that a layer holds.
 
         Args:
-            start: a multiple of a group's tokens.
+            start: a multiple of a unit's tokens.
 
         Returns:
             [batch, end - start, 2, kv_heads, head_dim]

@@ -1,4 +1,4 @@
-"""UnitMap: where each sequence's groups are on disk, shared by all layers."""
+"""UnitMap: where each sequence's units are on disk, shared by all layers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,28 +7,28 @@ UNMAPPED = -1
 
 
 class UnitMap:
-    """Maps (batch row, group) to a unit of the store; rows may share units after a fork.
+    """Maps (row, unit) to its place in the store's files; rows may share places after a fork.
 
-    Closed groups never change, so that beams share them: reordering, repeating and selecting rows
-    only copies this table. A unit that no row refers to any more is free again (found by a sweep
-    when the store would have to grow).
+    Closed units never change, so that beams share them: reordering, repeating and selecting rows
+    only copies this table. A place that no row refers to any more is free again (found by a sweep
+    when the store would have to grow). Places are numbered as the store numbers its units.
     """
 
-    def __init__(self, batch: int, max_groups: int) -> None:
-        self.table: NDArray[np.int64] = np.full((batch, max_groups), UNMAPPED, dtype=np.int64)
+    def __init__(self, batch: int, max_units: int) -> None:
+        self.table: NDArray[np.int64] = np.full((batch, max_units), UNMAPPED, dtype=np.int64)
         self.num_units = self.shared_units = 0
         self._free = np.empty(0, dtype=np.int64)
 
     @staticmethod
-    def num_bytes(batch: int, max_groups: int) -> int:
+    def num_bytes(batch: int, max_units: int) -> int:
         """Bytes of a map of this size, for the ledger."""
-        return 8 * batch * max_groups
+        return 8 * batch * max_units
 
     def ensure(self, first: int, end: int) -> int:
-        """Give every row units for the groups [first, end); returns how many units there are.
+        """Give every row places for the units [first, end); returns how many places there are.
 
-        Groups that have units keep them (the other layers of the same forward pass ask again).
-        Fresh units of one row are consecutive, so that a prefill chunk is one write per row.
+        Units that have places keep them (the other layers of the same forward pass ask again).
+        Fresh places of one row are consecutive, so that a prefill chunk is one write per row.
         """
         if first < end and self.table[0, end - 1] == UNMAPPED:
             part = self.table[:, first:end]
@@ -52,22 +52,22 @@ class UnitMap:
         used[self.table[self.table != UNMAPPED]] = True
         self._free = np.nonzero(~used)[0]
 
-    def share(self, first: int, units: NDArray[np.int64], num_units: int) -> None:
-        """Give the groups from `first` on units of every row that are never written to.
+    def share(self, first: int, places: NDArray[np.int64], num_places: int) -> None:
+        """Give the units from `first` on, in every row, places that are never written to.
 
         Args:
-            units: of the groups. [groups]
-            num_units: units of another owner, whether a group holds them or not; they come
-                first and are never handed out.
+            places: of the units. [units]
+            num_places: places of another owner, used or not; they come first and are never
+                handed out.
         """
-        assert self.shared_units in (0, num_units), "a map shares with one only"
-        self.table[:, first : first + len(units)] = units
-        self.shared_units = num_units
-        self.num_units = max(self.num_units, num_units)
+        assert self.shared_units in (0, num_places), "a map shares with one only"
+        self.table[:, first : first + len(places)] = places
+        self.shared_units = num_places
+        self.num_units = max(self.num_units, num_places)
 
-    def forget_from(self, group: int) -> None:
-        """Forget the groups at and after `group` (crop); units at the end exist no more."""
-        self.table[:, group:] = UNMAPPED
+    def forget_from(self, unit: int) -> None:
+        """Forget the units at and after `unit` (crop); places at the end exist no more."""
+        self.table[:, unit:] = UNMAPPED
         self.num_units = max(self.shared_units, int(self.table.max(initial=UNMAPPED)) + 1)
         self._free = self._free[self._free < self.num_units]
 

@@ -1,4 +1,4 @@
-"""Writer: closed groups to disk behind the decode loop, on one thread."""
+"""Writer: closed units to disk behind the decode loop, on one thread."""
 
 import time
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Writer:
     ) -> "Future[int]":
         """As `submit`, but not before `start_held`.
 
-        Layers that close a group in the same decode step wake the thread once, behind the last of
+        Layers that close a unit in the same decode step wake the thread once, behind the last of
         them, instead of each: it and the step want the interpreter in turns.
         """
         future: Future[int] = Future()

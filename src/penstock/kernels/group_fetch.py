@@ -44,7 +44,7 @@ class SlotArrays:
     heads: NDArray[np.int64]
     """Clock hands, see `FIFO`. [batch]"""
     stored: NDArray[np.int64]
-    """Unit of the file that a group is, see `UnitMap`. [batch, max_groups]"""
+    """Place of each unit in the file, see `UnitMap`. [batch, max_units]"""
     slots_per_row: int
     """Slots of the buffer from a row to the next, sinks and window included."""
     buffer: int

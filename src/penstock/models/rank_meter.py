@@ -18,7 +18,7 @@ QUERIES = 32
 LEAST_TOKENS = 512
 """Shorter texts leave nothing to choose."""
 GROUP_TOKENS = 4
-SELECTED_GROUPS = 100
+SELECTED_UNITS = 100
 """Of a selection, as KVSwap's 400 tokens; a sixteenth of a text that is shorter than 6,400."""
 SHARE = 16
 WINDOW_TOKENS = 64
@@ -117,16 +117,16 @@ def selections(
         ranks: ascending.
 
     Yields:
-        For each rank, the best groups by softmax shares, window and sinks. bool [queries, tokens]
+        For each rank, the best units by softmax shares, window and sinks. bool [queries, tokens]
     """
     heads, count, dim = query.shape
     kv_heads, tokens, _ = keys.shape
     place = torch.arange(tokens, device=keys.device)
     now = torch.arange(tokens - count, tokens, device=keys.device)[:, None]
     later = place > now
-    groups = tokens // GROUP_TOKENS
-    whole = groups * GROUP_TOKENS
-    selected = max(1, min(SELECTED_GROUPS, groups // SHARE))
+    units = tokens // GROUP_TOKENS
+    whole = units * GROUP_TOKENS
+    selected = max(1, min(SELECTED_UNITS, units // SHARE))
     always = ((place > now - WINDOW_TOKENS) | (place < SINK_TOKENS) | (place >= whole)) & ~later
     components = keys.transpose(0, 1).flatten(1) @ basis
     projected = query.reshape(kv_heads, -1, dim) @ basis.view(kv_heads, dim, -1)
@@ -137,7 +137,7 @@ def selections(
         logits += projected.flatten(0, 1)[:, part] @ components[:whole, part].T * dim**-0.5
         before = rank
         seen = logits.view(heads, count, whole).masked_fill(later[:, :whole], float("-inf"))
-        shares = seen.view(heads, count, groups, GROUP_TOKENS).amax(-1).softmax(-1).sum(0)
+        shares = seen.view(heads, count, units, GROUP_TOKENS).amax(-1).softmax(-1).sum(0)
         best = shares.topk(selected, dim=-1).indices
         chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, best, True)
         kept = always.clone()

@@ -72,7 +72,7 @@ class UnitRegion:
             StoreFullError: there is no room.
             StorageError: the write failed.
         """
-        if len(unit_ids) == 1:  # what a decoded group is, layer after layer
+        if len(unit_ids) == 1:  # what a decoded unit is, layer after layer
             unit, row = int(unit_ids[0]), int(rows[0])
             assert 0 <= row < buffer.num_rows, "a row outside the buffer"
             self.file.write_at(unit * self.row_bytes, buffer.array[row])

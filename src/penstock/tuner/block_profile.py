@@ -80,9 +80,9 @@ def work_of(
         row_bytes: a unit on disk.
     """
     rows = plan.batch
-    selected = num_layers * rows * plan.selected_groups
+    selected = num_layers * rows * plan.selected_units
     missing = selected * (1.0 if plan.shared_pools else 1.0 - hit_rate)
-    places = plan.selected_groups if plan.compact else plan.num_slots
+    places = plan.selected_units if plan.compact else plan.num_slots
     attended = min(context, (places + plan.kept_slots) * plan.group_tokens)
     return Work(
         batch=rows // rows_per_sequence, context=context, num_layers=num_layers,

@@ -86,7 +86,7 @@ class Candidate:
     @property
     def selected_tokens(self) -> int:
         """The paper's MG."""
-        return self.plan.selected_groups * self.plan.group_tokens
+        return self.plan.selected_units * self.plan.group_tokens
 
     @property
     def capacity_tokens(self) -> int:
@@ -98,7 +98,7 @@ class Candidate:
         """What decides which units it fetches."""
         plan = self.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return FetchSetting(plan.group_tokens, plan.selected_groups, slots)
+        return FetchSetting(plan.group_tokens, plan.selected_units, slots)
 
 
 def candidates(
@@ -138,7 +138,7 @@ def _made_explicit(policy: KVSwap, plan: SlotPlan) -> KVSwap:
     """The same setting with what its plan decided as fields, so that it can be told from others."""
     reuse = 0 if plan.shared_pools else plan.num_slots * plan.group_tokens
     return replace(
-        policy, reuse_tokens=reuse, selected_tokens=plan.selected_groups * plan.group_tokens
+        policy, reuse_tokens=reuse, selected_tokens=plan.selected_units * plan.group_tokens
     )
 
 
@@ -146,7 +146,7 @@ def _candidate(
     seat: Seat, tables: Tables, policy: KVSwap, plan: SlotPlan, request: SizingRequest,
     context: int,
 ) -> Candidate:  # fmt: skip
-    selected = plan.selected_groups * plan.group_tokens
+    selected = plan.selected_units * plan.group_tokens
     capacity = 0 if plan.shared_pools else plan.num_slots * plan.group_tokens
     hits = tables.reuse_rate(plan.group_tokens, selected, capacity) if capacity else 0.0
     work = work_of(

@@ -140,7 +140,7 @@ def predict_work(name: str, plan: SlotPlan, work: StepWork, load: Workload) -> P
     return Prediction(
         policy=name,
         group_tokens=plan.group_tokens,
-        selected_tokens=plan.selected_groups * plan.group_tokens or load.context,
+        selected_tokens=plan.selected_units * plan.group_tokens or load.context,
         tokens_per_s=load.batch / step,
         step_s=step,
         block_s=block,

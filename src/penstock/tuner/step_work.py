@@ -92,7 +92,7 @@ def work_of(
     rows = shape.num_kv_heads if policy.per_head else 1
     chunk_units = (policy.landmark_units or 1) if isinstance(policy, ShadowKV) else 1
     missing = 1.0 if plan.shared_pools else 1.0 - reuse_rate
-    slots = plan.selected_groups
+    slots = plan.selected_units
     if isinstance(policy, KVSwap) and policy.attend == "resident":
         slots = plan.num_slots
     attended = min(context, (slots + plan.kept_slots) * plan.group_tokens)
@@ -105,7 +105,7 @@ def work_of(
         index_bytes = scored * shape.joint_dim * shape.dtype.itemsize
         rebuild = 2.0 * (policy.rank or 0) * shape.joint_dim * attended
     return StepWork(
-        reads=plan.selected_groups * rows * missing / chunk_units,
+        reads=plan.selected_units * rows * missing / chunk_units,
         request_bytes=plan.unit_bytes * chunk_units,
         attended_tokens=attended,
         scanned_bytes=index_bytes
@@ -113,5 +113,5 @@ def work_of(
         rebuild_flops=rebuild,
         is_prefetched=PREDICTABLE[policy.name],
         selects=True,
-        reused_units=0 if plan.shared_pools else plan.selected_groups * rows,
+        reused_units=0 if plan.shared_pools else plan.selected_units * rows,
     )

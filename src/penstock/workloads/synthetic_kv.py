@@ -77,7 +77,7 @@ def _reserve(cache: TieredCache, layer: int) -> None:
     """Make room at once for all that will come; growing a file chunk by chunk is slow."""
     runtime = cache.tiers
     if runtime._store is not None and runtime.plan.num_slots:
-        runtime._store.region(layer).reserve(runtime.plan.batch * runtime.plan.max_groups)
+        runtime._store.region(layer).reserve(runtime.plan.batch * runtime.plan.max_units)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def test_steps_are_the_rolling_window_s(
     twin = RollingWindow(
         twin_tokens, twin_mask, group_tokens=group, sink_slots=sinks, window_slots=newest
     )
-    twin.set_first_groups(padding // group)
+    twin.set_start_units(padding // group)
     if prompt:
         twin.write_many(keys[:, :, :prompt], values[:, :, :prompt], 0)
         twin.refresh(prompt, torch.arange(prompt) >= padding[:, None])

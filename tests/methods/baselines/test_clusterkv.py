@@ -20,7 +20,7 @@ FROM_START = np.zeros(1, dtype=np.int64)
 
 def make_index(keys: Tensor, per_cluster: int, together: int, room: int = 0) -> TokenClustersIndex:
     index = TokenClustersIndex(
-        SHAPE, batch=keys.shape[0], max_groups=keys.shape[1] + room, group_tokens=1,
+        SHAPE, batch=keys.shape[0], max_units=keys.shape[1] + room, group_tokens=1,
         tokens_per_cluster=per_cluster, recluster_tokens=together, device=keys.device,
     )  # fmt: skip
     index.fit(keys[:, :1], torch.arange(1))

@@ -40,14 +40,14 @@ SHAPE = KVShape(
 
 def make_index(kind: str, rows: int = 2, tokens: int = TOKENS) -> AttentionHistoryIndex:
     options: dict[str, Any] = {
-        "batch": rows, "max_groups": tokens, "scaling": HEAD_DIM**-0.5,
+        "batch": rows, "max_units": tokens, "scaling": HEAD_DIM**-0.5,
         "device": torch.device("cpu"),
     }  # fmt: skip
     if kind == "votes":
         return ObservationVotes(SHAPE, **options)
     if kind == "hitters":
         return HeavyHitters(SHAPE, **options)
-    return TimeStamps(SHAPE, selected_groups=30, **options)
+    return TimeStamps(SHAPE, selected_units=30, **options)
 
 
 def fill(index: AttentionHistoryIndex, keys: Tensor, queries: Tensor | None) -> None:
@@ -192,7 +192,7 @@ def test_priced_as_stored(kind: str) -> None:
     index = make_index(kind)
     index.see_queries(torch.randn(2, HEADS, 32, HEAD_DIM))
     assert index._queries is not None
-    priced = AttentionHistoryIndex.num_bytes(SHAPE, batch=2, max_groups=TOKENS)
+    priced = AttentionHistoryIndex.num_bytes(SHAPE, batch=2, max_units=TOKENS)
     assert priced == index._values.nbytes + index._queries.nbytes
     fill(index, torch.randn(2, TOKENS, 1, HEAD_DIM), index._queries)
     assert index._queries is index._sums is None
@@ -241,7 +241,7 @@ def test_a_second_prompt_is_valued_and_the_dead_stay_dead(kind: str) -> None:
 
 
 def test_recency_takes_rows_and_revives_what_is_written_anew() -> None:
-    index, copy = RecencyIndex(selected_groups=3), RecencyIndex(selected_groups=3)
+    index, copy = RecencyIndex(selected_units=3), RecencyIndex(selected_units=3)
     query, low = torch.zeros(1, HEADS, HEAD_DIM), float("-inf")
     assert index.score(query, 5).tolist() == [[low, low, 2, 3, 4]]
     copy.take_rows_from(index, torch.tensor([0]))

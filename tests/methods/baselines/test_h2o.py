@@ -15,7 +15,7 @@ QUERY, FIRST, KEY = torch.ones(1, 1, 1), np.array([0]), torch.zeros(1, 1, 1, 1)
 
 
 def test_sums_decide() -> None:
-    index = HeavyHitters(SHAPE, batch=1, max_groups=9, scaling=1.0, device=torch.device("cpu"))
+    index = HeavyHitters(SHAPE, batch=1, max_units=9, scaling=1.0, device=torch.device("cpu"))
     policy = H2O(selected_tokens=2)
     keys = torch.tensor([5.0, 1, 3, 1]).log().view(1, 4, 1, 1)
     index.see_queries(QUERY[None])

@@ -46,13 +46,13 @@ def make_index(policy: SelectionPolicy, rows: int, dtype: torch.dtype = torch.fl
         IndexRequest(
             shape=replace(SHAPE, dtype=dtype),
             batch=rows,
-            max_groups=-(-TOKENS // group_tokens),
+            max_units=-(-TOKENS // group_tokens),
             group_tokens=group_tokens,
             scaling=1.0,
             adapter=None,
             device=torch.device("cpu"),
             score_tokens=0,
-            selected_groups=10,
+            selected_units=10,
         )
     )
 

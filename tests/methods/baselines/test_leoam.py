@@ -10,10 +10,10 @@ SHAPE = KVShape(
 )  # fmt: skip
 
 
-def make_index(fine_groups: int = 1, max_groups: int = 24) -> ChunkBoundsIndex:
+def make_index(fine_groups: int = 1, max_units: int = 24) -> ChunkBoundsIndex:
     return ChunkBoundsIndex(
-        SHAPE, batch=1, max_groups=max_groups, group_tokens=1, fine_groups=fine_groups,
-        selected_groups=2, device=torch.device("cpu"),
+        SHAPE, batch=1, max_units=max_units, group_tokens=1, fine_groups=fine_groups,
+        selected_units=2, device=torch.device("cpu"),
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_chunks_grow_unit_by_unit_and_are_made_anew() -> None:
 
 
 def test_the_last_chunk_may_be_unfinished() -> None:
-    index = make_index(max_groups=19)
+    index = make_index(max_units=19)
     keys = torch.arange(19.0).unsqueeze(1).expand(19, 2)
     index.append(keys.reshape(1, 19, 1, 2), 0)
     scores = index.score(torch.tensor([[[1.0, 0.0]]]), 19)[0]

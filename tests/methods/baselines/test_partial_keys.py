@@ -109,9 +109,9 @@ def sizing(shape: KVShape, limit_bytes: int | None = None) -> SizingRequest:
 def index_of(policy: BaselinePolicy, shape: KVShape, rows: int = ROWS) -> KeyIndex:
     return policy.make_index(
         IndexRequest(
-            shape=shape, batch=rows, max_groups=-(-TOKENS // policy.group_tokens),
+            shape=shape, batch=rows, max_units=-(-TOKENS // policy.group_tokens),
             group_tokens=policy.group_tokens, scaling=0.25, adapter=None,
-            device=torch.device("cpu"), score_tokens=0, selected_groups=4,
+            device=torch.device("cpu"), score_tokens=0, selected_units=4,
         )
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_a_smaller_budget_gives_a_smaller_index(policy_class: type[BaselinePolic
     largest = policy.plan(sizing(shape))[1]
     tight = policy.plan(sizing(shape, largest.total_bytes - largest.index_bytes // 3))[1]
     assert tight.index_bytes < largest.index_bytes
-    assert tight.selected_groups == largest.selected_groups
+    assert tight.selected_units == largest.selected_units
 
 
 @pytest.mark.parametrize("policy_class", CLASSES)

@@ -16,7 +16,7 @@ def make_index(keys: Tensor, *, subvectors: int, bits: int, room: int = 0) -> Pr
         num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=keys.dtype
     )
     index = ProductQuantizedIndex(
-        shape, batch=rows, max_groups=tokens + room, group_tokens=1, subvectors=subvectors,
+        shape, batch=rows, max_units=tokens + room, group_tokens=1, subvectors=subvectors,
         bits=bits, device=keys.device,
     )  # fmt: skip
     index.fit(keys[:, :1], torch.arange(1))
@@ -65,7 +65,7 @@ def test_units_take_their_best_token() -> None:
         num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=4, dtype=torch.float32
     )  # fmt: skip
     index = ProductQuantizedIndex(
-        shape, batch=1, max_groups=3, group_tokens=4, subvectors=2, bits=4,
+        shape, batch=1, max_units=3, group_tokens=4, subvectors=2, bits=4,
         device=torch.device("cpu"),
     )  # fmt: skip
     index.fit(keys, torch.arange(12))

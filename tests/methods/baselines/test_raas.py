@@ -16,8 +16,8 @@ QUERY, FIRST, KEY = torch.ones(1, 1, 1), np.array([0]), torch.zeros(1, 1, 1, 1)
 
 def make_index(selected: int) -> TimeStamps:
     index = TimeStamps(
-        SHAPE, batch=1, max_groups=9, scaling=1.0, device=torch.device("cpu"),
-        selected_groups=selected, threshold=0.2,
+        SHAPE, batch=1, max_units=9, scaling=1.0, device=torch.device("cpu"),
+        selected_units=selected, threshold=0.2,
     )  # fmt: skip
     keys = torch.tensor([5.0, 1, 3, 1]).log().view(1, 4, 1, 1)
     index.see_queries(QUERY[None])

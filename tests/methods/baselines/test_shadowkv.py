@@ -55,7 +55,7 @@ def row_shape(width: int, queries: int = 2, dtype: torch.dtype = torch.float32) 
 def make_index(keys: Tensor, **changes: Any) -> ShadowKeyIndex:
     """An index for `keys`, [rows, tokens, 1, head_dim], in units of 2 tokens."""
     options: dict[str, Any] = {
-        "batch": keys.shape[0], "max_groups": keys.shape[1] // 2, "group_tokens": 2,
+        "batch": keys.shape[0], "max_units": keys.shape[1] // 2, "group_tokens": 2,
         "rows_per_sequence": 2, "rank": 64, "landmark_units": 1, "num_outliers": 0,
         "scaling": 1.0, "rotary": rotary(keys.shape[-1]), "device": CPU,
     }  # fmt: skip
@@ -201,11 +201,11 @@ def test_finds_the_needle(row: int) -> None:
         device_is_cpu=True, has_adapter=False, rows_per_sequence=2,
     )  # fmt: skip
     policy, plan = ShadowKV(selected_tokens=80).plan(request)
-    index = policy.make_index(index_request(policy, request, selected_groups=10))
+    index = policy.make_index(index_request(policy, request, selected_units=10))
     index.fit(keys, torch.arange(800))
     index.append(keys, 0)
     first = np.zeros(4, dtype=np.int64)
-    selection = policy.select(index, query, first, 100, plan.selected_groups)
+    selection = policy.select(index, query, first, 100, plan.selected_units)
     assert selection.unit_ids.shape == (4, 10)
     assert needle in selection.unit_ids[row]
 
@@ -284,11 +284,11 @@ def test_rows_can_be_taken() -> None:
 # Price ----------------------------------------------------------------------------------------
 
 
-def index_request(policy: Any, request: Sizing, selected_groups: int) -> IndexRequest:
+def index_request(policy: Any, request: Sizing, selected_units: int) -> IndexRequest:
     return IndexRequest(
         shape=request.shape, batch=request.batch,
-        max_groups=-(-request.max_tokens // policy.group_tokens), group_tokens=policy.group_tokens,
-        scaling=0.25, adapter=None, device=CPU, score_tokens=0, selected_groups=selected_groups,
+        max_units=-(-request.max_tokens // policy.group_tokens), group_tokens=policy.group_tokens,
+        scaling=0.25, adapter=None, device=CPU, score_tokens=0, selected_units=selected_units,
         rows_per_sequence=request.rows_per_sequence, rotary=rotary(request.shape.head_dim),
     )  # fmt: skip
 
@@ -303,7 +303,7 @@ def test_priced_as_stored(heads: int, dtype: torch.dtype) -> None:
     sizes = ShadowKV(selected_tokens=400).index_sizes(request)
     assert len({size.held_bytes for _, size in sizes}) >= 7
     for policy, size in sizes:
-        index = policy.make_index(index_request(policy, request, selected_groups=50))
+        index = policy.make_index(index_request(policy, request, selected_units=50))
         keys = torch.randn(2 * heads, 1000, 1, 16, dtype=dtype)
         index.fit(keys, torch.arange(1000))
         index.append(keys, 0)
@@ -328,7 +328,7 @@ def test_gives_up_what_it_must(share: int, least_rank: int) -> None:
     assert policy.rank >= least_rank
     assert (policy.rank, policy.landmark_units) == (160, 1) or share > 4
     assert plan.total_bytes <= (request.limit_bytes or 0)
-    assert (plan.selected_groups, plan.shared_pools) == (50, share == 34)
+    assert (plan.selected_units, plan.shared_pools) == (50, share == 34)
     assert policy.outlier_chunks <= 50 * 48 // 304
 
 

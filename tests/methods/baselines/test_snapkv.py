@@ -16,7 +16,7 @@ QUERY = torch.ones(1, 1, 1)
 
 def test_eight_tokens() -> None:
     index = ObservationVotes(
-        SHAPE, batch=1, max_groups=12, scaling=1.0, device=torch.device("cpu"), window_queries=1,
+        SHAPE, batch=1, max_units=12, scaling=1.0, device=torch.device("cpu"), window_queries=1,
         kernel_tokens=3,
     )  # fmt: skip
     # Weights of the last query: 1, 1, 20, 1, 1, 4, 1, 1 of 30.
@@ -42,7 +42,7 @@ def test_eight_tokens() -> None:
 
 def test_the_cut_is_final() -> None:
     index = ObservationVotes(
-        SHAPE, batch=1, max_groups=12, scaling=1.0, device=torch.device("cpu")
+        SHAPE, batch=1, max_units=12, scaling=1.0, device=torch.device("cpu")
     )  # fmt: skip
     index.fit(torch.zeros(1, 4, 1, 1), torch.arange(4))
     index.append(torch.zeros(1, 4, 1, 1), 0)

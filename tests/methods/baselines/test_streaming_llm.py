@@ -7,7 +7,7 @@ from penstock.methods.baselines.streaming_llm import RecencyIndex, StreamingLLM
 
 
 def test_the_cache_rolls() -> None:
-    policy, index = StreamingLLM(selected_tokens=3), RecencyIndex(selected_groups=3)
+    policy, index = StreamingLLM(selected_tokens=3), RecencyIndex(selected_units=3)
     query, first = torch.randn(2, 4, 8), np.array([4, 8])  # four sinks; four tokens of padding
     selection = policy.select(index, query, first, 10, 3)
     assert selection.unit_ids[0].tolist() == [7, 8, 9]
@@ -19,7 +19,7 @@ def test_the_cache_rolls() -> None:
 
 
 def test_what_was_dropped_does_not_come_back_after_a_crop() -> None:
-    policy, index = StreamingLLM(selected_tokens=3), RecencyIndex(selected_groups=3)
+    policy, index = StreamingLLM(selected_tokens=3), RecencyIndex(selected_units=3)
     query, first = torch.randn(1, 4, 8), np.array([4])
     policy.select(index, query, first, 20, 3)
     selection = policy.select(index, query, first, 18, 3)

@@ -40,7 +40,7 @@ def adapter_of(keys: Tensor, rank: int) -> LayerAdapter:
 
 def make_index(keys: Tensor, rank: int, bits: int, **changes: Any) -> LowRankIndex:
     options: dict[str, Any] = {
-        "batch": keys.shape[0], "max_groups": GROUPS, "group_tokens": GROUP,
+        "batch": keys.shape[0], "max_units": GROUPS, "group_tokens": GROUP,
         "head_reduction": "sum", "scaling": SCALING, "adapter": adapter_of(keys, rank),
         "device": torch.device("cpu"),
     }  # fmt: skip
@@ -163,6 +163,6 @@ def test_fitted_from_the_prompt(keys: Tensor, query: Tensor) -> None:
 def test_priced_as_stored(bits: int, rank: int, keys: Tensor) -> None:
     index = make_index(keys, rank, bits)
     priced = LowRankIndex.num_bytes(
-        SHAPE, batch=2, max_groups=GROUPS, group_tokens=GROUP, rank=rank, bits=bits
+        SHAPE, batch=2, max_units=GROUPS, group_tokens=GROUP, rank=rank, bits=bits
     )
     assert priced == index._codes.nbytes + index._basis.nbytes + 3 * index._step.nbytes

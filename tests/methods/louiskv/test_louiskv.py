@@ -33,8 +33,8 @@ class Step:
     def __init__(self, policy: LouisKV, *, rows: int = 1, sequences: int = 1, room: int = 64):
         self.policy = policy
         request = IndexRequest(
-            shape=SHAPE, batch=rows, max_groups=room, group_tokens=1, scaling=1.0, adapter=None,
-            device=torch.device("cpu"), score_tokens=0, selected_groups=0,
+            shape=SHAPE, batch=rows, max_units=room, group_tokens=1, scaling=1.0, adapter=None,
+            device=torch.device("cpu"), score_tokens=0, selected_units=0,
             rows_per_sequence=rows // sequences,
         )  # fmt: skip
         index = policy.make_index(request)

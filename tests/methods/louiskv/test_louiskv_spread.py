@@ -82,8 +82,8 @@ class Life:
             window_tokens=0, sink_tokens=0,
         )  # fmt: skip
         index = policy.make_index(IndexRequest(
-            shape=shape, batch=ROWS, max_groups=room, group_tokens=1, scaling=0.3, adapter=None,
-            device=torch.device("cpu"), score_tokens=0, selected_groups=0, rows_per_sequence=2,
+            shape=shape, batch=ROWS, max_units=room, group_tokens=1, scaling=0.3, adapter=None,
+            device=torch.device("cpu"), score_tokens=0, selected_units=0, rows_per_sequence=2,
         ))  # fmt: skip
         assert isinstance(index, SemanticUnitsIndex)
         self.index, self.keys = index, torch.zeros(ROWS, 0, DIM)

@@ -33,7 +33,7 @@ class StepClock:
         """Places in the window of the tokens of the step's unit. int64 [group_tokens]"""
         self.start = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         """First position of each row that is not padding. [rows]"""
-        self.first_group = torch.zeros(plan.batch, dtype=torch.int32, device=device)
+        self.start_unit = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         """First unit of each row that is not padding. [rows]"""
         self.first_unit = torch.full(
             (plan.batch,), plan.sink_slots, dtype=torch.int32, device=device
@@ -48,8 +48,8 @@ class StepClock:
     def set_start(self, start: Tensor) -> None:
         """Say where each row begins (left padding). start: int64 [rows]."""
         self.start.copy_(start)
-        self.first_group.copy_(start // self._group_tokens)
-        self.first_unit.copy_(self.first_group + self._sink_slots)
+        self.start_unit.copy_(start // self._group_tokens)
+        self.first_unit.copy_(self.start_unit + self._sink_slots)
 
     def tick(self) -> None:
         """Begin the step of `position`'s token: say what is in the window now."""

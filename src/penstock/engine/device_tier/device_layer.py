@@ -24,7 +24,7 @@ from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wan
 from penstock.engine.device_tier.host_memory import HostMemory
 from penstock.engine.device_tier.streams import on_link
 from penstock.engine.device_tier.workspace import Workspace
-from penstock.engine.index_fit import IndexFit, sample_groups
+from penstock.engine.index_fit import IndexFit, sample_units
 from penstock.engine.layer import Layer
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiers.rolling_window import RollingWindow
@@ -88,11 +88,11 @@ class DeviceLayer(Layer):
         size = (plan.batch, plan.num_slots)
         self.unit_in = torch.full(size, -1, dtype=torch.int32, device=device)
         """Unit in each slot, -1 for none. [rows, slots]"""
-        size = (plan.batch, plan.max_groups)
+        size = (plan.batch, plan.max_units)
         self.slot_of = torch.full(size, -1, dtype=torch.int32, device=device)
         """Slot of each unit, -1 for none. [rows, units]"""
         self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
-        wanted = max(1, plan.selected_groups)
+        wanted = max(1, plan.selected_units)
         self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
         self._may_step = self._emptied = False
         self._begun: Tensor | None = None
@@ -196,8 +196,8 @@ class DeviceLayer(Layer):
         closed = self.length // group_tokens
         positions = torch.arange(self.length)  # of less than a unit: the basis is of what there is
         if closed:
-            groups = torch.from_numpy(sample_groups(closed, len(self.unit_in), group_tokens))
-            positions = (groups[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
+            units = torch.from_numpy(sample_units(closed, len(self.unit_in), group_tokens))
+            positions = (units[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
         sample = self.host.tokens[:, positions, 0].to(self.setup.device)
         require_finite(sample, self.layer_idx)
         index.fit(sample, positions)
@@ -250,7 +250,7 @@ class DeviceLayer(Layer):
     def _attended(self) -> Tensor:
         """True for each token that this step sees. bool [rows, length]"""
         plan, rows = self.setup.plan, len(self.unit_in)
-        seen = torch.zeros(rows, plan.max_groups * plan.group_tokens + 1, dtype=torch.bool)
+        seen = torch.zeros(rows, plan.max_units * plan.group_tokens + 1, dtype=torch.bool)
         shown = self.pool.mask.eq(0).cpu()
         units = self.unit_in.cpu().long()
         offsets = torch.arange(plan.group_tokens)
@@ -299,7 +299,7 @@ class DeviceLayer(Layer):
             if visible is not None:
                 self._refuse_gaps(visible, first)
             self.setup.clock.set_start(first)
-            self.window.set_first_groups(first // group_tokens)
+            self.window.set_start_units(first // group_tokens)
         store_tokens(keys, values, self.host.tokens, start)
         self._index_keys(keys)
         self._touched = start + keys.shape[2]

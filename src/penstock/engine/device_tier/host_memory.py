@@ -18,12 +18,12 @@ class HostMemory:
     """
 
     def __init__(self, plan: SlotPlan, shape: KVShape, device: torch.device) -> None:
-        """Take the memory for `plan.host_groups` units of every row.
+        """Take the memory for `plan.host_units` units of every row.
 
         Raises:
             StoreFullError: there is not so much host memory.
         """
-        size = (plan.batch, plan.host_groups, plan.unit_bytes)
+        size = (plan.batch, plan.host_units, plan.unit_bytes)
         try:
             if device.type == "cuda":
                 self.units: Tensor = pinned_memory(math.prod(size)).view(size)
@@ -31,7 +31,7 @@ class HostMemory:
                 self.units = torch.empty(size, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:  # torch names no better one
             raise StoreFullError(
-                f"no host memory for {plan.batch} rows of {plan.host_groups} units of "
+                f"no host memory for {plan.batch} rows of {plan.host_units} units of "
                 f"{plan.unit_bytes} bytes; take a smaller batch or fewer tokens, or a store on "
                 "disk"
             ) from error

@@ -57,7 +57,7 @@ class ScoredUnits(DeviceIndex):
     @override
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
         scores = self.index.score_before(
-            query, self._max_units, clock.end_unit, clock.first_group
+            query, self._max_units, clock.end_unit, clock.start_unit
         ).float()
         hidden = self._numbers >= clock.end_unit
         hidden = hidden | (self._numbers < clock.first_unit[:, None])

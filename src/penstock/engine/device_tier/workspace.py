@@ -17,7 +17,7 @@ class Workspace:
     def __init__(self, plan: SlotPlan, shape: KVShape, device: torch.device) -> None:
         self._shape = shape
         self._units = stream_block_units(
-            plan.batch, plan.unit_bytes, plan.group_tokens, plan.max_groups
+            plan.batch, plan.unit_bytes, plan.group_tokens, plan.max_units
         )
         size = (2, plan.batch, self._units, plan.unit_bytes)
         self._blocks = torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""RollingWindow: the newest groups and the sinks, which are always resident."""
+"""RollingWindow: the newest units and the sinks, which are always resident."""
 
 import torch
 from torch import Tensor
@@ -10,19 +10,19 @@ from penstock.kernels.put_token import PutToken
 class RollingWindow:
     """Sinks and the newest units of one layer, behind the slots of a pool.
 
-    KVSwap's rolling buffer (section 3.4.1), held by whole groups: the window keeps the last
-    `window_slots` started groups, the newest usually unfinished. A token's place follows from its
+    KVSwap's rolling buffer (section 3.4.1), held by whole units: the window keeps the last
+    `window_slots` started units, the newest usually unfinished. A token's place follows from its
     position alone, so writing is two copies and nothing ever moves.
 
-        [0, sink_slots * G)                         the row's first groups that are not padding
-        [sink_slots * G, (sink_slots + window_slots) * G)   group g at slot g % window_slots
+        [0, sink_slots * G)                         the row's first units that are not padding
+        [sink_slots * G, (sink_slots + window_slots) * G)   unit u at slot u % window_slots
 
-    With S = ceil(length / G) started groups:
+    With S = ceil(length / G) started units:
 
-        [0, first_window_unit)        closed groups: on disk, indexed, maybe in a slot (or a sink)
+        [0, first_window_unit)        closed units: on disk, indexed, maybe in a slot (or a sink)
         [first_window_unit, S)        in the window; all but perhaps the last are closed too
 
-    A sink group is visible only after it has left the window, so that no token is seen twice.
+    A sink unit is visible only after it has left the window, so that no token is seen twice.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RollingWindow:
             tokens: [batch, (sink_slots + window_slots) * G, 2, kv_heads, head_dim]
             mask: the same places, additive. [batch, (sink_slots + window_slots) * G]
         """
-        assert window_slots >= 2, "the window holds a closed group beside the unfinished one"
+        assert window_slots >= 2, "the window holds a closed unit beside the unfinished one"
         self.tokens = tokens
         self.mask = mask
         self._put = PutToken(tokens, mask)
@@ -43,22 +43,22 @@ class RollingWindow:
         self.window_slots = window_slots
         self._window_start = sink_slots * group_tokens
         batch = tokens.shape[0]
-        self._first_group = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
-        self._last_sink_group = sink_slots
+        self._start_unit = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+        self._end_of_sinks = sink_slots
         self._visible: Tensor | None = None
 
     def first_window_unit(self, length: int) -> int:
-        """The oldest group that the window holds when the sequence has `length` tokens."""
+        """The oldest unit that the window holds when the sequence has `length` tokens."""
         return max(0, -(-length // self.group_tokens) - self.window_slots)
 
-    def window_slot(self, group: int) -> int:
-        """The slot of a group, counted from the start of the window."""
-        return self.sink_slots + group % self.window_slots
+    def window_slot(self, unit: int) -> int:
+        """The slot of a unit, counted from the start of the window."""
+        return self.sink_slots + unit % self.window_slots
 
     def window_places(self, positions: Tensor) -> Tensor:
         """Places of positions that are in the window, counted from the start of the window."""
-        group, offset = positions // self.group_tokens, positions % self.group_tokens
-        return self._window_start + group % self.window_slots * self.group_tokens + offset
+        unit, offset = positions // self.group_tokens, positions % self.group_tokens
+        return self._window_start + unit % self.window_slots * self.group_tokens + offset
 
     def write_one(self, keys: Tensor, values: Tensor, position: int) -> None:
         """Write one decoded token.
@@ -68,14 +68,14 @@ class RollingWindow:
             values: [batch, kv_heads, 1, head_dim]
             position: cache position of the token.
         """
-        group, offset = divmod(position, self.group_tokens)
-        place = self.window_slot(group) * self.group_tokens + offset
+        unit, offset = divmod(position, self.group_tokens)
+        place = self.window_slot(unit) * self.group_tokens + offset
         if offset == 0:
             self.mask[:, place : place + self.group_tokens] = NEGATIVE_INFINITY
-            if self.first_window_unit(position + 1) <= self._last_sink_group:
+            if self.first_window_unit(position + 1) <= self._end_of_sinks:
                 self.show_sinks(position + 1)
         self._put(keys, values, place)
-        if group < self._last_sink_group:
+        if unit < self._end_of_sinks:
             self._write_sinks(keys, values, position, position + 1)
 
     def write_many(self, keys: Tensor, values: Tensor, start: int) -> None:
@@ -94,16 +94,16 @@ class RollingWindow:
         self.tokens[:, places, 1] = values[:, :, kept - start :].transpose(1, 2)
         self._write_sinks(keys, values, start, end)
 
-    def set_first_groups(self, first_group: Tensor) -> None:
-        """Say where each row begins (left padding). first_group: int64 [batch]."""
-        self._first_group = first_group
-        self._last_sink_group = int(first_group.max()) + self.sink_slots
+    def set_start_units(self, start_unit: Tensor) -> None:
+        """Say where each row begins (left padding). start_unit: int64 [batch]."""
+        self._start_unit = start_unit
+        self._end_of_sinks = int(start_unit.max()) + self.sink_slots
 
     def _write_sinks(self, keys: Tensor, values: Tensor, start: int, end: int) -> None:
         if self.sink_slots == 0:
             return
         offsets = torch.arange(self._window_start, device=keys.device)
-        positions = self._first_group[:, None] * self.group_tokens + offsets
+        positions = self._start_unit[:, None] * self.group_tokens + offsets
         rows, places = torch.nonzero((positions >= start) & (positions < end), as_tuple=True)
         if len(rows):
             source = positions[rows, places] - start
@@ -111,11 +111,11 @@ class RollingWindow:
             self.tokens[rows, places, 1] = values[rows, :, source]
 
     def show_sinks(self, length: int) -> None:
-        """Show the sink groups that have left the window of a sequence of `length` tokens."""
+        """Show the sink units that have left the window of a sequence of `length` tokens."""
         if self.sink_slots == 0:
             return
         offsets = torch.arange(self._window_start, device=self.mask.device)
-        positions = self._first_group[:, None] * self.group_tokens + offsets
+        positions = self._start_unit[:, None] * self.group_tokens + offsets
         shown = positions < self.first_window_unit(length) * self.group_tokens
         if self._visible is not None:
             known = self._visible.shape[1]
@@ -134,9 +134,9 @@ class RollingWindow:
         """
         slots = torch.arange(self.window_slots, device=self.mask.device)
         last = -(-length // self.group_tokens) - 1
-        groups = last - (last - slots) % self.window_slots
+        units = last - (last - slots) % self.window_slots
         offsets = torch.arange(self.group_tokens, device=self.mask.device)
-        positions = (groups[:, None] * self.group_tokens + offsets).reshape(-1)
+        positions = (units[:, None] * self.group_tokens + offsets).reshape(-1)
         shown = ((positions >= 0) & (positions < length)).expand(self.mask.shape[0], -1)
         if visible is not None:
             safe = positions.clamp(0, max(length - 1, 0))
@@ -158,6 +158,6 @@ class RollingWindow:
 
     def take_rows_from(self, other: "RollingWindow", rows: Tensor) -> None:
         """Take over the bookkeeping of another window's rows; tokens and mask are the caller's."""
-        self._first_group = other._first_group[rows]
-        self._last_sink_group = other._last_sink_group
+        self._start_unit = other._start_unit[rows]
+        self._end_of_sinks = other._end_of_sinks
         self._visible = None if other._visible is None else other._visible[rows]

@@ -12,7 +12,7 @@ from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 class TokenPool:
     """Slots of one layer plus the places of its sinks and rolling window, in one tensor.
 
-    A slot holds one group of G tokens; K and V of a token lie side by side, so that a slot is one
+    A slot holds one unit of G tokens; K and V of a token lie side by side, so that a slot is one
     contiguous piece of memory (a disk read lands in it directly) and yet all keys of the pool form
     one strided tensor that attention reads without a copy: KVSwap's mapping table (3.4.4) becomes
     an additive mask over the places.
@@ -20,7 +20,7 @@ class TokenPool:
         tokens   [batch, places, 2, kv_heads, head_dim],  places = (num_slots + kept_slots) * G
         mask     [batch, places], 0 where a place holds a visible token, minus infinity elsewhere
 
-        place 0 .. num_slots * G             slots (fetched groups)
+        place 0 .. num_slots * G             slots (fetched units)
         place num_slots * G ..               sinks and rolling window, see `RollingWindow`
     """
 

@@ -45,11 +45,11 @@ def append_token(
     window_slots: int,
     group_tokens: int,
 ) -> None:
-    """Write one decoded token to host memory and to the window of sinks and newest groups.
+    """Write one decoded token to host memory and to the window of sinks and newest units.
 
     The device's form of `tiers.rolling_window.RollingWindow.write_one`, on the same places: first
-    the sinks, then a window in which group g has slot g % window_slots. A group that begins takes
-    its slot from the oldest one, and a sink group is shown once it has left the window.
+    the sinks, then a window in which unit u has slot u % window_slots. A unit that begins takes
+    its slot from the oldest one, and a sink unit is shown once it has left the window.
 
     Source: KVSwap, section 3.4.1 (rolling buffer).
 
@@ -61,9 +61,9 @@ def append_token(
         window_mask: the same places, additive, whose rows may be strided.
         position: the token's. int64 [1], on the device of the keys
         start: first position that is not padding. int32 [rows]
-        sink_places: of a row's first groups that are not padding; a multiple of group_tokens.
-        window_slots: groups that the window holds, at least 2.
-        group_tokens: tokens of a group.
+        sink_places: of a row's first units that are not padding; a multiple of group_tokens.
+        window_slots: units that the window holds, at least 2.
+        group_tokens: tokens of a unit.
     """
     if uses_triton(keys):
         from penstock.kernels.device.append_triton import append_token_triton as append
@@ -92,9 +92,9 @@ def append_token_twin(
     token = torch.stack([keys, values], dim=1)
     host_view(host_tokens, keys.device).index_copy_(1, position, token[:, None])
 
-    group, offset = position // group_tokens, position % group_tokens
+    unit, offset = position // group_tokens, position % group_tokens
     offsets = torch.arange(group_tokens, device=keys.device)
-    places = sink_places + group % window_slots * group_tokens + offsets
+    places = sink_places + unit % window_slots * group_tokens + offsets
     window.index_copy_(1, places.gather(0, offset), token[:, None])
     held = window_mask.index_select(1, places)
     held = held.masked_fill(offset == 0, NEGATIVE_INFINITY).masked_fill(offsets == offset, 0.0)
@@ -106,7 +106,7 @@ def append_token_twin(
     written = (positions == position)[..., None, None, None]
     sinks, sink_mask = window[:, :sink_places], window_mask[:, :sink_places]
     sinks.copy_(torch.where(written, token[:, None], sinks))
-    window_start = (group + 1 - window_slots).clamp_min(0) * group_tokens
+    window_start = (unit + 1 - window_slots).clamp_min(0) * group_tokens
     shown = (positions < window_start) & (positions >= start[:, None])
     visible = torch.zeros_like(sink_mask).masked_fill_(~shown, NEGATIVE_INFINITY)
     sink_mask.copy_(torch.where(offset == 0, visible, sink_mask))

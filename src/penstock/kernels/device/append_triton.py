@@ -64,14 +64,14 @@ def _append(
     tl.store(there, key, mask=whole)
     tl.store(there + HEADS * DIM, value, mask=whole)
 
-    group, offset = position // GROUP, position % GROUP
-    window_place = SINKS + group % WINDOW * GROUP
+    unit, offset = position // GROUP, position % GROUP
+    window_place = SINKS + unit % WINDOW * GROUP
     window_ptr += row * window_row
     there = window_ptr + (window_place + offset) * (2 * HEADS * DIM) + within
     tl.store(there, key, mask=whole)
     tl.store(there + HEADS * DIM, value, mask=whole)
 
-    # The token is shown; a group that begins hides what its slot held before.
+    # The token is shown; a unit that begins hides what its slot held before.
     mask_ptr += row * mask_row
     place = tl.arange(0, GROUP_WIDE)
     shown = tl.where(place == offset, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
@@ -86,9 +86,9 @@ def _append(
         there = window_ptr + place * (2 * HEADS * DIM) + within
         tl.store(there, key, mask=is_sink)
         tl.store(there + HEADS * DIM, value, mask=is_sink)
-        # Sinks that have left the window with this group are shown.
+        # Sinks that have left the window with this unit are shown.
         sink = tl.arange(0, SINKS_WIDE)
-        window_start = tl.maximum(group + 1 - WINDOW, 0) * GROUP
+        window_start = tl.maximum(unit + 1 - WINDOW, 0) * GROUP
         left = (first + sink < window_start) & (first + sink >= start)
         shown = tl.where(left, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
         tl.store(mask_ptr + sink, shown, mask=(sink < SINKS) & (offset == 0))

@@ -42,7 +42,7 @@ class AttentionHistoryIndex(KeyIndex):
     num_prompt_queries: ClassVar[int] = 32
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, scaling: float, device: torch.device,
+        self, shape: KVShape, *, batch: int, max_units: int, scaling: float, device: torch.device,
         window_queries: int = 32,
     ) -> None:  # fmt: skip
         """Allocate the values.
@@ -56,7 +56,7 @@ class AttentionHistoryIndex(KeyIndex):
         self._shape = shape
         self._scaling = scaling
         self._window_queries = window_queries
-        self._values = torch.zeros(batch, max_groups, device=device)
+        self._values = torch.zeros(batch, max_units, device=device)
         self._queries: Tensor | None = None
         """While the prompt is being valued. [rows, heads, queries, head_dim]"""
         self._sums: Tensor | None = None
@@ -75,19 +75,19 @@ class AttentionHistoryIndex(KeyIndex):
         """Units of the latest call of `score`."""
 
     @classmethod
-    def num_bytes(cls, shape: KVShape, *, batch: int, max_groups: int) -> int:
+    def num_bytes(cls, shape: KVShape, *, batch: int, max_units: int) -> int:
         """Bytes of one layer's values and prompt queries, for the ledger.
 
         The queries wait beside the index while the prompt streams in and are gone after it.
         """
         queries = cls.num_prompt_queries * shape.num_query_heads * shape.head_dim
-        return batch * (4 * max_groups + queries * shape.dtype.itemsize)
+        return batch * (4 * max_units + queries * shape.dtype.itemsize)
 
     @classmethod
-    def scratch_bytes(cls, shape: KVShape, *, batch: int, max_groups: int) -> int:
+    def scratch_bytes(cls, shape: KVShape, *, batch: int, max_units: int) -> int:
         """Temporaries of one call: copies and masks of the values, and a chunk's weights."""
         weights = shape.num_query_heads * cls.num_prompt_queries
-        return batch * (12 * max_groups + weights * (8 * min(CHUNK_TOKENS, max_groups) + 8))
+        return batch * (12 * max_units + weights * (8 * min(CHUNK_TOKENS, max_units) + 8))
 
     @property
     def alive(self) -> Tensor:
@@ -252,7 +252,7 @@ class ObservationVotes(AttentionHistoryIndex):
     """
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, scaling: float, device: torch.device,
+        self, shape: KVShape, *, batch: int, max_units: int, scaling: float, device: torch.device,
         window_queries: int = 32, kernel_tokens: int = 7,
     ) -> None:  # fmt: skip
         """Allocate the values; arguments as in `AttentionHistoryIndex`.
@@ -261,7 +261,7 @@ class ObservationVotes(AttentionHistoryIndex):
             kernel_tokens: width of the average pooling, odd.
         """
         super().__init__(
-            shape, batch=batch, max_groups=max_groups, scaling=scaling, device=device,
+            shape, batch=batch, max_units=max_units, scaling=scaling, device=device,
             window_queries=window_queries,
         )  # fmt: skip
         self._kernel_tokens = kernel_tokens
@@ -332,20 +332,20 @@ class TimeStamps(AttentionHistoryIndex):
     """
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, scaling: float, device: torch.device,
-        selected_groups: int, window_queries: int = 32, threshold: float = 1e-4,
+        self, shape: KVShape, *, batch: int, max_units: int, scaling: float, device: torch.device,
+        selected_units: int, window_queries: int = 32, threshold: float = 1e-4,
     ) -> None:  # fmt: skip
         """Allocate the values; arguments as in `AttentionHistoryIndex`.
 
         Args:
-            selected_groups: tokens of a selection; prompts that fit in it are never forgotten.
+            selected_units: tokens of a selection; prompts that fit in it are never forgotten.
             threshold: least weight, of the mean over query heads, that renews a stamp; below 1.
         """
         super().__init__(
-            shape, batch=batch, max_groups=max_groups, scaling=scaling, device=device,
+            shape, batch=batch, max_units=max_units, scaling=scaling, device=device,
             window_queries=window_queries,
         )  # fmt: skip
-        self._selected_groups = selected_groups
+        self._selected_units = selected_units
         self._threshold = threshold
         self._pinned = 0
 
@@ -370,7 +370,7 @@ class TimeStamps(AttentionHistoryIndex):
         if self._known == 0:
             self._pinned = 0
         size = self._prompt_end - self._known
-        if self._pinned + size <= self._selected_groups:
+        if self._pinned + size <= self._selected_units:
             self._values[:, self._known : self._prompt_end] = PINNED
             self._pinned += size
 

@@ -26,39 +26,39 @@ class ChunkBoundsIndex(KeyIndex):
     """
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, fine_groups: int,
-        selected_groups: int, device: torch.device,
+        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, fine_groups: int,
+        selected_units: int, device: torch.device,
     ) -> None:  # fmt: skip
         """Allocate the bounds of both levels.
 
         Args:
             fine_groups: units of a fine chunk.
-            selected_groups: units of a selection, which decides how many chunks are opened.
+            selected_units: units of a selection, which decides how many chunks are opened.
         """
         self._shape = shape
         self._group_tokens, self._fine_groups = group_tokens, fine_groups
-        self._opened = opened_chunks(selected_groups, fine_groups)
-        fine, coarse = chunk_counts(max_groups, fine_groups)
+        self._opened = opened_chunks(selected_units, fine_groups)
+        fine, coarse = chunk_counts(max_units, fine_groups)
         size = (2, batch, fine, shape.joint_dim)
         self._fine = torch.zeros(size, dtype=shape.dtype, device=device)
         size = (2, batch, coarse, shape.joint_dim)
         self._coarse = torch.zeros(size, dtype=shape.dtype, device=device)
 
     @staticmethod
-    def num_bytes(shape: KVShape, *, batch: int, max_groups: int, fine_groups: int) -> int:
+    def num_bytes(shape: KVShape, *, batch: int, max_units: int, fine_groups: int) -> int:
         """Bytes of one layer's bounds, for the ledger."""
-        chunks = sum(chunk_counts(max_groups, fine_groups))
+        chunks = sum(chunk_counts(max_units, fine_groups))
         return 2 * batch * chunks * shape.joint_dim * shape.dtype.itemsize
 
     @staticmethod
     def scratch_bytes(
-        shape: KVShape, *, batch: int, max_groups: int, fine_groups: int, selected_groups: int
+        shape: KVShape, *, batch: int, max_units: int, fine_groups: int, selected_units: int
     ) -> int:
         """Temporaries of one call of `score`: bounds in float32, and scores of all units."""
-        _, coarse = chunk_counts(max_groups, fine_groups)
-        opened = min(coarse, opened_chunks(selected_groups, fine_groups)) * BRANCHES
+        _, coarse = chunk_counts(max_units, fine_groups)
+        opened = min(coarse, opened_chunks(selected_units, fine_groups)) * BRANCHES
         bounds = 4 * coarse + (4 + 2 * shape.dtype.itemsize) * opened
-        scores = 20 * BRANCHES * coarse + 4 * max_groups
+        scores = 20 * BRANCHES * coarse + 4 * max_units
         return batch * (bounds * shape.joint_dim + scores)
 
     @override
@@ -109,15 +109,15 @@ class ChunkBoundsIndex(KeyIndex):
                 bounds.copy_(source[rows])
 
 
-def chunk_counts(max_groups: int, fine_groups: int) -> tuple[int, int]:
-    """Fine and coarse chunks of `max_groups` units; coarse ones have all their branches."""
-    coarse = -(-max_groups // (fine_groups * BRANCHES))
+def chunk_counts(max_units: int, fine_groups: int) -> tuple[int, int]:
+    """Fine and coarse chunks of `max_units` units; coarse ones have all their branches."""
+    coarse = -(-max_units // (fine_groups * BRANCHES))
     return coarse * BRANCHES, coarse
 
 
-def opened_chunks(selected_groups: int, fine_groups: int) -> int:
+def opened_chunks(selected_units: int, fine_groups: int) -> int:
     """Coarse chunks that a step looks into."""
-    return max(2, -(-REFINED_SHARE * selected_groups // (fine_groups * BRANCHES)))
+    return max(2, -(-REFINED_SHARE * selected_units // (fine_groups * BRANCHES)))
 
 
 def _merge(bounds: Tensor, units: Tensor, first: int, size: int, *, smallest: bool) -> None:

@@ -67,7 +67,7 @@ class ClusterKV(BaselinePolicy):
         for per_cluster, together in self._choices():
             sizes = {
                 "batch": request.batch, "group_tokens": self.group_tokens,
-                "max_groups": ceil_div(request.max_tokens, self.group_tokens),
+                "max_units": ceil_div(request.max_tokens, self.group_tokens),
                 "tokens_per_cluster": per_cluster, "recluster_tokens": together,
             }  # fmt: skip
             held = TokenClustersIndex.num_bytes(request.shape, **sizes)
@@ -98,7 +98,7 @@ class ClusterKV(BaselinePolicy):
         assert self.tokens_per_cluster is not None, "plan() makes the choices"
         assert self.recluster_tokens is not None, "plan() makes the choices"
         return TokenClustersIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens, tokens_per_cluster=self.tokens_per_cluster,
             recluster_tokens=self.recluster_tokens, device=request.device,
         )  # fmt: skip

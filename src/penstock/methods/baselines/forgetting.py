@@ -80,7 +80,7 @@ class HistoryPolicy(ForgettingPolicy):
     @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
         """A value per token has one size."""
-        sizes = {"batch": request.batch, "max_groups": request.max_tokens}
+        sizes = {"batch": request.batch, "max_units": request.max_tokens}
         held = AttentionHistoryIndex.num_bytes(request.shape, **sizes)
         return [
             (self, IndexSize(held, AttentionHistoryIndex.scratch_bytes(request.shape, **sizes)))

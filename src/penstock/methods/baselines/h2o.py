@@ -31,6 +31,6 @@ class H2O(HistoryPolicy):
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
         return HeavyHitters(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             scaling=request.scaling, device=request.device, window_queries=self.window_queries,
         )  # fmt: skip

@@ -64,8 +64,8 @@ class LeoAM(BaselinePolicy):
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
         """Small chunks of one unit, of two, of four, ..."""
         shape, batch = request.shape, request.batch
-        max_groups = ceil_div(request.max_tokens, self.group_tokens)
-        most = max_groups if request.limit_bytes is None else SELECTED_TOKENS // self.group_tokens
+        max_units = ceil_div(request.max_tokens, self.group_tokens)
+        most = max_units if request.limit_bytes is None else SELECTED_TOKENS // self.group_tokens
         if self.selected_tokens is not None:
             most = self.selected_tokens // self.group_tokens
         counts = [1]
@@ -76,11 +76,11 @@ class LeoAM(BaselinePolicy):
         sizes: list[tuple[SelectionPolicy, IndexSize]] = []
         for count in counts:
             held = ChunkBoundsIndex.num_bytes(
-                shape, batch=batch, max_groups=max_groups, fine_groups=count
+                shape, batch=batch, max_units=max_units, fine_groups=count
             )
             scratch = ChunkBoundsIndex.scratch_bytes(
-                shape, batch=batch, max_groups=max_groups, fine_groups=count,
-                selected_groups=max(1, min(most, max_groups)),
+                shape, batch=batch, max_units=max_units, fine_groups=count,
+                selected_units=max(1, min(most, max_units)),
             )  # fmt: skip
             policy = replace(self, fine_tokens=count * self.group_tokens)
             sizes.append((policy, IndexSize(held, scratch)))
@@ -90,8 +90,8 @@ class LeoAM(BaselinePolicy):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         assert self.fine_tokens is not None, "plan() makes the choices"
         return ChunkBoundsIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens,
             fine_groups=self.fine_tokens // request.group_tokens,
-            selected_groups=request.selected_groups, device=request.device,
+            selected_units=request.selected_units, device=request.device,
         )  # fmt: skip

@@ -71,7 +71,7 @@ class PartialKeysPolicy(BaselinePolicy):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         return self.index_class(
             request.shape, batch=request.batch,
-            max_tokens=request.max_groups * request.group_tokens,
+            max_tokens=request.max_units * request.group_tokens,
             group_tokens=request.group_tokens, dims=self._dims(request.shape.head_dim),
             device=request.device,
         )  # fmt: skip

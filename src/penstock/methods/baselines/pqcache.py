@@ -73,7 +73,7 @@ class PQCache(BaselinePolicy):
         for parts, bits in dict.fromkeys(fitting or [(1, self.bits or 8)]):
             sizes = {
                 "batch": request.batch, "group_tokens": self.group_tokens,
-                "max_groups": ceil_div(request.max_tokens, self.group_tokens),
+                "max_units": ceil_div(request.max_tokens, self.group_tokens),
                 "subvectors": parts, "bits": bits,
             }  # fmt: skip
             held = ProductQuantizedIndex.num_bytes(shape, **sizes)
@@ -87,7 +87,7 @@ class PQCache(BaselinePolicy):
         assert self.subvectors is not None, "plan() makes the choices"
         assert self.bits is not None, "plan() makes the choices"
         return ProductQuantizedIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens, subvectors=self.subvectors, bits=self.bits,
             device=request.device,
         )  # fmt: skip

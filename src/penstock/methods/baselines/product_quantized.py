@@ -32,7 +32,7 @@ class ProductQuantizedIndex(KeyIndex):
     looks_first: ClassVar[bool] = True
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, subvectors: int,
+        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, subvectors: int,
         bits: int, device: torch.device, seed: int = 0,
     ) -> None:  # fmt: skip
         """Allocate codes and centroids.
@@ -45,10 +45,10 @@ class ProductQuantizedIndex(KeyIndex):
         assert shape.head_dim % subvectors == 0
         assert 1 <= bits <= 8
         self._group_tokens = group_tokens
-        self._max_tokens = max_groups * group_tokens
+        self._max_tokens = max_units * group_tokens
         self._seed = seed
-        self._chunk = chunk_tokens(max_groups * group_tokens)
-        self._elements = chunk_elements(batch * max_groups * group_tokens)
+        self._chunk = chunk_tokens(max_units * group_tokens)
+        self._elements = chunk_elements(batch * max_units * group_tokens)
         self._codes = torch.zeros(
             batch, subvectors, self._max_tokens, dtype=torch.uint8, device=device
         )
@@ -61,20 +61,20 @@ class ProductQuantizedIndex(KeyIndex):
 
     @staticmethod
     def num_bytes(
-        shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, subvectors: int,
+        shape: KVShape, *, batch: int, max_units: int, group_tokens: int, subvectors: int,
         bits: int,
     ) -> int:  # fmt: skip
         """Bytes of one layer's codes and centroids, for the ledger."""
-        codes = subvectors * max_groups * group_tokens
+        codes = subvectors * max_units * group_tokens
         return batch * (codes + (1 << bits) * shape.head_dim * shape.dtype.itemsize)
 
     @staticmethod
     def scratch_bytes(
-        shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, subvectors: int,
+        shape: KVShape, *, batch: int, max_units: int, group_tokens: int, subvectors: int,
         bits: int,
     ) -> int:  # fmt: skip
         """Temporaries, for the ledger: the sample and k-means, or those of one `score`."""
-        tokens = max_groups * group_tokens
+        tokens = max_units * group_tokens
         chunk = chunk_tokens(tokens)
         means = kmeans_bytes(
             batch * subvectors, 1 << bits, shape.head_dim // subvectors,

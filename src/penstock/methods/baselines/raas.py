@@ -40,8 +40,8 @@ class RaaS(HistoryPolicy):
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
         return TimeStamps(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             scaling=request.scaling, device=request.device,
-            selected_groups=request.selected_groups, window_queries=self.window_queries,
+            selected_units=request.selected_units, window_queries=self.window_queries,
             threshold=self.threshold,
         )  # fmt: skip

@@ -53,7 +53,7 @@ class ShadowKeyIndex(KeyIndex):
     looks_first: ClassVar[bool] = True
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int,
+        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int,
         rows_per_sequence: int, rank: int, landmark_units: int, num_outliers: int, scaling: float,
         rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None, device: torch.device,
     ) -> None:  # fmt: skip
@@ -76,10 +76,10 @@ class ShadowKeyIndex(KeyIndex):
         self._heads, self._landmark_units = rows_per_sequence, landmark_units
         width, dtype = shape.head_dim, shape.dtype
         sequences, joint = batch // rows_per_sequence, rows_per_sequence * width
-        tokens = max_groups * group_tokens
+        tokens = max_units * group_tokens
         self._rank = min(rank, joint)
         self._stride = -(-tokens // BASIS_TOKENS)
-        chunks = -(-max_groups // landmark_units)
+        chunks = -(-max_units // landmark_units)
         self._landmarks = torch.zeros(batch, chunks, width, dtype=dtype, device=device)
         self._components = torch.zeros(sequences, tokens, self._rank, dtype=dtype, device=device)
         self._basis = torch.zeros(sequences, joint, self._rank, dtype=dtype, device=device)
@@ -92,28 +92,28 @@ class ShadowKeyIndex(KeyIndex):
 
     @staticmethod
     def num_bytes(
-        shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rows_per_sequence: int,
+        shape: KVShape, *, batch: int, max_units: int, group_tokens: int, rows_per_sequence: int,
         rank: int, landmark_units: int, num_outliers: int,
     ) -> int:  # fmt: skip
         """Bytes of one layer's index, for the ledger; arguments as in the constructor."""
         joint, size = rows_per_sequence * shape.head_dim, shape.dtype.itemsize
-        factors = (max_groups * group_tokens + joint) * min(rank, joint) * size
-        landmarks = -(-max_groups // landmark_units) * shape.head_dim * size
+        factors = (max_units * group_tokens + joint) * min(rank, joint) * size
+        landmarks = -(-max_units // landmark_units) * shape.head_dim * size
         outliers = num_outliers * (group_tokens * shape.head_dim * size + 12)
         return batch // rows_per_sequence * factors + batch * (landmarks + outliers)
 
     @staticmethod
     def scratch_bytes(
-        shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rows_per_sequence: int,
-        rank: int, selected_groups: int,
+        shape: KVShape, *, batch: int, max_units: int, group_tokens: int, rows_per_sequence: int,
+        rank: int, selected_units: int,
     ) -> int:  # fmt: skip
         """Temporaries of the largest call: making the basis, `score`, or `rebuild_keys`."""
         joint = rows_per_sequence * shape.head_dim
         fit = (4 * (batch // rows_per_sequence) + 24) * joint**2
-        score = batch * max_groups * (12 * shape.num_query_heads + 5)
+        score = batch * max_units * (12 * shape.num_query_heads + 5)
         per_token = (min(rank, joint) + 2 * shape.head_dim) * shape.dtype.itemsize + 8
         rotated = ROTATED_UNITS * group_tokens * 24 * shape.head_dim
-        return max(fit, score, batch * selected_groups * group_tokens * per_token + rotated)
+        return max(fit, score, batch * selected_units * group_tokens * per_token + rotated)
 
     # Basis ------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class ShadowKV(BaselinePolicy):
         assert self.rank is not None
         assert self.landmark_units is not None
         sizes = {
-            "batch": request.batch, "max_groups": ceil_div(request.max_tokens, self.group_tokens),
+            "batch": request.batch, "max_units": ceil_div(request.max_tokens, self.group_tokens),
             "group_tokens": self.group_tokens, "rows_per_sequence": request.rows_per_sequence,
             "rank": self.rank,
         }  # fmt: skip
@@ -120,7 +120,7 @@ class ShadowKV(BaselinePolicy):
             request.shape, landmark_units=self.landmark_units, num_outliers=self.outlier_chunks,
             **sizes,
         )  # fmt: skip
-        scratch = ShadowKeyIndex.scratch_bytes(request.shape, selected_groups=selected, **sizes)
+        scratch = ShadowKeyIndex.scratch_bytes(request.shape, selected_units=selected, **sizes)
         return IndexSize(held, scratch)
 
     @override
@@ -128,7 +128,7 @@ class ShadowKV(BaselinePolicy):
         assert self.rank is not None, "plan() makes the choices"
         assert self.landmark_units is not None, "plan() makes the choices"
         return ShadowKeyIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens, rows_per_sequence=request.rows_per_sequence,
             rank=self.rank, landmark_units=self.landmark_units, num_outliers=self.outlier_chunks,
             scaling=request.scaling, rotary=request.rotary, device=request.device,

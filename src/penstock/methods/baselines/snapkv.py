@@ -40,7 +40,7 @@ class SnapKV(HistoryPolicy):
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
         return ObservationVotes(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             scaling=request.scaling, device=request.device, window_queries=self.window_queries,
             kernel_tokens=self.kernel_tokens,
         )  # fmt: skip

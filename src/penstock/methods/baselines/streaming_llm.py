@@ -35,19 +35,19 @@ class StreamingLLM(ForgettingPolicy):
 
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
-        return RecencyIndex(selected_groups=request.selected_groups)
+        return RecencyIndex(selected_units=request.selected_units)
 
 
 class RecencyIndex(KeyIndex):
     """Ranks tokens by position; what has once been too old stays so. Holds no memory."""
 
-    def __init__(self, *, selected_groups: int) -> None:
+    def __init__(self, *, selected_units: int) -> None:
         """Know how many are kept.
 
         Args:
-            selected_groups: tokens of a selection.
+            selected_units: tokens of a selection.
         """
-        self._selected_groups = selected_groups
+        self._selected_units = selected_units
         self._oldest = 0
         """Tokens before it have been forgotten, in every row."""
 
@@ -59,7 +59,7 @@ class RecencyIndex(KeyIndex):
     @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
         """The position, minus infinity for what has been forgotten."""
-        self._oldest = max(self._oldest, num_units - self._selected_groups)
+        self._oldest = max(self._oldest, num_units - self._selected_units)
         positions = torch.arange(num_units, device=query.device, dtype=torch.float32)
         positions[: self._oldest] = float("-inf")
         return positions.expand(query.shape[0], -1).contiguous()

@@ -35,7 +35,7 @@ class TokenClustersIndex(KeyIndex):
     looks_first: ClassVar[bool] = True
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int,
+        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int,
         tokens_per_cluster: int, recluster_tokens: int, device: torch.device, seed: int = 0,
     ) -> None:  # fmt: skip
         """Allocate centroids, assignments and the keys of tokens to be clustered.
@@ -51,9 +51,9 @@ class TokenClustersIndex(KeyIndex):
         self._tokens_per_cluster = tokens_per_cluster
         self._recluster_tokens = recluster_tokens
         self._seed = seed
-        self._chunk = chunk_tokens(max_groups * group_tokens)
-        self._elements = chunk_elements(batch * max_groups * group_tokens)
-        tokens = max_groups * group_tokens
+        self._chunk = chunk_tokens(max_units * group_tokens)
+        self._elements = chunk_elements(batch * max_units * group_tokens)
+        tokens = max_units * group_tokens
         clusters, dtype = self._sizes(tokens, tokens_per_cluster)
         size = (batch, clusters, shape.head_dim)
         self._centroids = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -79,22 +79,22 @@ class TokenClustersIndex(KeyIndex):
 
     @classmethod
     def num_bytes(
-        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int,
+        cls, shape: KVShape, *, batch: int, max_units: int, group_tokens: int,
         tokens_per_cluster: int, recluster_tokens: int,
     ) -> int:  # fmt: skip
         """Bytes of one layer's centroids, assignments and new keys, for the ledger."""
-        tokens = max_groups * group_tokens
+        tokens = max_units * group_tokens
         clusters, dtype = cls._sizes(tokens, tokens_per_cluster)
         keys = (clusters + recluster_tokens) * shape.head_dim * shape.dtype.itemsize
         return batch * (keys + tokens * dtype.itemsize)
 
     @classmethod
     def scratch_bytes(
-        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int,
+        cls, shape: KVShape, *, batch: int, max_units: int, group_tokens: int,
         tokens_per_cluster: int, recluster_tokens: int,
     ) -> int:  # fmt: skip
         """Temporaries, for the ledger: the sample and k-means, or those of one `score`."""
-        tokens = max_groups * group_tokens
+        tokens = max_units * group_tokens
         chunk = max(chunk_tokens(tokens), recluster_tokens)
         clusters, _ = cls._sizes(tokens, tokens_per_cluster)
         sample = PromptSample.num_bytes(batch, tokens, shape.head_dim, shape.dtype)

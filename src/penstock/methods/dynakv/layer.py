@@ -129,7 +129,7 @@ class ClusterLayer(RetrievalLayer):
             self._following = self.setup.writer.run(job)
 
     @override
-    def on_closed(self, keys: Tensor, first_group: int) -> None:
+    def on_closed(self, keys: Tensor, first_unit: int) -> None:
         """Units are single tokens. More than one are another prompt:
         all is clustered anew when the next step wants it."""
         require_finite(keys, self.layer_idx)
@@ -138,7 +138,7 @@ class ClusterLayer(RetrievalLayer):
         if keys.shape[1] > 1 or self._new is not None:
             self._begin_anew()
             return
-        self._new = first_group
+        self._new = first_unit
 
     def _settle(self) -> None:
         """Wait until the clusters have taken in the last step.
@@ -309,7 +309,7 @@ class ClusterLayer(RetrievalLayer):
             entries = self._row_entries(row, base, end)
             self.followed.fit_row(row, self.follower.keys_of(entries))
             if layout is not None:
-                budget = self.setup.plan.selected_groups
+                budget = self.setup.plan.selected_units
                 layout.place_row(row, entries, budget, self.followed.scaling)
         self.followed.end_fit()
         self.index.fitted(end)

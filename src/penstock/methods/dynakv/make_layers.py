@@ -79,7 +79,7 @@ def _representative_buffers(policy: "DynaKV", setup: LayerSetup) -> list[Represe
     if policy.representatives != "flash":
         return []
     shape, plan = setup.shape, setup.plan
-    capacity = policy.cluster_sizes.capacity(plan.max_groups)
+    capacity = policy.cluster_sizes.capacity(plan.max_units)
     size = (plan.batch, capacity, shape.head_dim, setup.store.region(0).file.sector_bytes)
     count = min(SHARED_BUFFERS, shape.num_layers)
     return [RepresentativeBuffer(*size) for _ in range(count)]
@@ -88,7 +88,7 @@ def _representative_buffers(policy: "DynaKV", setup: LayerSetup) -> list[Represe
 def _cluster_buffers(policy: "DynaKV", setup: LayerSetup) -> ClusterBuffers | None:
     if not policy.has_cluster_layout or setup.staging is not None:
         return None
-    size = policy.read_bytes(setup.shape, setup.plan.batch, setup.plan.selected_groups)
+    size = policy.read_bytes(setup.shape, setup.plan.batch, setup.plan.selected_units)
     return ClusterBuffers(size, setup.store.region(0).file.sector_bytes)
 
 
@@ -100,7 +100,7 @@ def _make_layout(
         setup.store.region(region).file, setup.shape.token_bytes,
         num_buffers=policy.write_buffers, gap_bytes=policy.gap_bytes,
     )  # fmt: skip
-    capacity = policy.cluster_sizes.capacity(setup.plan.max_groups)
+    capacity = policy.cluster_sizes.capacity(setup.plan.max_units)
     return ClusterLayout(
-        file, index, rows=setup.plan.batch, max_tokens=setup.plan.max_groups, capacity=capacity
+        file, index, rows=setup.plan.batch, max_tokens=setup.plan.max_units, capacity=capacity
     )

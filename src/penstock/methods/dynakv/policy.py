@@ -259,7 +259,7 @@ class DynaKV(BaselinePolicy):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         return FollowedClusters(
             request.shape, self.cluster_sizes, batch=request.batch,
-            max_tokens=request.max_groups, scaling=request.scaling, centroids=request.shared,
+            max_tokens=request.max_units, scaling=request.scaling, centroids=request.shared,
         )  # fmt: skip
 
     @override

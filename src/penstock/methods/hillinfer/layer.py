@@ -67,7 +67,7 @@ class NearLayer(RetrievalLayer):
         self.near = index.core
         """The index, without what a benchmark may have laid over it."""
         self._hill, self._work = policy, work
-        self.pools = policy.make_pools(setup.plan.batch, setup.plan.max_groups)
+        self.pools = policy.make_pools(setup.plan.batch, setup.plan.max_units)
         """Who is hot because of what."""
         self.replacement = self.pools
         self._attach()
@@ -114,7 +114,7 @@ class NearLayer(RetrievalLayer):
         leavers = self._leavers(end_unit)
         self.near.leavers = leavers
         self.index.begin_step(query, self._first_unit, self.length)
-        wanted = self._hill.wanted_tokens(self.length, self.setup.plan.selected_groups)
+        wanted = self._hill.wanted_tokens(self.length, self.setup.plan.selected_units)
         selection = self.policy.select(self.index, query, self._first_unit, end_unit, wanted)
         self.pools.note_selected(selection.unit_ids, selection.valid)
         hot = _count(self.table.slot_of, selection) + len(leavers.rows)
@@ -167,7 +167,7 @@ class NearLayer(RetrievalLayer):
         rest = ~taken[leavers]
         tokens = np.unique(leavers.tokens[rest])
         if valid.shape[1] + len(tokens) > self.setup.plan.num_slots:
-            most = self.setup.plan.max_groups  # no room beside the selection: they are cold
+            most = self.setup.plan.max_units  # no room beside the selection: they are cold
             self.near.moved(_NONE, leavers.rows[rest] * most + leavers.tokens[rest])
             return selection
         extra = np.zeros((len(valid), len(tokens)), dtype=np.bool_)
@@ -195,7 +195,7 @@ class NearLayer(RetrievalLayer):
     @property
     def _pinned_tokens(self) -> int:
         """The newest tokens that stay hot (section 4.2: alpha * N)."""
-        most = self._hill.wanted_tokens(self.length, self.setup.plan.selected_groups)
+        most = self._hill.wanted_tokens(self.length, self.setup.plan.selected_units)
         return min(most, self.setup.plan.num_slots // 2)
 
     # The pools --------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class NearLayer(RetrievalLayer):
         demoted = self._shed(admitted)
         before = self.table.unit_in.copy()
         plan = plan_fetch(admitted, self.table, self.pools)
-        tokens = self.setup.plan.max_groups
+        tokens = self.setup.plan.max_units
         old = before[plan.rows, plan.slots].astype(np.int64)
         gone = old != ABSENT
         demoted = np.concatenate([demoted, plan.rows[gone] * tokens + old[gone]])
@@ -251,7 +251,7 @@ class NearLayer(RetrievalLayer):
         self.table.unit_in[rows, slots] = ABSENT
         self.pool.slot_mask[torch.from_numpy(rows), torch.from_numpy(slots)] = NEGATIVE_INFINITY
         self._slots_full = False
-        return rows * self.setup.plan.max_groups + tokens
+        return rows * self.setup.plan.max_units + tokens
 
     def _copy_from_window(self, plan: FetchPlan, here: NDArray[np.bool_]) -> None:
         """Copy tokens that leave the window into their slots."""

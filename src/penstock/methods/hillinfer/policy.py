@@ -134,7 +134,7 @@ class HillInfer(BaselinePolicy):
         policy, plan = super().plan(request)
         if plan.is_resident or self.selected_tokens is not None or self.alpha is not None:
             return policy, plan
-        alpha = min(1.0, plan.selected_groups / request.max_tokens)
+        alpha = min(1.0, plan.selected_units / request.max_tokens)
         return replace(self, alpha=alpha), plan
 
     @override
@@ -198,7 +198,7 @@ class HillInfer(BaselinePolicy):
 
     def score_settings(self, request: SizingRequest | IndexRequest) -> ScoreSettings:
         """How cold tokens are scored, for one layer of this cache."""
-        tokens = request.max_tokens if isinstance(request, SizingRequest) else request.max_groups
+        tokens = request.max_tokens if isinstance(request, SizingRequest) else request.max_units
         scaling = request.scaling if isinstance(request, IndexRequest) else None
         return self.settings_for(request.shape, request.batch, tokens, scaling)
 
@@ -255,7 +255,7 @@ class HillInfer(BaselinePolicy):
             scorer = LocalScorer(settings, builder.num_layers)
         work = NearWork(
             scorer, layers=builder.num_layers, most_hot=plan.num_slots,
-            least_hot=plan.selected_groups, fixed=fixed,
+            least_hot=plan.selected_units, fixed=fixed,
         )  # fmt: skip
         return [
             NearLayer(

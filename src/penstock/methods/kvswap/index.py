@@ -59,7 +59,7 @@ class LowRankIndex(KeyIndex):
         shape: KVShape,
         *,
         batch: int,
-        max_groups: int,
+        max_units: int,
         group_tokens: int,
         rank: int,
         bits: int,
@@ -92,7 +92,7 @@ class LowRankIndex(KeyIndex):
         self._start: Tensor | None = None
         """First unit of each row, where one has padding before it. int64 [rows]"""
         width, dtype = self._storage(shape, rank, bits)
-        blocks = -(-max_groups // BLOCK_GROUPS)
+        blocks = -(-max_units // BLOCK_GROUPS)
         self._codes = torch.zeros(
             batch, blocks, group_tokens, BLOCK_GROUPS, width, dtype=dtype, device=device
         )
@@ -107,11 +107,11 @@ class LowRankIndex(KeyIndex):
 
     @classmethod
     def num_bytes(
-        cls, shape: KVShape, *, batch: int, max_groups: int, group_tokens: int, rank: int, bits: int
+        cls, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, rank: int, bits: int
     ) -> int:
         """Bytes of one layer's codes and basis, for the ledger."""
         width, dtype = cls._storage(shape, rank, bits)
-        groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
+        groups = -(-max_units // BLOCK_GROUPS) * BLOCK_GROUPS
         basis = shape.joint_dim * rank * shape.dtype.itemsize + 12 * rank
         return batch * groups * group_tokens * width * dtype.itemsize + basis
 
@@ -121,7 +121,7 @@ class LowRankIndex(KeyIndex):
         shape: KVShape,
         *,
         batch: int,
-        max_groups: int,
+        max_units: int,
         group_tokens: int,
         rank: int,
         bits: int,
@@ -129,7 +129,7 @@ class LowRankIndex(KeyIndex):
     ) -> int:
         """Temporaries of one call of `score`, for the ledger."""
         heads = shape.num_query_heads
-        groups = -(-max_groups // BLOCK_GROUPS) * BLOCK_GROUPS
+        groups = -(-max_units // BLOCK_GROUPS) * BLOCK_GROUPS
         blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         tokens = min(blocks * BLOCK_GROUPS, groups) * group_tokens
         unpacked = 2 * rank if bits == 4 else 0

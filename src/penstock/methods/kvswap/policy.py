@@ -179,24 +179,24 @@ class KVSwap(SelectionPolicy):
             lesser.append(replace(lesser[-1], rank=min(joint, narrow * 3 // 4)))
         return out, lesser
 
-    def _selected_groups(self, request: SizingRequest) -> int:
-        max_groups = ceil_div(request.max_tokens, self.group_tokens)
+    def _selected_units(self, request: SizingRequest) -> int:
+        max_units = ceil_div(request.max_tokens, self.group_tokens)
         if self.selected_tokens is None:
             if request.limit_bytes is None:
-                return max_groups
-            return min(max_groups, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
-        return min(max_groups, self.selected_tokens // self.group_tokens)
+                return max_units
+            return min(max_units, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
+        return min(max_units, self.selected_tokens // self.group_tokens)
 
     def _grow(self, request: SizingRequest, *, shared: bool) -> SlotPlan:
         """The plan with as many slots, then as large score chunks, as the budget allows."""
-        selected = self._selected_groups(request)
-        max_groups = ceil_div(request.max_tokens, self.group_tokens)
+        selected = self._selected_units(request)
+        max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = selected
         if not shared and self.reuse_tokens is not None:
             most = max(selected, self.reuse_tokens // self.group_tokens)
         elif not shared and request.limit_bytes is None:
-            most = max_groups
-        most = min(max_groups, most)
+            most = max_units
+        most = min(max_units, most)
         plan = largest_plan(
             request, lambda slots: self._build(request, slots, shared=shared), selected, most
         )
@@ -226,11 +226,11 @@ class KVSwap(SelectionPolicy):
         assert self.rank is not None
         assert self.index_bits is not None
         shape, batch = request.shape, request.batch
-        max_groups = ceil_div(request.max_tokens, self.group_tokens)
-        selected = self._selected_groups(request)
+        max_units = ceil_div(request.max_tokens, self.group_tokens)
+        selected = self._selected_units(request)
         num_slots = selected if num_slots is None else num_slots
         sizes = {
-            "batch": batch, "max_groups": max_groups, "group_tokens": self.group_tokens,
+            "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
         per_layer = LowRankIndex.num_bytes(shape, **sizes)
@@ -240,7 +240,7 @@ class KVSwap(SelectionPolicy):
             scratch += 16 * shape.joint_dim**2
         return make_plan(
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
-            selected_groups=selected,
+            selected_units=selected,
             sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
             shared_pools=shared,
@@ -265,7 +265,7 @@ class KVSwap(SelectionPolicy):
         if self.layer_ranks == "measured" and request.adapter is not None:
             rank = request.adapter.rank_at(rank)
         return LowRankIndex(
-            request.shape, batch=request.batch, max_groups=request.max_groups,
+            request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens, rank=rank, bits=self.index_bits,
             head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
             device=request.device,

@@ -264,8 +264,8 @@ class LouisKV(AheadPolicy):
             tau=self.tau, stride=self.stride, device=request.device,
         )  # fmt: skip
         return SemanticUnitsIndex(
-            request.shape, self._unit_sizes(request.max_groups), boundaries, batch=request.batch,
-            max_tokens=request.max_groups, rows_per_sequence=request.rows_per_sequence,
+            request.shape, self._unit_sizes(request.max_units), boundaries, batch=request.batch,
+            max_tokens=request.max_units, rows_per_sequence=request.rows_per_sequence,
             scaling=request.scaling, every_step=self.boundaries == "every", device=request.device,
         )  # fmt: skip
 
@@ -273,9 +273,9 @@ class LouisKV(AheadPolicy):
     def make_device_index(self, request: IndexRequest) -> DeviceIndex:
         """Units and boundaries live on the device."""
         return DeviceSemanticUnits(
-            request.shape, self._device_sizes(request.max_groups), rows=request.batch,
-            rows_per_sequence=request.rows_per_sequence, max_tokens=request.max_groups,
-            wanted=request.selected_groups, tau=self.tau, stride=self.stride or 0,
+            request.shape, self._device_sizes(request.max_units), rows=request.batch,
+            rows_per_sequence=request.rows_per_sequence, max_tokens=request.max_units,
+            wanted=request.selected_units, tau=self.tau, stride=self.stride or 0,
             every_step=self.boundaries == "every", scaling=request.scaling, device=request.device,
         )  # fmt: skip
 
