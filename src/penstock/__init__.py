@@ -26,6 +26,7 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from penstock.documents.conversation import Conversation
     from penstock.documents.document import Document
     from penstock.documents.settings import DocumentSettings
     from penstock.engine.policy import SelectionPolicy
@@ -52,6 +53,7 @@ __all__ = [
     "CacheStateError",
     "Candidate",
     "ConfigError",
+    "Conversation",
     "Document",
     "DocumentDamagedError",
     "DocumentError",
@@ -81,6 +83,7 @@ __all__ = [
 _HOMES = {
     "BeamSearcher": "penstock.search.beam_searcher",
     "Candidate": "penstock.search.step_scorer",
+    "Conversation": "penstock.documents.conversation",
     "Document": "penstock.documents.document",
     "DocumentSettings": "penstock.documents.settings",
     "LLM": "penstock.generation.engine",

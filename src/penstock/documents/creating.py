@@ -65,7 +65,7 @@ def create_document(
         ) as cache:  # fmt: skip
             if base is not None and shared:
                 base.restore_windows(cache)
-            _prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
+            prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
             about = About(
                 model=lasting_name(loaded.name), title=title, name=name,
                 created=max(0.0, time.time()), tokens=len(tokens),
@@ -98,7 +98,7 @@ def shared_tokens(base: OpenDocument, tokens: Sequence[int]) -> int:
     return shared if not base.about.has_windows or shared == base.about.tokens else 0
 
 
-def _prefill(
+def prefill(
     loaded: LoadedModel, cache: TieredCache, tokens: Sequence[int], chunk: int, progress: OnTokens
 ) -> None:
     """Prefill what the cache does not hold yet."""

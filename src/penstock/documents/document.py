@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from penstock.core.closing import close_all
 from penstock.core.errors import ConfigError, DocumentDamagedError
+from penstock.documents.chat_history import CHAT
 from penstock.documents.contents import About, needed
 from penstock.documents.creating import create_document
 from penstock.documents.opened import OpenDocument
@@ -236,6 +237,8 @@ class Document:
         params = SamplingParams() if sampling_params is None else sampling_params
         if keep and (options.get("policy") is not None or options.get("exact")):
             raise ConfigError("answers are kept under the document's own policy alone")
+        if keep and CHAT in self._opened.stored.blob_names:
+            raise ConfigError("the document is a chat; go on with it by penstock chat --resume")
         answers = []
         for number, question in enumerate(self.questions_of(questions, params, keep=keep)):
             attempt = _Attempt(number, on_text)

@@ -1,6 +1,7 @@
 """store_cache(): what a cache holds of a text, as the next generation of a document."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,12 +64,14 @@ def store_groups(
 def store_cache(
     cache: TieredCache, writer: DocumentWriter, tokens: Sequence[int],
     held: NDArray[np.int64], *, identity: Mapping[str, str], about: About, progress: OnBytes,
+    more_blobs: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Commit what a cache holds of `tokens`, units, index and windows.
 
     Args:
         tokens: all of the text; the cache holds as many.
         held: units of the first groups, which the document has already. [groups]
+        more_blobs: that the generation has beside those of every document.
 
     Raises:
         CacheStateError: the cache's policy forgets tokens, or keeps them on a device.
@@ -79,5 +82,5 @@ def store_cache(
     blobs = {TOKENS: tokens_blob(tokens), GROUPS: groups_blob(np.concatenate([held, fresh]))}
     if about.has_index:
         blobs |= index_blobs(cache, writer.shape.layers)
-    blobs |= windows_blob(cache)
+    blobs |= windows_blob(cache) | dict(more_blobs)
     writer.commit(identity=identity, about=about.as_json(), blobs=blobs)

@@ -18,9 +18,15 @@ CHATML = (
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>")
 
 
-def byte_tokenizer(template: str | None = CHATML) -> Any:
-    """A tokenizer whose tokens are bytes, behind three special ones; it puts <s> in front."""
+def byte_tokenizer(template: str | None = CHATML, *, ascii_alone: bool = True) -> Any:
+    """A tokenizer whose tokens are bytes, behind three special ones; it puts <s> in front.
+
+    Args:
+        ascii_alone: none but printable ones, so that any tokens are a text of these tokens.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if ascii_alone:
+        letters = [each for each in letters if each.isascii() or each in "\u0120\u010a"]
     vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *letters])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,23 +43,25 @@ def byte_tokenizer(template: str | None = CHATML) -> Any:
 
 
 def tiny_chat_model(
-    *, positions: int = 4096, template: str | None = CHATML, folder: Path | None = None
-) -> LoadedModel:
+    *, positions: int = 4096, template: str | None = CHATML, folder: Path | None = None,
+    ascii_alone: bool = True,
+) -> LoadedModel:  # fmt: skip
     """A random Llama of two layers in float32.
 
     Args:
         positions: that the model has.
         template: of the tokenizer; None: it has none.
         folder: where model and tokenizer are saved too.
+        ascii_alone: as for `byte_tokenizer`; else answers are seldom UTF-8.
     """
+    tokenizer = byte_tokenizer(template, ascii_alone=ascii_alone)
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
         bos_token_id=2, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    tokenizer = byte_tokenizer(template)
     if folder is not None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
