@@ -102,7 +102,7 @@ class Pools:
         pinned = best_count(self._alpha, length)
         wanted = self._wanted(importance, selected, born, capacity, pinned)
         found = self.table.look_up(wanted[None])
-        self.policy.tell(self.table.unit_in, importance[None], length, pinned, capacity)
+        self.policy.observe(self.table.unit_in, importance[None], length, pinned, capacity)
         _, shed = self.policy.surplus(found.pinned, found.counts)
         out = self.table.unit_in[0, shed]
         self.table.slot_of[0, out] = self.table.unit_in[0, shed] = ABSENT

@@ -55,7 +55,7 @@ class Watched:
         self.runtime = TieredRuntime(config, len(PADDING))
         self.random = torch.Generator().manual_seed(0)
         self.kv = [torch.zeros(2, len(PADDING), 2, 0, SHAPE.head_dim)] * SHAPE.num_layers
-        self.told: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
 
     def step(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """The query and the output of each layer, both [batch, heads, tokens, head_dim]."""
@@ -76,7 +76,7 @@ class Watched:
         kinds = RetrievalLayer | DeviceLayer
         layers = [x for x in self.runtime.layers if isinstance(x, kinds)]
         for layer in layers:
-            layer.observer = self.told.__setitem__
+            layer.observer = self.seen.__setitem__
         return layers
 
 
@@ -95,7 +95,7 @@ def test_the_output_is_attention_over_what_was_told(setting: str) -> None:
         for _ in range(STEPS):
             for layer, (query, actual) in enumerate(watched.step(1)):
                 keys, values = watched.kv[layer]
-                attended = watched.told[layer].view(len(PADDING), -1, keys.shape[2])
+                attended = watched.seen[layer].view(len(PADDING), -1, keys.shape[2])
                 assert not attended[1, :, : PADDING[1]].any()
                 assert attended[:, :, -1].all(), "the new token sees itself"
                 for row, padding in enumerate(PADDING):
@@ -120,7 +120,7 @@ def test_the_oracle_has_teeth() -> None:
         watched.observe()
         query, actual = watched.step(1)[0]
         keys, values = watched.kv[0]
-        attended = watched.told[0].view(len(PADDING), 2, -1)
+        attended = watched.seen[0].view(len(PADDING), 2, -1)
         for head in range(2):
             wrong = attended.clone()
             logits = (query[0, 2 * head : 2 * head + 2, 0] @ keys[0, head].T).sum(dim=0)

@@ -49,7 +49,7 @@ def require_own(path: Path, kind: FileKind, option: str, *, advice: str = "") ->
         advice: what else can be done than giving another name.
 
     Raises:
-        ConfigError: something else is there, or it cannot be told what.
+        ConfigError: something else is there, or its kind cannot be found out.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return

@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 
 def fits(value: object, annotation: Any) -> bool:
-    """Whether a value is of an annotated type, as exactly as JSON can tell.
+    """Whether a value is of an annotated type, as exactly as JSON can say.
 
     A whole number is a float too, True is no number, infinity and NaN are none either, a tuple is
     given as a list, a `TypedDict` has all of its keys, and a dataclass is any dict.

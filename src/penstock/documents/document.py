@@ -220,7 +220,7 @@ class Document:
         Args:
             questions: texts or token ids, read behind the text with nothing between.
             on_text: called with the number of the question and each piece of its answer.
-            on_tokens: told of what is prefilled again.
+            on_tokens: called with the tokens that are prefilled again.
             on_answer: called with each answer when it is done, and kept if it is to be.
             keep: append question and answer to the document, so that the next question comes
                 behind them, in this call too: a chat.
@@ -255,7 +255,7 @@ class Document:
             try:
                 return self._ask_once(question, params, attempt, recomputed, keep, options)
             except DocumentDamagedError:
-                if attempt.has_told:
+                if attempt.has_text:
                     raise
                 recovery = self.recover(on_tokens=on_tokens)
                 recomputed += recovery.recomputed_tokens
@@ -275,7 +275,7 @@ class Document:
             cache = self.cache(new_tokens=len(ids) + params.max_tokens, **options)
             with cache:
                 [output] = llm.answer(
-                    batch, params, cache, on_text=attempt.tell,
+                    batch, params, cache, on_text=attempt.pass_on,
                     recomputed_tokens=min(recomputed, opened.about.tokens),
                 )  # fmt: skip
                 if writer is not None:
@@ -392,14 +392,14 @@ class Document:
 
 
 class _Attempt:
-    """Passes an answer on, and remembers whether anything of it was told."""
+    """Passes an answer on, and remembers whether it has begun."""
 
     def __init__(self, number: int, on_text: OnText | None) -> None:
         self._number, self._on_text = number, on_text
-        self.has_told = False
+        self.has_text = False
 
-    def tell(self, row: int, piece: str) -> None:
+    def pass_on(self, row: int, piece: str) -> None:
         """A piece of the answer is there."""
         if self._on_text is not None:
-            self.has_told = True
+            self.has_text = True
             self._on_text(self._number, piece)

@@ -83,7 +83,8 @@ class DocumentLibrary:
 
         Args:
             shares: look for such a document.
-            on_removed: told the name of each document that had to go, as soon as it has gone: also
+            on_removed: called with the name of each document that had to go, as soon as it has
+            gone: also
                 where storing fails behind it.
 
         Raises:

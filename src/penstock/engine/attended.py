@@ -14,8 +14,8 @@ from penstock.engine.tiers.token_pool import TokenPool
 from penstock.kernels.scaled_query import scaled_down
 
 Observer = Callable[[int, Tensor], None]
-"""Told after each decode step of a layer: the layer, and True for every token that was attended to.
-bool [rows, length]"""
+"""Called after each decode step of a layer with the layer, and True for every token that was
+attended to. bool [rows, length]"""
 
 
 def attended_tokens(

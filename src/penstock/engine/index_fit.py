@@ -72,7 +72,7 @@ class IndexFit:
                 self.queries = seen
         return made
 
-    def tell(self, index: KeyIndex) -> None:
+    def hand_queries(self, index: KeyIndex) -> None:
         """Hand the index its queries, if there are any."""
         if self.queries is not None:
             index.see_queries(self.queries)

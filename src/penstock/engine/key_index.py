@@ -88,7 +88,7 @@ class KeyIndex(ABC):
         return self.score(query, num_units)
 
     observes: ClassVar[bool] = False
-    """Whether `observe` wants to be told; it costs one more product with the pool's keys."""
+    """Whether `observe` is called; it costs one more product with the pool's keys."""
 
     def observe(self, selection: Selection, weights: Tensor) -> None:  # noqa: B027 - optional
         """Learn from the attention that a selection received; most indexes do not.

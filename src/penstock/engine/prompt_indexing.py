@@ -1,4 +1,4 @@
-"""PromptIndexing: when the index of a prompt is made, and who is told how far that is."""
+"""PromptIndexing: when the index of a prompt is made, and reports of how far that is."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from penstock.engine.layer import Layer
 class PromptIndexing:
     """Makes all layers' indexes when a prompt of known length is in, and says how far that is.
 
-    A cache is not told which forward pass is the prompt's last one. Without `prompt_tokens` every
+    A cache does not know which forward pass is the prompt's last one. Without `prompt_tokens` every
     layer makes its index in the first decode step, which tells of its progress too.
     """
 
@@ -24,7 +24,7 @@ class PromptIndexing:
         self._num_layers, self._prompt_tokens = num_layers, prompt_tokens
         self._progress = progress
 
-    def tell(self, layer: int, share: float) -> None:
+    def report(self, layer: int, share: float) -> None:
         """So much of a layer's index is made, and all of those before it; share: from 0 to 1."""
         if self._progress is not None:
             self._progress((layer + share) / self._num_layers)

@@ -37,7 +37,7 @@ class RetrievalLayer(LayerCache):
     """
 
     may_fuse: ClassVar[bool] = True
-    """Whether a fetch is what `read_missing` and `tell_replacement` do here, and no more."""
+    """Whether a fetch is what `read_missing` and `update_replacement` do here, and no more."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RetrievalLayer(LayerCache):
         self._visible: Tensor | None = None
         self._fit = IndexFit()
         self.observer: Observer | None = None
-        """Told what each decode step attends to (audits)."""
+        """Called with what each decode step attends to (audits)."""
 
     def _set_first_units(self, first_unit: NDArray[np.int64]) -> None:
         """Say which unit of each row is the first that may be selected."""
@@ -123,7 +123,7 @@ class RetrievalLayer(LayerCache):
         selection = self.policy.select(
             self.index, query, self._first_unit, end_unit, self.setup.plan.selected_units
         )
-        self.tell_replacement()
+        self.update_replacement()
         plan = plan_fetch(selection, self.table, self.replacement)
         return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
 
@@ -135,7 +135,7 @@ class RetrievalLayer(LayerCache):
     def slots_landed(self) -> None:
         """The slots are as this step wants them; another pool's may be filled meanwhile."""
 
-    def tell_replacement(self) -> None:
+    def update_replacement(self) -> None:
         """Tell the replacement policy what the slots hold, where it wants to know."""
 
     def read_missing(self, plan: FetchPlan) -> PendingRead:
@@ -272,10 +272,10 @@ class RetrievalLayer(LayerCache):
         if self.index.ready:
             return
         start = time.perf_counter()
-        self.setup.indexing.tell(self.layer_idx, 0.0)
+        self.setup.indexing.report(self.layer_idx, 0.0)
         if not self._fit.make(self.index, query, self.ensure_index):
             return
-        self.setup.indexing.tell(self.layer_idx, 1.0)
+        self.setup.indexing.report(self.layer_idx, 1.0)
         self.setup.phase.index_s += time.perf_counter() - start
 
     def ensure_index(self) -> bool:
@@ -293,7 +293,7 @@ class RetrievalLayer(LayerCache):
         self.forget_slots()
         size = self._blocks(0, closed)[0][1]
         sample = [self._read_keys(units[i : i + size]) for i in range(0, len(units), size)]
-        self._fit.tell(self.index)
+        self._fit.hand_queries(self.index)
         group_tokens = self.setup.plan.group_tokens
         positions = (units[:, None] * group_tokens + np.arange(group_tokens)).reshape(-1)
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))

@@ -309,11 +309,11 @@ class SlotTransfer:
         self._writes.append(future)
         return future
 
-    def tell(self, failure: StorageError) -> None:
+    def fail_next_drain(self, failure: StorageError) -> None:
         """Let `drain` raise the failure of a write once more, where it was not taken in."""
-        told: Future[int] = Future()
-        told.set_exception(failure)
-        self._writes.insert(0, told)
+        failed: Future[int] = Future()
+        failed.set_exception(failure)
+        self._writes.insert(0, failed)
 
     def drain(self, keep: int = 0) -> None:
         """Wait until everything queued but the newest `keep` writes is written.

@@ -71,7 +71,7 @@ def calibrate(
         raise PromptError("there is no text to calibrate on")
     ranks = RankMeter(model, shape.tiered_layers, rank)
     read = sum(len(piece) for piece in windows)
-    tell = _sums(progress, 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows))
+    report = _sums(progress, 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows))
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
     queries, cosines = LastQueries(model), _CosineMeter(shape)
     for piece in windows:
@@ -81,7 +81,7 @@ def calibrate(
             moments[tier] += (keys.T @ keys).cpu()
         cosines.add(queries)
         queries.forget()
-        tell(len(piece))
+        report(len(piece))
     layers = [_adapter_of(fit_basis(moment, rank)) for moment in moments]
     for piece in windows:
         cache = _read(model, piece)
@@ -89,8 +89,8 @@ def calibrate(
             _reaching(each, _joint_keys(cache, layer))
             for each, layer in zip(layers, shape.tiered_layers, strict=True)
         ]
-        ranks.add(piece, cache, [layer.basis for layer in layers], tell)
-        tell(len(piece))
+        ranks.add(piece, cache, [layer.basis for layer in layers], report)
+        report(len(piece))
     adapter = LowRankAdapter(layers, fingerprint(model), read, cosines.means(), ranks.costs())
     if path is not None:
         adapter.save(path)
@@ -101,13 +101,13 @@ def _sums(progress: Callable[[int, int], None] | None, total: int) -> Callable[[
     """Tells `progress` of tokens as they come, all so far and `total`."""
     done = 0
 
-    def tell(tokens: int) -> None:
+    def report(tokens: int) -> None:
         nonlocal done
         done += tokens
         if progress is not None:
             progress(done, total)
 
-    return tell
+    return report
 
 
 def _adapter_of(basis: Tensor) -> LayerAdapter:

@@ -44,7 +44,7 @@ def fetch(
         released: which one.
         target: the model's folder; must not be there, or be empty.
         source: an address, the archive, or a folder that holds it; empty: the model's own address.
-        on_bytes: told of the progress.
+        on_bytes: called with the progress.
 
     Raises:
         ConfigError: no source, one that cannot be, or the target is there already.
@@ -216,11 +216,11 @@ def _require(released: Released, name: str, size: int, digest: str) -> None:
     """Refuse an archive that is not the released one."""
     if size == released.bytes and digest == released.sha256:
         return
-    told = f"its SHA-256 is {digest}, not {released.sha256}"
+    problem = f"its SHA-256 is {digest}, not {released.sha256}"
     if size != released.bytes:
-        told = f"it has {size:,} bytes, not {released.bytes:,}"
+        problem = f"it has {size:,} bytes, not {released.bytes:,}"
     raise ArchiveError(
-        f"{name} is damaged or another file: {told}; fetch it again, or train the model: "
+        f"{name} is damaged or another file: {problem}; fetch it again, or train the model: "
         f"{released.train}"
     )
 

@@ -89,14 +89,14 @@ def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: st
     differs = [name for name in FIELDS if stored.get(name) != present.get(name)]
     if not differs:
         return
-    told = [
+    changed = [
         f"{name} ({stored.get(name)} there, {present.get(name)} here)"
         if name in ("dtype", "layout")
         else name
         for name in differs
     ]
     raise DocumentMismatchError(
-        f"{what} was stored with other settings: {', '.join(told)}; give the model that it was "
+        f"{what} was stored with other settings: {', '.join(changed)}; give the model that it was "
         "added with, or add the text again"
     )
 

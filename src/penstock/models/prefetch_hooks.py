@@ -50,7 +50,7 @@ def predictor_bytes(
 
 
 def _known_layers(model: PreTrainedModel) -> list[nn.Module] | None:
-    """The decoder layers; None where they cannot be told, so that nothing is predicted."""
+    """The decoder layers; None where they cannot be found, so that nothing is predicted."""
     try:
         return decoder_layers(model)
     except UnsupportedModelError:

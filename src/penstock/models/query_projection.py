@@ -38,7 +38,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of a model, in order.
 
     Raises:
-        UnsupportedModelError: they cannot be told.
+        UnsupportedModelError: they cannot be found.
     """
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     for name, module in model.named_modules():
@@ -87,7 +87,7 @@ class QueryProjection:
             kwargs: what the decoder layer was called with.
 
         Returns:
-            [batch, num_heads, head_dim]; None where only the layer's turn can tell.
+            [batch, num_heads, head_dim]; None where only the layer's turn shows it.
         """
         if layer not in self._ways:
             return self._try_ways(layer, hidden, kwargs)
@@ -101,7 +101,7 @@ class QueryProjection:
         return self.probe(layer, hidden, kwargs)[:, :, -1]
 
     def project_exactly(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """As `project`, with the layer's own weights; None where only the probe could tell."""
+        """As `project`, with the layer's own weights; None where only the probe shows it."""
         if layer not in self._ways:
             return self._try_ways(layer, hidden, kwargs)
         direct = self._ways[layer] == "direct"

@@ -149,7 +149,7 @@ class SearchOutput:
     interrupted: bool
     """Whether Ctrl-C or an error came before the end."""
     place: "SearchPlace | None" = None
-    """Where the beams lay; None where the decoder does not tell."""
+    """Where the beams lay; None where the decoder does not say."""
 
     @property
     def best(self) -> SearchBeam | None:
@@ -193,7 +193,7 @@ class SearchOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchStep:
-    """Told to `on_step` after each step."""
+    """What `on_step` gets after each step."""
 
     record: StepRecord
     most_steps: int | None

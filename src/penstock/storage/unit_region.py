@@ -34,7 +34,7 @@ class UnitRegion:
         assert sector % file.sector_bytes == 0, (sector, file.sector_bytes)
         self.row_bytes = -(-unit_bytes // sector) * sector
         self.observer: Callable[[Int64Array], None] | None = None
-        """Told which units every batch of reads has (measurements)."""
+        """Called with the units of every batch of reads (measurements)."""
         self.run_units = max(1, _RUN_BYTES // self.row_bytes)
 
     def reserve(self, num_units: int) -> None:

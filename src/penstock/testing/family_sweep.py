@@ -70,7 +70,7 @@ def sweep_family(
         try:
             expected = _generate(model, None)
         except Exception:
-            return FamilyResult(family, "not built", _told(error))
+            return FamilyResult(family, "not built", _in_one_line(error))
     name = type(model).__name__
     refusals: set[str] = set()
     worked = []
@@ -83,7 +83,7 @@ def sweep_family(
                 refusals.add(str(refused))
                 wrong = None
             except Exception as error:
-                wrong = _told(error)
+                wrong = _in_one_line(error)
             if wrong is None and model.config._attn_implementation != before:
                 wrong = "the model's own attention was not put back"
             if wrong is not None:
@@ -167,7 +167,7 @@ def _generate(model: PreTrainedModel, cache: Any) -> Any:
     )  # fmt: skip
 
 
-def _told(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:160]}"
 

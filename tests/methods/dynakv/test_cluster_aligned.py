@@ -22,7 +22,7 @@ def told(
     made = ClusterAligned(1, len(clusters), **options)  # type: ignore[arg-type]
     held = np.array([[i if c >= 0 else -1 for i, c in enumerate(clusters)]], dtype=np.int32)
     most = max(clusters) + 1
-    made.tell(
+    made.observe(
         SlotContents(
             held, np.array([[max(c, 0) for c in clusters]], dtype=np.int16), 0,
             np.array([[sizes.get(c, 0) for c in range(most)]], dtype=np.int32),
@@ -101,7 +101,7 @@ def test_compiled_plans_are_the_twins(data: st.DataObject) -> None:
         valid = generator.random(wanted.shape) < 0.8 if generator.random() < 0.5 else None
         plans = []
         for (table, policy), compiled in zip(pairs, (True, False), strict=True):
-            policy.tell(SlotContents(table.unit_in, owners, base, sizes, updated, now))
+            policy.observe(SlotContents(table.unit_in, owners, base, sizes, updated, now))
             selection = Selection(wanted, valid)
             if compiled:
                 plans.append(plan_fetch(selection, table, policy))
@@ -130,10 +130,10 @@ def test_too_few_slots_is_an_error() -> None:
 def test_rows_are_copied() -> None:
     policy = told([1, 1, 2, 2], {1: 2, 2: 2})
     taken(policy, [0, 1], 0)
-    copy, known = policy.copy_rows(np.array([0, 0])), policy.told
+    copy, known = policy.copy_rows(np.array([0, 0])), policy.contents
     assert known is not None
     twice = [np.repeat(a, 2, axis=0) for a in (known.unit_in, known.sizes, known.updated)]
-    copy.tell(
+    copy.observe(
         SlotContents(
             twice[0], np.array([[1, 1, 2, 2]] * 2, dtype=np.int16), 0, twice[1], twice[2], known.now
         )

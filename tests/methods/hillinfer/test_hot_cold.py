@@ -20,7 +20,7 @@ def pool(
     made = HotCold(1, length, **options)
     for token, count in (hits or {}).items():
         made.hits[0, token] = count
-    made.tell(
+    made.observe(
         np.array([held], dtype=np.int32),
         None if scores is None else np.array([scores], dtype=np.float32),
         length, pinned, len(held) if capacity is None else capacity,
@@ -36,8 +36,8 @@ def mask(slots: int, wanted: list[int]) -> Any:
 
 def taken(policy: HotCold, count: int, wanted: list[int] | None = None) -> list[int]:
     """Slots that `victims` takes, in ascending order."""
-    assert policy.told is not None
-    pinned = mask(policy.told.unit_in.shape[1], wanted or [])
+    assert policy.state is not None
+    pinned = mask(policy.state.unit_in.shape[1], wanted or [])
     return sorted(policy.victims(pinned, np.array([count])).tolist())
 
 
@@ -195,7 +195,7 @@ def test_many_steps_agree_with_the_slow_twin(
         needed = np.array(inside)
         missing = [[t for t in wanted[row] if t not in unit_in[row]] for row in range(2)]
         counts = np.array([len(tokens) for tokens in missing])
-        policy.tell(unit_in, rows_of_scores, LENGTH, pinned, capacity)
+        policy.observe(unit_in, rows_of_scores, LENGTH, pinned, capacity)
         rows, vacated = policy.surplus(needed, counts)
         assert not needed[rows, vacated].any()
         unit_in[rows, vacated] = -1

@@ -1,4 +1,4 @@
-"""BeamDecoder: what a step-wise search asks of a model and its memory, and what it is told."""
+"""BeamDecoder: what a step-wise search asks of a model and its memory, and the answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

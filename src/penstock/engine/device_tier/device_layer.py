@@ -102,7 +102,7 @@ class DeviceLayer(Layer):
         self._fit = IndexFit()
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
-        """Told what each decode step attends to (audits)."""
+        """Called with what each decode step attends to (audits)."""
 
     # Attention --------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class AdaptiveClusters:
         """Partition one row's prompt; rows come in any order, and none depends on another.
 
         Args:
-            keys: any float dtype, of as many tokens as was told. [tokens, dim]
+            keys: any float dtype, of as many tokens as were announced. [tokens, dim]
         """
         tokens, statistics = self._fit_tokens, self.statistics
         assert len(keys) == tokens, "begin_fit() comes first, with the number of tokens"

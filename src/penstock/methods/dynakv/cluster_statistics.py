@@ -87,7 +87,7 @@ class ClusterStatistics:
         """Mean squared distance to the centroid; 0 where a cluster is empty.
 
         Args:
-            row: all rows unless told.
+            row: one row; None: all of them.
 
         Returns:
             [rows, capacity], or [capacity] of one row.

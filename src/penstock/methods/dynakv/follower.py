@@ -50,7 +50,7 @@ class ClusterFollower:
 
         Args:
             index: the layer's; its core is `FollowedClusters`.
-            representatives: are told of what changed; None where they stay in memory.
+            representatives: get what changed; None where they stay in memory.
         """
         assert isinstance(index.core, FollowedClusters)
         self._index, self._followed, self._layout = index, index.core, layout

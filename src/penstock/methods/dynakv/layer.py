@@ -218,11 +218,11 @@ class ClusterLayer(RetrievalLayer):
 
     # Reading ----------------------------------------------------------------------------------
 
-    def tell_replacement(self) -> None:
+    def update_replacement(self) -> None:
         """Say which clusters the slots hold, before some are chosen for eviction."""
         if isinstance(self.replacement, ClusterAligned):
             clusters = self.followed.clusters
-            self.replacement.tell(
+            self.replacement.observe(
                 SlotContents(
                     self.table.unit_in, clusters.entries.cluster_of, self.followed.base,
                     clusters.entry_counts(), self.follower.updated_at, self.length,
@@ -296,7 +296,7 @@ class ClusterLayer(RetrievalLayer):
         start = time.perf_counter_ns()
         self.drain()
         self.forget_slots()
-        self._fit.tell(self.followed)
+        self._fit.hand_queries(self.followed)
         self.followed.begin_fit(base, end - base)
         layout, representatives = self._layout, self.representatives
         if layout is not None:
@@ -305,7 +305,7 @@ class ClusterLayer(RetrievalLayer):
             representatives.take_over()
         rows = self.setup.plan.batch
         for row in range(rows):
-            self.setup.indexing.tell(self.layer_idx, row / rows)
+            self.setup.indexing.report(self.layer_idx, row / rows)
             entries = self._row_entries(row, base, end)
             self.followed.fit_row(row, self.follower.keys_of(entries))
             if layout is not None:

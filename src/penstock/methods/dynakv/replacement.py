@@ -67,7 +67,7 @@ class ClusterAligned(ReplacementPolicy):
         self.wanted_at = np.zeros((batch, num_slots), dtype=np.int32)
         """When each slot was wanted last, by `clock`. [batch, slots]"""
         self.clock = 0
-        self.told: SlotContents | None = None
+        self.contents: SlotContents | None = None
 
     @staticmethod
     def num_bytes(batch: int, num_slots: int) -> int:
@@ -79,27 +79,28 @@ class ClusterAligned(ReplacementPolicy):
         """Temporaries of one choice, for the ledger."""
         return 6 * 8 * batch * num_slots
 
-    def tell(self, told: SlotContents) -> None:
+    def observe(self, contents: SlotContents) -> None:
         """What the slots hold now, before `victims` is asked; read then, not before."""
-        self.told = told
+        self.contents = contents
 
     @override
     def plan_at_once(self, selection: Selection, table: SlotTable) -> FetchPlan | None:
         """Cluster by cluster."""
-        compiled, told = kernel("plan_cluster_fetch"), self.told
-        assert told is not None, "tell() comes first"
-        if compiled is None or not told.owners.flags.c_contiguous:
+        compiled, contents = kernel("plan_cluster_fetch"), self.contents
+        assert contents is not None, "observe() comes first"
+        if compiled is None or not contents.owners.flags.c_contiguous:
             return None
-        lists, sizes = PlanLists(selection), np.ascontiguousarray(told.sizes, dtype=np.int32)
+        lists, sizes = PlanLists(selection), np.ascontiguousarray(contents.sizes, dtype=np.int32)
         self.clock += 1
         numbers = np.array([
-            told.owners.itemsize, told.owners.shape[1], told.base, sizes.shape[1],
-            told.updated.shape[1], told.now, self.reserved, self.prefers_small, self.clock,
+            contents.owners.itemsize, contents.owners.shape[1], contents.base, sizes.shape[1],
+            contents.updated.shape[1], contents.now, self.reserved, self.prefers_small, self.clock,
         ], dtype=np.int64)  # fmt: skip
         scratch = np.empty(4 * table.num_slots + 1, dtype=np.int64)
         compiled(
-            *lists.asked(table), address(told.owners), address(sizes), address(told.updated),
-            address(numbers), address(self.wanted_at), address(scratch), *lists.places(),
+            *lists.asked(table), address(contents.owners), address(sizes),
+            address(contents.updated), address(numbers), address(self.wanted_at), address(scratch),
+            *lists.places(),
         )  # fmt: skip
         return lists.plan()
 
@@ -121,21 +122,21 @@ class ClusterAligned(ReplacementPolicy):
 
     def _keys(self, pinned: NDArray[np.bool_]) -> NDArray[np.int64]:
         """What is to go first has the smallest. [batch, slots]"""
-        told = self.told
-        assert told is not None, "tell() comes first"
-        held = told.unit_in
-        entries = np.maximum(held - told.base, 0)
-        raw = np.take_along_axis(told.owners, entries, axis=1).astype(np.int64)
+        contents = self.contents
+        assert contents is not None, "observe() comes first"
+        held = contents.unit_in
+        entries = np.maximum(held - contents.base, 0)
+        raw = np.take_along_axis(contents.owners, entries, axis=1).astype(np.int64)
         clusters = np.maximum(raw, ~raw)
         most = (1 << _SIZE_BITS) - 1
         sizes = np.zeros_like(clusters)
         if self.prefers_small:
-            sizes = np.minimum(np.take_along_axis(told.sizes, clusters, axis=1), most)
+            sizes = np.minimum(np.take_along_axis(contents.sizes, clusters, axis=1), most)
         keys = (most - sizes).astype(np.int64) << (_CLOCK_BITS + _CLUSTER_BITS)
         keys |= (self.wanted_at.astype(np.int64) & ((1 << _CLOCK_BITS) - 1)) << _CLUSTER_BITS
         keys |= clusters & ((1 << _CLUSTER_BITS) - 1)
-        updated = np.take_along_axis(told.updated, clusters, axis=1)
-        retained = self._retained(updated, held >= 0, told.now)
+        updated = np.take_along_axis(contents.updated, clusters, axis=1)
+        retained = self._retained(updated, held >= 0, contents.now)
         keys[retained] |= 1 << (_SIZE_BITS + _CLOCK_BITS + _CLUSTER_BITS)
         keys[held < 0] = -1
         keys[pinned] = np.iinfo(np.int64).max

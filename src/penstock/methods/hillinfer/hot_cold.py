@@ -16,7 +16,7 @@ _MOST_HITS = np.iinfo(np.uint16).max
 _FIRST, _NEW, _NEVER = -1, 1 << 20, np.iinfo(np.int32).max
 
 
-class Told(NamedTuple):
+class PoolState(NamedTuple):
     """What the slots hold, and what this step knows of the tokens."""
 
     unit_in: NDArray[np.int32]
@@ -64,7 +64,7 @@ class HotCold(ReplacementPolicy):
         """Steps that selected each token, faded. [batch, max_tokens]"""
         self.steps = 0
         """Steps noted since the start."""
-        self.told: Told | None = None
+        self.state: PoolState | None = None
 
     @staticmethod
     def num_bytes(batch: int, max_tokens: int) -> int:
@@ -76,7 +76,7 @@ class HotCold(ReplacementPolicy):
         """Temporaries of one choice, for the ledger."""
         return 6 * 8 * batch * num_slots
 
-    def tell(
+    def observe(
         self, unit_in: NDArray[np.int32], scores: NDArray[np.float32] | None, length: int,
         pinned_tokens: int, capacity: int,
     ) -> None:  # fmt: skip
@@ -90,7 +90,7 @@ class HotCold(ReplacementPolicy):
             capacity: slots that may be occupied, 1 to all of them. What a step needs is admitted
                 even where it is more.
         """
-        self.told = Told(unit_in, scores, length, pinned_tokens, capacity)
+        self.state = PoolState(unit_in, scores, length, pinned_tokens, capacity)
 
     def note_selected(
         self, unit_ids: NDArray[np.int64], valid: NDArray[np.bool_] | None = None
@@ -116,9 +116,9 @@ class HotCold(ReplacementPolicy):
     @override
     def victims(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """An occupied slot's token is demoted."""
-        told = self._now()
+        state = self._now()
         ranks = self._ranks(pinned)
-        empty = told.unit_in < 0
+        empty = state.unit_in < 0
         if empty.any():
             occupied = empty.shape[1] - empty.sum(axis=1)
             room = np.maximum(self._allowed(pinned, counts) - occupied, 0)
@@ -147,9 +147,9 @@ class HotCold(ReplacementPolicy):
         ranks[~held] = _NEVER
         return rows, self._lowest(ranks, more)
 
-    def _now(self) -> Told:
-        assert self.told is not None, "tell() comes first"
-        return self.told
+    def _now(self) -> PoolState:
+        assert self.state is not None, "observe() comes first"
+        return self.state
 
     def _allowed(self, pinned: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots of each row that may be occupied at the end. [batch]"""
@@ -158,14 +158,14 @@ class HotCold(ReplacementPolicy):
 
     def _ranks(self, pinned: NDArray[np.bool_]) -> NDArray[np.int32]:
         """Hits, and who goes last or never; meaningless for empty slots. [batch, slots]"""
-        told = self._now()
-        held = told.unit_in
+        state = self._now()
+        held = state.unit_in
         if self.placement in ("table", "both"):
             ranks = _gathered(self.hits, held).astype(np.int32)
         else:
             ranks = np.zeros(held.shape, dtype=np.int32)
         if self.placement in ("pin", "both"):
-            ranks += (held >= told.length - told.pinned_tokens) * np.int32(_NEW)
+            ranks += (held >= state.length - state.pinned_tokens) * np.int32(_NEW)
         np.putmask(ranks, pinned, _NEVER)
         return ranks
 
@@ -188,13 +188,13 @@ class HotCold(ReplacementPolicy):
 
     def _keys(self, row: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """In the order of the last score, then of age. [slots]"""
-        told = self._now()
-        tokens = told.unit_in[row, slots]
+        state = self._now()
+        tokens = state.unit_in[row, slots]
         keys: NDArray[np.int64] = tokens.astype(np.int64)
-        if told.scores is not None:
-            bits = told.scores[row].take(tokens, mode="clip").view(np.int32)
+        if state.scores is not None:
+            bits = state.scores[row].take(tokens, mode="clip").view(np.int32)
             bits ^= (bits >> 31) & np.int32(_NEVER)  # in the order of the floats
-            bits[tokens >= told.scores.shape[1]] = _NEVER
+            bits[tokens >= state.scores.shape[1]] = _NEVER
             keys |= bits.astype(np.int64) << 32
         return keys
 
@@ -205,7 +205,7 @@ class HotCold(ReplacementPolicy):
     def clear(self) -> None:
         """Forget everything."""
         self.hits.fill(0)
-        self.steps, self.told = 0, None
+        self.steps, self.state = 0, None
 
     @override
     def copy_rows(self, rows: NDArray[np.int64]) -> "HotCold":

@@ -204,7 +204,7 @@ class NearLayer(RetrievalLayer):
         self, admitted: Selection, leavers: LeavingTokens, end_unit: int
     ) -> tuple[FetchPlan, PendingRead | None]:
         """Promote what is missing of `admitted`, demote as much, and submit the reads."""
-        self.pools.tell(
+        self.pools.observe(
             self.table.unit_in, self.near.scores[:, :end_unit], end_unit, self._pinned_tokens,
             self._work.capacity,
         )  # fmt: skip
@@ -315,14 +315,13 @@ class NearLayer(RetrievalLayer):
 
     @override
     def drop_fetch(self) -> None:
-        """An evaluation under way ends first. A write that failed
-        and that it has heard of is told to who waits for writes next."""
+        """An evaluation under way ends first; the next `drain` raises what its writes raised."""
         try:
             self._settle()
         except FetchError:
             pass  # of this fetch alone
         except StorageError as error:
-            self.transfer.tell(error)
+            self.transfer.fail_next_drain(error)
         except PenstockError:
             pass
         super().drop_fetch()

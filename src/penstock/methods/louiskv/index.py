@@ -117,7 +117,7 @@ class SemanticUnitsIndex(KeyIndex):
         self._reuses = np.zeros_like(self._retrievals)
         self._fetched_tokens = 0
         self.observer: StepObserver | None = None
-        """Told of every step that selects (benchmarks)."""
+        """Called with every step that selects (benchmarks)."""
 
     @staticmethod
     def num_bytes(

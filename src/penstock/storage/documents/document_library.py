@@ -52,7 +52,7 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One document of a library, as its manifest and its usage file tell."""
+    """One document of a library, as its manifest and its usage file say."""
 
     name: str
     state: str

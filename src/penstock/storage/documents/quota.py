@@ -85,7 +85,7 @@ def make_room(
     Args:
         max_disk_bytes: for the whole library; None for no limit.
         keep: names that stay.
-        on_removed: told each name as soon as that document has gone.
+        on_removed: called with each name as soon as that document has gone.
 
     Returns:
         The names of what was removed, in that order.

@@ -1,4 +1,4 @@
-"""DeviceSettings: everything that a near-storage device is told before its first request."""
+"""DeviceSettings: what a near-storage device gets before its first request."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
