@@ -31,6 +31,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 for name in ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)  # whoever runs the tests may like colours; tests read plain text
+for name in [each for each in os.environ if each.startswith("PENSTOCK_")]:
+    if name != "PENSTOCK_KERNELS":
+        del os.environ[name]  # and has settings, which no test is about
+os.environ["PENSTOCK_CONFIG"] = os.devnull
 
 compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
 

@@ -79,7 +79,7 @@ def record_keys(
     if len(ids) > shape.max_positions:
         raise PromptError(
             f"{len(ids):,} tokens do not fit {loaded.name}, which has {shape.max_positions:,} "
-            "positions; ask for a shorter --output"
+            "positions; ask for a shorter --max-new-tokens"
         )
     device = model.get_input_embeddings().weight.device
     cache: Any = plain_cache(model, "dynamic", len(ids))

@@ -60,7 +60,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--text", metavar="FILE", help="read this text on, in place of a task")
     add("--task", default=RING_WALK, help="whose right answer is the output")
     add("--prompt", type=int, default=1024, help="tokens of the prompt")
-    add("--output", type=int, default=4096, help="most tokens of the output")
+    add("--max-new-tokens", dest="output", type=int, default=4096,
+        help="most tokens of the output")  # fmt: skip
     add("--documents", type=int, default=2, help="documents, or places in the text")
     add("--document", type=int, help="of these, only the one with this number, from 0 on")
     add("--selected", type=int, default=256, help="tokens that every method selects")
@@ -73,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="ask nobody: documents of which --traces has all methods")  # fmt: skip
     args = read_options(parser, arguments, resume=False, minutes=False)
     if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output <= PARTS:
-        raise ConfigError(f"sizes count from 1 on, --output from {PARTS + 1} on")
+        raise ConfigError(f"sizes count from 1 on, --max-new-tokens from {PARTS + 1} on")
     if args.kept and not args.traces:
         raise ConfigError("--kept takes what is in the folder of --traces; name it")
     if args.document is not None and not 0 <= args.document < args.documents:

@@ -27,7 +27,8 @@ def add_recording_options(
         " or a task of penstock bench accuracy)")  # fmt: skip
     add("--generate", action="store_true", help="the output is what the model says itself")
     add("--prompt", type=int, default=prompt, help="tokens of the prompt")
-    add("--output", type=int, default=output, help="most tokens of the output")
+    add("--max-new-tokens", dest="output", type=int, default=output,
+        help="most tokens of the output")  # fmt: skip
     add("--chunk", type=int, default=512, help="tokens per forward pass")
 
 

@@ -33,8 +33,8 @@ def read_on(
     wanted = prompt_tokens + output_tokens
     if len(ids) < wanted:
         raise PromptError(
-            f"the text has {len(ids):,} tokens, and --prompt and --output ask for {wanted:,}; "
-            "give a longer one, or ask for fewer"
+            f"the text has {len(ids):,} tokens, and --prompt and --max-new-tokens ask for "
+            f"{wanted:,}; give a longer one, or ask for fewer"
         )
     return ids[:wanted]
 

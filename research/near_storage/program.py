@@ -44,7 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " half as many of output (the paper's: 128)")  # fmt: skip
     args = read_options(parser, arguments, resume=False, minutes=False)
     if min(args.prompt, args.output, args.chunk) < 1 or args.prompt < 16 or args.output < 2:
-        raise ConfigError("--prompt must be at least 16, --output 2 and --chunk 1")
+        raise ConfigError("--prompt must be at least 16, --max-new-tokens 2 and --chunk 1")
     if not 0 < args.pool <= 1:
         raise ConfigError("--pool is a share above 0 and at most 1")
     if args.short < 0 or 0 < args.short < 16:

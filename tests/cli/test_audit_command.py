@@ -38,7 +38,7 @@ def test_a_folder_of_a_model_with_sliding_layers(tmp_path: Path, prompt_file: Pa
         shutil.copy(RECALL / name, folder)
     result = run(
         folder, "--prompt-file", prompt_file, "--policies", "full,kvswap:selected_tokens=32",
-        "--new-tokens", 4, "--past-end", "--store", "memory", "--json",
+        "--max-new-tokens", 4, "--past-end", "--disk", "memory", "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "full attention decodes" in result.stderr

@@ -23,7 +23,7 @@ from penstock.engine.adapter import FORMAT
 PROMPT = ("--prompt", "The grass is green .")
 LEAST: dict[str, tuple[object, ...]] = {
     "generate": ("recall", *PROMPT, "--disk", "memory", "--max-new-tokens", 2),
-    "search": ("recall", *PROMPT, "--beams", 2, "--max-new-tokens", 2, "--store", "memory"),
+    "search": ("recall", *PROMPT, "--beams", 2, "--max-new-tokens", 2, "--disk", "memory"),
     "calibrate": ("recall", "--text", __file__, "-o", "made.safetensors"),
     "tune": ("recall", "--max-context", 512, "--disk", "nvme", "-o", "made.json"),
     "doc add": ("recall", "good.txt", "--name", "d", "--library", ".", "--disk", "memory"),

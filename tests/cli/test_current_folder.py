@@ -30,7 +30,7 @@ for words in json.loads(sys.argv.pop()):
 """
 SEARCH = (
     "search", "recall", "--prompt", "The grass is green .", "--beams", "2", "--step", "2",
-    "--max-new-tokens", "2", "--seed", "1", "--store", "memory",
+    "--max-new-tokens", "2", "--seed", "1", "--disk", "memory",
 )  # fmt: skip
 
 

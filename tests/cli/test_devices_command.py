@@ -35,7 +35,7 @@ def test_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    devices.devices_command(path=str(tmp_path), size="64MiB")
+    devices.devices_command(disk=str(tmp_path), size="64MiB")
     text = capsys.readouterr().out
     assert "MB/s" in text
     assert text.count("(simulated)") == 3
@@ -45,7 +45,7 @@ def test_table(
 
 @pytest.mark.usefixtures("quick")
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    devices.devices_command(path=str(tmp_path), size="64MiB", as_json=True)
+    devices.devices_command(disk=str(tmp_path), size="64MiB", as_json=True)
     answer = json.loads(capsys.readouterr().out)
     reads = answer["measured"]["reads"]
     assert [(r["request_bytes"], r["depth"]) for r in reads] == [
@@ -71,4 +71,4 @@ def test_figures_that_are_not_of_a_disk_are_marked(
 )
 def test_bad_input(path: str, size: str) -> None:
     with pytest.raises(ConfigError):
-        devices.devices_command(path=path, size=size)
+        devices.devices_command(disk=path, size=size)

@@ -332,7 +332,7 @@ NAMED = "cannot be a document's name"
         ((*ADD, "--adapter", "nowhere"), "cannot read the adapter nowhere"),
         ((*ADD, "--key", "file:nowhere"), "cannot read the key file"),
         ((*ADD, "--key", "mine"), "a key comes from file:PATH"),
-        ((*ADD, "--prefill-chunk", "0"), "at least 1"),
+        ((*ADD, "--chunk", "0"), "at least 1"),
         ((*ASK, "--dtype", "bfloat16"), r"dtype \(float32 there, bfloat16 here\)"),
         ((*ASK, "--model", "nowhere"), "no model folder nowhere"),
         ((*ASK, "--memory", "4KiB"), "smallest budget that would do"),

@@ -95,10 +95,12 @@ def test_budget_too_small_says_how_much_would_do() -> None:
     assert "smallest budget that would do" in line
 
 
-@pytest.mark.parametrize("memory", ["much", "0", "1/0", "-5"])
+@pytest.mark.parametrize("memory", ["much", "0", "1/0", "-5", "2"])
 def test_memory_that_is_no_size(memory: str) -> None:
-    line = error_line(run("generate", "recall", "--prompt", PROMPT, f"--memory={memory}"))
-    assert memory in line
+    for words in (("generate", "none"), ("search", "none"), ("demo",), ("plan", "--model=none")):
+        line = error_line(run(*words, f"--memory={memory}"))
+        assert memory in line
+    assert "write 2GiB" in error_line(run("generate", "--memory=2"))
 
 
 def test_unknown_policy() -> None:
@@ -169,7 +171,7 @@ def test_prompt_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1"),
-        (["--prompt", "a", "--prefill-chunk", "0"], "prefill_chunk_size=0"),
+        (["--prompt", "a", "--chunk", "0"], "prefill_chunk_size=0"),
         (["--prompt", "a", "--trace", "/no/such/folder/t.json"], "--trace"),
         (["--prompt", "a", "--device", "abacus"], "abacus"),
         (["--prompt", "a", "--device", "xla"], "has no such device; write cpu or cuda"),

@@ -21,8 +21,8 @@ def run(*arguments: object) -> Any:
 @pytest.mark.parametrize(
     "command",
     [
-        ("generate", "recall", *PROMPT, "--disk"), ("search", "recall", *PROMPT, "--store"),
-        ("tune", "recall", "--disk"), ("devices", "--path"),
+        ("generate", "recall", *PROMPT, "--disk"), ("search", "recall", *PROMPT, "--disk"),
+        ("tune", "recall", "--disk"), ("devices", "--disk"),
         ("demo", "--tokens", 2048, "--disk"),
         ("generate", "recall", *PROMPT, "--policy", "hillinfer", "--disk"),
         ("doc", "add", "recall", "text", "--name", "d", "--library", ".", "--disk"),

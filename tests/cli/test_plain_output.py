@@ -87,7 +87,7 @@ def test_documents(arguments: tuple[object, ...], seen: bool, library: Path) -> 
         ("search", "recall", "--prompt", "x", "--scorer", EVIL),
         ("calibrate", "recall", "--text", EVIL, "-o", "x"), ("fetch", EVIL),
         ("tune", "recall", "-o", f"no/{EVIL}/x"), ("plan", "--model", EVIL, "--hardware", "x"),
-        ("devices", "--path", f"/dev/null/{EVIL}"), ("audit", EVIL, "--prompt-file", EVIL),
+        ("devices", "--disk", f"/dev/null/{EVIL}"), ("audit", EVIL, "--prompt-file", EVIL),
         ("bench", "accuracy", "--data", EVIL), ("bench", "needles", "--model", EVIL),
         ("bench", "throughput", f"--{EVIL}"),
         ("search", "plan", "--model", EVIL, "--memory", "1GiB"),

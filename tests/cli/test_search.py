@@ -30,7 +30,7 @@ from penstock.search.search_tree import (
 PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go ."
 SMALL = (
     "recall", "--beams", 4, "--step", 4, "--max-new-tokens", 8, "--seed", 1, "--ignore-end",
-    "--temperature", 2, "--store", "memory",
+    "--temperature", 2, "--disk", "memory",
 )  # fmt: skip
 SCORERS = """
 import math, os, signal

@@ -37,7 +37,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = plan(capsys, step="32,64", tokens=384, bandwidth=2.0)
+    answer = plan(capsys, step="32,64", max_new_tokens=384, bandwidth=2.0)
     rows = answer["strategies"]
     assert [row["step_tokens"] for row in rows] == [None, 32, 64, 32, 64, 32, 64]
     assert [row["is_estimate"] for row in rows] == [False] * 3 + [True] * 4
@@ -83,7 +83,9 @@ def test_bad_input(settings: dict[str, Any], error: type[PenstockError], message
 
 
 def test_dtype_doubles(capsys: pytest.CaptureFixture[str]) -> None:
-    half, full = (plan(capsys, tokens=64, dtype=d)["request"] for d in ("float16", "float32"))
+    half, full = (
+        plan(capsys, max_new_tokens=64, dtype=d)["request"] for d in ("float16", "float32")
+    )
     assert full["token_bytes"] == 2 * half["token_bytes"]
 
 

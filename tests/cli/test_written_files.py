@@ -20,7 +20,7 @@ PROMPT = "The grass is green . The sky is blue . Here we go ."
 GENERATE = ("generate", "recall", "--prompt", PROMPT, "--max-new-tokens", 3, "--disk", "memory")
 SEARCH = (
     "search", "recall", "--prompt", PROMPT, "--beams", 4, "--step", 4, "--max-new-tokens", 4,
-    "--seed", 1, "--temperature", 2, "--store", "memory",
+    "--seed", 1, "--temperature", 2, "--disk", "memory",
 )  # fmt: skip
 
 

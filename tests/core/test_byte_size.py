@@ -14,7 +14,8 @@ FULL, FREE = 13_000, 10_000
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("512", 512), ("1KB", 1000), ("1K", 1024), ("1 KiB", 1024), ("512MiB", 512 << 20),
+        ("65536", 65536), ("2147483648", 2 << 30), ("512B", 512), ("1KB", 1000), ("1K", 1024),
+        ("1 KiB", 1024), ("512MiB", 512 << 20),
         ("1.5GB", 1_500_000_000), (" 2gib ", 2 << 30), ("1TB", 10**12),
     ],
 )  # fmt: skip
@@ -26,6 +27,20 @@ def test_parse_bytes(text: str, expected: int) -> None:
 def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2", "write 2GiB"), (" 64 ", "write 64GiB"), ("512", "write 512MiB"),
+        ("65535", "would be 65535 bytes"), ("1.5", "write 1.5GiB"),
+        ("0.5", "write 0.5GiB, 1/2 or 50% for a share"),
+    ],
+)  # fmt: skip
+def test_a_size_whose_unit_was_forgotten(text: str, said: str) -> None:
+    for read in (parse_bytes, lambda memory: parse_memory(memory, FULL, FREE)):
+        with pytest.raises(ConfigError, match=said):
+            read(text)
 
 
 @pytest.mark.parametrize(

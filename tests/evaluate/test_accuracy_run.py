@@ -90,7 +90,7 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
 
 WHOLE = (
     "--tokens=280,300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
-    "--settings=full,kvswap@1/2,kvswap@1/999", "--store=memory",
+    "--settings=full,kvswap@1/2,kvswap@1/999", "--disk=memory",
 )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_is_taken_up(
 ) -> None:
     out = tmp_path / "half.json"
     arguments = [
-        "--tokens=300", "--samples=3", "--batch=1", "--tasks=single_essay", "--store=memory",
+        "--tokens=300", "--samples=3", "--batch=1", "--tasks=single_essay", "--disk=memory",
         "--settings=full,kvswap@1/2", f"--out={out}",
     ]  # fmt: skip
     real, calls = answer, 0
@@ -183,7 +183,7 @@ def test_it_says_how_far_prompts_are_read(
     monkeypatch.setattr(accuracy_jobs, "_TELL_S", 0.0)
     accuracy.run(
         ["--tokens=300", "--samples=2", "--tasks=single_essay,multi_value", "--settings=full",
-         "--store=memory", "--chunk=100", "--workers=1"]
+         "--disk=memory", "--chunk=100", "--workers=1"]
     )  # fmt: skip
     told = capsys.readouterr().err.splitlines()
     for task in ("single_essay", "multi_value"):
@@ -253,7 +253,7 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
     record = {"context": sample.prompt, "question": "", "answers": [sample.answer]}
     data.write_text(json.dumps(record) + "\n")
     result = accuracy.run(
-        [f"--data={data}", "--samples=5", "--tokens=400", "--settings=full", "--store=memory"]
+        [f"--data={data}", "--samples=5", "--tokens=400", "--settings=full", "--disk=memory"]
     )
     assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
 
@@ -264,7 +264,7 @@ def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
     samples = draw_samples(load(), "single_essay", 0, 2, tokens=300, seed=3)
     records = [{"context": s.prompt, "question": "", "answers": [s.answer]} for s in samples]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    arguments = ["--tokens=400", "--batch=5", "--settings=full", "--store=memory", f"--out={out}"]
+    arguments = ["--tokens=400", "--batch=5", "--settings=full", "--disk=memory", f"--out={out}"]
     of_file = [*arguments, f"--data={data}", "--samples=5"]
     for more in ([], ["--resume"]):
         result = accuracy.run([*of_file, *more])

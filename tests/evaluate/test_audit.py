@@ -281,8 +281,8 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "audit.json"
     policies = "full,kvswap@1/2:selected_tokens=64,quest@1/2:selected_tokens=64,kvswap@1/999"
     program.run(
-        ["recall", "--prompt-file", str(prompt_file), f"--policies={policies}", "--store=memory",
-         "--new-tokens=5", "--top=20", f"--out={out}", "--json"]
+        ["recall", "--prompt-file", str(prompt_file), f"--policies={policies}", "--disk=memory",
+         "--max-new-tokens=5", "--top=20", f"--out={out}", "--json"]
     )  # fmt: skip
     said = capsys.readouterr()
     assert "reads the prompt" in said.err
@@ -346,9 +346,9 @@ def test_nothing_to_draw() -> None:
         (["--prompt-file={empty}"], "the prompt is empty"),
         (["--prompt-file={empty}", "--chat"], "no chat template"),
         (["--prompt-file={good}", "--policies=magic@1/2"], "no policy 'magic'"),
-        (["--prompt-file={good}", "--new-tokens=0"], "at least 1"),
+        (["--prompt-file={good}", "--max-new-tokens=0"], "at least 1"),
         (["--prompt-file={good}", "--out={folder}"], "is a folder"),
-        (["--prompt-file={good}", "--new-tokens=99999999"], "positions"),
+        (["--prompt-file={good}", "--max-new-tokens=99999999"], "positions"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, tmp_path: Path, prompt_file: Path) -> None:

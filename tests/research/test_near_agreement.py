@@ -114,7 +114,9 @@ def test_rows_and_best_mass(stream: KeyStream) -> None:
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "near-agreement-small.json"
-    result = program.run(["agreement", "--prompt=200", "--output=12", f"--out={out}", "--json"])
+    result = program.run(
+        ["agreement", "--prompt=200", "--max-new-tokens=12", f"--out={out}", "--json"]
+    )
     *lines, last = capsys.readouterr().out.splitlines()
     assert json.loads(last) == json.loads(out.read_text()) == result.as_dict()
     assert result.kind == "near_storage.agreement"

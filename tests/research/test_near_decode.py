@@ -251,7 +251,7 @@ def test_bad_input() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             decode.parse_arguments(arguments)
-    with pytest.raises(ConfigError, match="--out; name it"):
+    with pytest.raises(ConfigError, match="--output; name it"):
         decode.run(["--resume"])
 
 

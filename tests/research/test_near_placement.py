@@ -30,7 +30,7 @@ SMALL = [
     "placement",
     "--task=ring_walk",
     "--prompt=200",
-    "--output=30",
+    "--max-new-tokens=30",
     "--hot=0.4,0.6",
     "--decay=0,4",
     "--short=64",
@@ -245,8 +245,8 @@ def test_tables_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "text.txt"
     path.write_text("the sky is blue . the grass is green . " * 60)
     result = program.run(
-        ["placement", "--text", str(path), "--prompt=100", "--output=20", "--hot=0.5", "--decay=",
-         "--alphas=0.2", "--json"]
+        ["placement", "--text", str(path), "--prompt=100", "--max-new-tokens=20", "--hot=0.5",
+         "--decay=", "--alphas=0.2", "--json"]
     )  # fmt: skip
     *lines, last = capsys.readouterr().out.splitlines()
     assert json.loads(last) == result.as_dict()

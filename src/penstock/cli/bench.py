@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import typer
 
+from penstock.cli.command import TorchCommand
 from penstock.cli.console import plain_output
-from penstock.cli.torch_command import TorchCommand
 from penstock.core.errors import ConfigError
 
 PROGRAMS = {

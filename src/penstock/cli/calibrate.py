@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import PlainConsole
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
+from penstock.cli.options import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.output_file import ForceOption, check_writable, written
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from penstock.cli.console import PlainConsole
-from penstock.cli.generate import DeviceOption, DiskOption, MemoryOption, PolicyOption
+from penstock.cli.options import DeviceOption, DiskOption, MemoryOption, PolicyOption
 
 if TYPE_CHECKING:
     from penstock.evaluate.tasks.sample import Sample

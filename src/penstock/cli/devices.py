@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import PlainConsole
+from penstock.cli.options import JsonOption
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
@@ -64,24 +65,25 @@ class LateBar:
 
 
 def devices_command(
-    path: Annotated[
-        str, typer.Option("--path", help="Directory to measure; auto is where caches go.")
+    disk: Annotated[
+        str,
+        typer.Option(metavar="PATH|auto", help="Folder to measure; auto is where caches go."),
     ] = "auto",
     size: Annotated[
         str, typer.Option("--size", help="Size of the file to read from, such as 512MiB.")
     ] = "512MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the disk that a KV cache would lie on, and list the simulated devices."""
     from penstock.devices.measure import fit_profile
     from penstock.devices.presets import PRESETS
     from penstock.storage.measured_directory import measure_directory
 
-    if path in ("memory", *PRESETS):
-        raise ConfigError(f"{path} is not a directory; write ./{path} to measure one of that name")
+    if disk in ("memory", *PRESETS):
+        raise ConfigError(f"{disk} is not a directory; write ./{disk} to measure one of that name")
     file_bytes = parse_bytes(size) // 4096 * 4096
     with LateBar() as bar:
-        measured = measure_directory(path, file_bytes=file_bytes, progress=bar.update)
+        measured = measure_directory(disk, file_bytes=file_bytes, progress=bar.update)
     fitted = fit_profile(measured.cells, name="measured", sector_bytes=measured.sector_bytes)
     if as_json:
         print(json.dumps(_as_dict(measured, fitted, file_bytes), indent=2))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli.command import PenstockCommand, TorchCommand
 from penstock.cli.console import PlainConsole
 from penstock.cli.doc_options import (
     KeyOption,
@@ -26,17 +27,27 @@ from penstock.cli.doc_shelf import (
     show_command,
     verify_command,
 )
-from penstock.cli.generate import (
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
-    PrefillChunkOption,
-    as_document,
-    read_stdin,
-)
+from penstock.cli.generate import as_document, read_stdin
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
-from penstock.cli.torch_command import TorchCommand
+from penstock.cli.options import (
+    AdapterOption,
+    ChunkOption,
+    DeviceOption,
+    DtypeOption,
+    ExactOption,
+    JsonOption,
+    MaxNewTokensOption,
+    MemoryOption,
+    ModelArgument,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    memory_option,
+    unescaped,
+)
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
 
@@ -58,20 +69,13 @@ DiskOption = Annotated[
 ]
 
 
-AdapterOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
-]
-
-
 def add_command(
     model: ModelArgument,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text; - is stdin.")],
     name: Annotated[str, typer.Option(help="What it is called from now on.")],
     title: Annotated[str, typer.Option(help="What it is, in a few words.")] = "",
     policy: Annotated[str, typer.Option(help="Whose index is stored.")] = "kvswap",
-    memory: Annotated[
-        str, typer.Option(help="Fast memory for a cache of it: 512MiB, 1/13 of the full one, auto.")
-    ] = "auto",
+    memory: MemoryOption = "auto",
     library: LibraryOption = None,
     key: KeyOption = None,
     max_disk: Annotated[
@@ -92,7 +96,7 @@ def add_command(
         bool, typer.Option("--alone", help="Prefill all of it, also what another one begins with.")
     ] = False,
     adapter: AdapterOption = None,
-    prefill_chunk: PrefillChunkOption = 1024,
+    chunk: ChunkOption = 1024,
     disk: DiskOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
@@ -104,7 +108,7 @@ def add_command(
     from penstock.cli.doc_screen import AddProgress
 
     console = PlainConsole(stderr=True)
-    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
+    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=chunk)
     shelf.require_free(name)
     limits = _limits_of(max_disk, max_writes)
     text = _read_text(file)
@@ -139,34 +143,26 @@ def ask_command(
         str | None, typer.Option(help="The model, if it is not where it was when it was added.")
     ] = None,
     memory: Annotated[
-        str, typer.Option(help="Fast memory for the cache; stored: as the document was added.")
+        str,
+        memory_option(
+            "SIZE|SHARE|auto|stored",
+            "Bounds the KV cache, not the weights; stored: as when the document was added.",
+        ),
     ] = "stored",
     policy: Annotated[
         str | None, typer.Option(help="Another policy than its own: reads all of the text first.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
-    ] = False,
+    max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="Append questions and answers to the document: a chat.")
     ] = False,
-    library: LibraryOption = None,
-    key: KeyOption = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    adapter: AdapterOption = None,
-    prefill_chunk: PrefillChunkOption = 1024,
-    disk: DiskOption = "auto",
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-    offline: OfflineOption = False,
-    trust_remote_code: TrustOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of the answers.")
-    ] = False,
-) -> None:
+    library: LibraryOption = None, key: KeyOption = None, temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0, top_k: TopKOption = 0, seed: SeedOption = None,
+    stop: StopOption = None, adapter: AdapterOption = None, chunk: ChunkOption = 1024,
+    disk: DiskOption = "auto", device: DeviceOption = "cpu", dtype: DtypeOption = None,
+    revision: RevisionOption = None, offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Answer questions about a stored text, without prefilling it.
 
     Answers go to stdout, everything else to stderr.
@@ -178,8 +174,11 @@ def ask_command(
     console = PlainConsole(stderr=True)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
-    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=prefill_chunk)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_new_tokens,
+        stop=tuple(map(unescaped, stop or ())),
+    )  # fmt: skip
+    shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=chunk)
     source = ModelSource(revision, offline, trust_remote_code)
     called, loaded = load_model_of(
         shelf, name, model, console, device=device, dtype=dtype, source=source
@@ -263,9 +262,9 @@ def _limits_of(max_disk: str | None, max_writes: str | None) -> dict[str, int | 
 
 doc_app.command("add", cls=TorchCommand)(add_command)
 doc_app.command("ask", cls=TorchCommand)(ask_command)
-doc_app.command("ls")(list_command)
-doc_app.command("show")(show_command)
+doc_app.command("ls", cls=PenstockCommand)(list_command)
+doc_app.command("show", cls=PenstockCommand)(show_command)
 doc_app.command("verify", cls=TorchCommand)(verify_command)
-doc_app.command("rm")(remove_command)
-doc_app.command("gc")(gc_command)
-doc_app.command("key")(key_command)
+doc_app.command("rm", cls=PenstockCommand)(remove_command)
+doc_app.command("gc", cls=PenstockCommand)(gc_command)
+doc_app.command("key", cls=PenstockCommand)(key_command)

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 LibraryOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", envvar="PENSTOCK_LIBRARY",
+        metavar="DIR",
         help="The folder with the documents (default: the user's data).",
     ),
-]  # fmt: skip
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SOURCE", envvar="PENSTOCK_KEY",
+        metavar="SOURCE",
         help="Of encrypted documents: file:PATH, env:NAME or keyring:SERVICE/USER.",
     ),
-]  # fmt: skip
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A stored document.")]
 
 

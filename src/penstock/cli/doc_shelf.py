@@ -20,7 +20,7 @@ from penstock.cli.doc_options import (
     open_library,
     open_shelf,
 )
-from penstock.cli.generate import DeviceOption, DtypeOption
+from penstock.cli.options import DeviceOption, DtypeOption, JsonOption
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _EXIT_DAMAGED = 1
 _STATES = ("ready", "unfinished")
 """Of documents that need no more said; see `Entry.state`."""
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def list_command(

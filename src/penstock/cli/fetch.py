@@ -51,7 +51,7 @@ def fetch_command(
 
 
 def _fetch_from_hub(name: str, revision: str | None, *, trust_remote_code: bool) -> None:
-    from penstock.cli.torch_command import import_torch
+    from penstock.cli.command import import_torch
 
     import_torch()
     from penstock.models.loader import fetch_hub_model

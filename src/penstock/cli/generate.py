@@ -3,14 +3,37 @@
 import json
 import sys
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from penstock.cli.console import PlainConsole
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
+from penstock.cli.options import (
+    AdapterOption,
+    ChunkOption,
+    ConfigOption,
+    DeviceOption,
+    DiskOption,
+    DtypeOption,
+    ExactOption,
+    JsonOption,
+    MaxNewTokensOption,
+    MemoryOption,
+    ModelArgument,
+    PromptFileOption,
+    PromptOption,
+    SealOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    TraceOption,
+    TunedPolicyOption,
+    unescaped,
+)
 from penstock.cli.output_file import ForceOption, check_writable, written
 from penstock.core.errors import ConfigError, PromptError
 
@@ -19,102 +42,18 @@ if TYPE_CHECKING:
     from penstock.generation.output import RequestOutput
 
 
-class Dtype(StrEnum):
-    """What `--dtype` takes."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, OWNER/NAME on the Hugging Face hub, or recall for the bundled model.",
-    ),
-]
-PolicyOption = Annotated[str, typer.Option(help="Which past tokens a step attends to.")]
-MemoryOption = Annotated[
-    str,
-    typer.Option(help="Fast memory for the KV cache: 512MiB, 1/13 of the full cache, or auto."),
-]
-DiskOption = Annotated[
-    str,
-    typer.Option(
-        metavar="PATH|nvme|ufs|emmc|memory|host|auto",
-        help="Where the KV cache lies: a folder, a simulated device, memory, memory that a GPU "
-        "reads by itself (host), or the temporary folder.",
-    ),
-]
-SealOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--seal/--no-seal",
-        help="Encrypt what the cache writes to a disk, with a key that is never written.",
-        show_default="where AES is fast",
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]
-DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Type of weights and cache; as stored when left out.")
-]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a Chrome trace of compute and I/O."),
-]
-PrefillChunkOption = Annotated[
-    int, typer.Option(metavar="TOKENS", help="Prompt tokens per forward pass.")
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Made by penstock tune: gives policy, memory and disk where they are auto or left "
-        "out.",
-    ),
-]
-TunedPolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Which past tokens a step attends to; auto is what the config picks.",
-        show_default="kvswap, or auto with --config",
-    ),
-]
-
-
 def generate_command(
-    model: ModelArgument = "recall",
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
-    ] = None,
-    config: ConfigOption = None,
-    policy: TunedPolicyOption = None,
-    memory: MemoryOption = "auto",
-    disk: DiskOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
-    ] = False,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    seal: SealOption = None,
-    prefill_chunk: PrefillChunkOption = 1024,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-    offline: OfflineOption = False,
-    trust_remote_code: TrustOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
-    ] = False,
-    trace: TraceOption = None,
+    model: ModelArgument = "recall", prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None, config: ConfigOption = None,
+    policy: TunedPolicyOption = None, memory: MemoryOption = "auto", disk: DiskOption = "auto",
+    max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
+    adapter: AdapterOption = None, temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0, seed: SeedOption = None, stop: StopOption = None,
+    seal: SealOption = None, chunk: ChunkOption = 1024, device: DeviceOption = "cpu",
+    dtype: DtypeOption = None, revision: RevisionOption = None, offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False, as_json: JsonOption = False, trace: TraceOption = None,
     force: ForceOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Answer a prompt.
 
     The answer goes to stdout, progress and the end table to stderr.
@@ -128,7 +67,10 @@ def generate_command(
     console = PlainConsole(stderr=True)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    params = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_new_tokens,
+        stop=tuple(map(unescaped, stop or ())),
+    )  # fmt: skip
     text = read_prompt(prompt, prompt_file)
     tracer = None if trace is None else Tracer()
     if trace is not None:
@@ -137,7 +79,7 @@ def generate_command(
         llm = LLM(
             model, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
             dtype=None if dtype is None else dtype.value, device=device, config=config,
-            prefill_chunk_size=prefill_chunk, seal="auto" if seal is None else seal,
+            prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
             revision=revision, offline=offline or None, trust_remote_code=trust_remote_code,
             on_bytes=progress.update,
         )  # fmt: skip

@@ -1,9 +1,7 @@
 """The `penstock` command: its subcommands, and errors as one line with an exit code."""
 
-import logging
 import os
-import sys
-import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,15 +12,18 @@ from penstock import __version__
 from penstock.cli.audit import PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
+from penstock.cli.command import SETTINGS_ERROR, PenstockCommand, TorchCommand
+from penstock.cli.config import ConfigCommand, config_command
 from penstock.cli.console import PlainConsole, say
 from penstock.cli.demo import demo_command
 from penstock.cli.devices import devices_command
 from penstock.cli.doc import doc_app
 from penstock.cli.fetch import fetch_command
 from penstock.cli.generate import generate_command
+from penstock.cli.log import LogLevel, show_logs
 from penstock.cli.plan import plan_command
 from penstock.cli.search import SearchCommand, search_command
-from penstock.cli.torch_command import TorchCommand
+from penstock.cli.settings import SettingsFile, name_variables, settings_path
 from penstock.cli.tune import tune_command
 from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.kernels.native import compiled
@@ -35,8 +36,20 @@ EXIT_BAD_INPUT = 2
 """What was asked for cannot be done; the same code as for a mistyped option."""
 
 
+ANYWHERE = {"--debug": 0, "--log-level": 1}
+"""Options of `penstock` itself that may also stand behind a command, and how many words follow."""
+
+
 class PenstockGroup(TyperGroup):
     """Runs a subcommand and turns what it raises into one line on stderr and an exit code."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        name_variables(self)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options that stand in front of the subcommand, or belong there."""
+        return super().parse_args(ctx, list(_own_first(args)))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; with --debug, errors keep their traceback."""
@@ -57,12 +70,27 @@ class PenstockGroup(TyperGroup):
             raise typer.Exit(code) from None
 
 
+def _own_first(args: list[str]) -> Iterator[str]:
+    """The words of a command line, with the options of `penstock` itself in front."""
+    end = args.index("--") if "--" in args else len(args)
+    own: list[str] = []
+    rest: list[str] = []
+    words = iter(args[:end])
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in ANYWHERE:
+            rest.append(word)
+            continue
+        own.append(word)
+        if ANYWHERE[name] and not equals:
+            own += [next(words, "")]
+    yield from (*own, *rest, *args[end:])
+
+
 app = typer.Typer(
     name="penstock",
     cls=PenstockGroup,
-    help="Long-context language models in a fixed memory budget, with the KV cache on disk.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -70,13 +98,14 @@ app.command("demo", cls=TorchCommand)(demo_command)
 app.command("generate", cls=TorchCommand)(generate_command)
 app.command("search", cls=SearchCommand)(search_command)
 app.command("calibrate", cls=TorchCommand)(calibrate_command)
-app.command("fetch")(fetch_command)
-app.command("devices")(devices_command)
+app.command("fetch", cls=PenstockCommand)(fetch_command)
+app.command("devices", cls=PenstockCommand)(devices_command)
 app.command("plan", cls=TorchCommand)(plan_command)
 app.command("tune", cls=TorchCommand)(tune_command)
 app.command("audit", cls=TorchCommand, context_settings=PASS_ON)(audit_command)
 app.add_typer(doc_app)
 app.add_typer(bench_app)
+app.command("config", cls=ConfigCommand)(config_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -87,22 +116,40 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            envvar="PENSTOCK_LOG_LEVEL", show_envvar=False,
+            help="Show what Penstock and transformers log, from this level on.",
+        ),
+    ] = LogLevel.ERROR,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-) -> None:
-    """Long-context language models in a fixed memory budget, with the KV cache on disk."""
+) -> None:  # fmt: skip
+    """Long-context language models in a fixed memory budget, with the KV cache on disk.
+
+    --memory bounds the KV cache; the weights of the model come on top. The table at the end of a
+    run shows both beside the peak of the process. penstock demo is a first try.
+
+    Defaults of options come from PENSTOCK_* variables and a file; penstock config shows them.
+    """
     del version
+    source = context.get_parameter_source("log_level")
+    try:
+        settings = SettingsFile(settings_path(), context)
+        context.default_map = settings.default_map
+        if settings.log_level is not None and source is not None and source.name == "DEFAULT":
+            log_level = LogLevel(settings.log_level)
+    except ConfigError as error:
+        context.meta[SETTINGS_ERROR] = error
     limit_kernels(os.environ.get(KERNELS, "auto"))
-    if not debug:
-        # What torch and transformers have to say belongs to their own users.
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        if not sys.warnoptions:
-            warnings.simplefilter("ignore")
+    show_logs(log_level, warn=debug)
 
 
 def limit_kernels(level: str) -> None:

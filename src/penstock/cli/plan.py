@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import PlainConsole
+from penstock.cli.options import JsonOption, memory_option
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
@@ -28,11 +29,17 @@ def plan_command(
         str, typer.Option("--model", help="A known model's name, or a folder with a config.json.")
     ],
     machine: Annotated[str, typer.Option("--hardware", help="Such as orin-agx or rtx-4090.")],
-    disk: Annotated[str, typer.Option("--disk", help="nvme, ufs or emmc.")] = "nvme",
+    disk: Annotated[
+        str, typer.Option(metavar="nvme|ufs|emmc", help="Where the KV cache would lie.")
+    ] = "nvme",
     context: Annotated[int, typer.Option("--context", help="Tokens of a sequence.")] = 32768,
     batch: Annotated[int, typer.Option("--batch", help="Sequences at once.")] = 1,
     memory: Annotated[
-        str, typer.Option("--memory", help="For KV: a size, or a share of the full cache.")
+        str,
+        memory_option(
+            "SIZE|SHARE|auto",
+            "Bounds the KV cache, not the weights: 2GiB, or 1/13 of the full cache.",
+        ),
     ] = "1/13",
     policy: Annotated[
         str, typer.Option("--policy", help="One policy (default: all that can be predicted).")
@@ -47,8 +54,8 @@ def plan_command(
             help="Share of a selection that was there a step before (default: KVSwap's paper's).",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Predict speed, memory and traffic on a machine that need not be present."""
     from penstock.devices.presets import PRESETS
     from penstock.tuner.advice import advise, fastest

@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from penstock.cli.command import TorchCommand
 from penstock.cli.console import PlainConsole, for_reader
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
+from penstock.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MaxNewTokensOption,
+    ModelArgument,
+    PromptFileOption,
+    PromptOption,
+    SeedOption,
+    StopOption,
+    TopKOption,
+    TopPOption,
+    memory_option,
+    unescaped,
+)
 from penstock.cli.output_file import ForceOption, check_writable
-from penstock.cli.torch_command import TorchCommand, import_torch
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,18 +68,15 @@ class SearchCommand(TorchCommand):
 
 def _plan_command() -> Any:
     """`penstock search plan` as a command."""
-    import_torch()
     from penstock.cli.search_plan import search_plan_command
 
     plans = typer.Typer(add_completion=False, rich_markup_mode=None)
-    plans.command(PLAN)(search_plan_command)
-    return typer.main.get_command(plans)
+    plans.command(PLAN, cls=TorchCommand)(search_plan_command)
+    command: Any = typer.main.get_command(plans)
+    command.path = f"search {PLAN}"
+    return command
 
 
-_Text = Annotated[str | None, typer.Option(help="The prompt itself.")]
-_File = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
-]
 _Beams = Annotated[int, typer.Option(help="Candidates of a step.")]
 _Width = Annotated[
     int, typer.Option(help="Continuations sampled for each survivor; 1 is best of --beams.")
@@ -74,12 +85,7 @@ _Step = Annotated[int, typer.Option(metavar="TOKENS", help="Longest step.")]
 _Delimiter = Annotated[
     str | None, typer.Option(metavar="TEXT", help=r"Ends a step early, such as '\n\n'.")
 ]
-_Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends a beam; repeatable.")]
-_Longest = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 _Temperature = Annotated[float, typer.Option(help="Above 0 unless there is one beam.")]
-_TopK = Annotated[int, typer.Option(help="Sample among so many tokens; 0 is all.")]
-_TopP = Annotated[float, typer.Option(help="Sample among tokens of this share of the mass.")]
-_Seed = Annotated[int | None, typer.Option(help="Makes the search repeatable.")]
 _IgnoreEnd = Annotated[bool, typer.Option("--ignore-end", help="Go on behind the end token.")]
 _Scorer = Annotated[
     str,
@@ -92,13 +98,17 @@ _Penalty = Annotated[
     float, typer.Option(help="Of logprob: its sum is divided by tokens to this power.")
 ]
 _Memory = Annotated[
-    str, typer.Option(help="Fast memory for KV: 1GiB, 1/4 of what all beams take, or auto.")
+    str,
+    memory_option(
+        "SIZE|SHARE|auto",
+        "Bounds the KV cache of all beams, not the weights: 2GiB, 1/4 of what all take, or auto.",
+    ),
 ]
-_Store = Annotated[
+_Disk = Annotated[
     str,
     typer.Option(
         metavar="PATH|nvme|ufs|emmc|memory|auto",
-        help="The slow tier: a folder, a simulated device, memory, or auto.",
+        help="The slow tier of the KV cache: a folder, a simulated device, memory, or auto.",
     ),
 ]
 _Strategy = Annotated[Strategy, typer.Option(help="How KV is moved.")]
@@ -110,23 +120,21 @@ _Block = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of a block."
 _Tree = Annotated[
     Path | None, typer.Option("--tree", metavar="FILE", help="Draw the tree: PNG, SVG or PDF.")
 ]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document instead of the answer.")
-]
 
 
 def search_command(
-    model: ModelArgument = "recall", prompt: _Text = None, prompt_file: _File = None,
-    beams: _Beams = 16, width: _Width = 2, step: _Step = 64, delimiter: _Delimiter = None,
-    stop: _Stop = None, max_new_tokens: _Longest = 256, temperature: _Temperature = 1.0,
-    top_k: _TopK = 0, top_p: _TopP = 1.0, seed: _Seed = None, ignore_end: _IgnoreEnd = False,
-    scorer: _Scorer = "logprob", length_penalty: _Penalty = 1.0, memory: _Memory = "auto",
-    store: _Store = "auto", strategy: _Strategy = Strategy.SCHEDULED,
+    model: ModelArgument = "recall", prompt: PromptOption = None,
+    prompt_file: PromptFileOption = None, beams: _Beams = 16, width: _Width = 2, step: _Step = 64,
+    delimiter: _Delimiter = None, stop: StopOption = None,
+    max_new_tokens: MaxNewTokensOption = 256, temperature: _Temperature = 1.0,
+    top_k: TopKOption = 0, top_p: TopPOption = 1.0, seed: SeedOption = None,
+    ignore_end: _IgnoreEnd = False, scorer: _Scorer = "logprob", length_penalty: _Penalty = 1.0,
+    memory: _Memory = "auto", disk: _Disk = "auto", strategy: _Strategy = Strategy.SCHEDULED,
     no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
     no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
     device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,
     offline: OfflineOption = False, trust_remote_code: TrustOption = False, tree: _Tree = None,
-    as_json: _Json = False, force: ForceOption = False,
+    as_json: JsonOption = False, force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Answer a prompt by searching: sample continuations, rate them, go on with the best.
 
@@ -139,8 +147,8 @@ def search_command(
     console = PlainConsole(stderr=True)
     params = SearchParams(
         beams=beams, width=width, step_tokens=step,
-        delimiter=None if delimiter is None else _unescaped(delimiter),
-        stop=tuple(map(_unescaped, stop or ())), max_new_tokens=max_new_tokens,
+        delimiter=None if delimiter is None else unescaped(delimiter),
+        stop=tuple(map(unescaped, stop or ())), max_new_tokens=max_new_tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_end=ignore_end,
     )  # fmt: skip
     if tree is not None:
@@ -148,7 +156,7 @@ def search_command(
     rates = _scorer(scorer, length_penalty, device)
     text = read_prompt(prompt, prompt_file)
     kept = SearchMemory(
-        memory=memory, store=store, strategy=strategy.value, overlap=not no_overlap,
+        memory=memory, store=disk, strategy=strategy.value, overlap=not no_overlap,
         balance=not no_balance, prefetch=not no_prefetch, share=not no_share,
         block_tokens=block_tokens,
     )  # fmt: skip
@@ -220,8 +228,3 @@ def _check_tree(path: Path, *, force: bool) -> None:
 
     check_kind(path)
     check_writable(path, "--tree", PICTURE, force=force)
-
-
-def _unescaped(text: str) -> str:
-    r"""Text as it was meant, from a shell that passes on `\n` and `\t` as two characters."""
-    return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -13,9 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import PlainConsole, plain
-from penstock.cli.generate import DeviceOption, DtypeOption, ModelArgument
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
+from penstock.cli.options import (
+    AdapterOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    memory_option,
+)
 from penstock.cli.output_file import ForceOption, check_writable
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
@@ -40,8 +47,9 @@ TablesOption = Annotated[
 SaveTablesOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Keep the lookup tables.")
 ]
-AdapterOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+FloorOption = Annotated[
+    float | None,
+    typer.Option(metavar="NATS", help="Largest mean KL divergence from full attention."),
 ]
 
 
@@ -80,12 +88,6 @@ class TuneProgress:
             self._console.print(f"tune {100 * share:>3.0f} %  {what}", soft_wrap=True)
 
 
-FloorOption = Annotated[
-    float | None,
-    typer.Option(metavar="NATS", help="Largest mean KL divergence from full attention."),
-]
-
-
 def tune_command(
     model: ModelArgument,
     output: Annotated[
@@ -102,7 +104,11 @@ def tune_command(
     max_batch: Annotated[int, typer.Option(help="Most sequences at once.")] = 1,
     memory: Annotated[
         str,
-        typer.Option(help="For the KV of all sequences: 2200MiB, or 1/13 of the full cache."),
+        memory_option(
+            "SIZE|SHARE",
+            "Bounds the KV cache of all sequences, not the weights: 2GiB, or 1/13 of the full "
+            "cache.",
+        ),
     ] = "1/13",
     disk: Annotated[
         str,
@@ -121,9 +127,7 @@ def tune_command(
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     trust_remote_code: TrustOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the config itself instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
     """Find the best settings for a model, a disk and a budget.

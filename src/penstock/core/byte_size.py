@@ -12,6 +12,8 @@ _UNITS = {
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_LEAST_BARE = 1 << 16
+"""A smaller number without a unit is probably one of MiB or GiB."""
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
 _FRACTION = re.compile(r"^\s*([0-9]+)\s*/\s*([0-9]+)\s*$")
 _PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
@@ -21,12 +23,20 @@ def parse_bytes(text: str) -> int:
     """Turn "512MiB" into bytes; a bare number is bytes, KB is 1000 and K or KiB is 1024.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size, or a bare number so small that a unit was forgotten.
     """
     match = _SIZE.match(text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"cannot read {text!r} as a size; write for example 512MiB or 2GB")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    number = float(match.group(1))
+    if not match.group(2) and 0 < number < _LEAST_BARE:
+        unit = "GiB" if number <= 64 else "MiB"
+        share = f", 1/2 or {100 * number:g}% for a share of the whole" if number < 1 else ""
+        raise ConfigError(
+            f"{text.strip()} without a unit would be {text.strip()} bytes; write "
+            f"{text.strip()}{unit}{share}"
+        )
+    return int(number * _UNITS[match.group(2).lower()])
 
 
 def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) -> int:
@@ -58,7 +68,10 @@ def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) ->
     elif (percent := _PERCENT.match(memory)) is not None:
         size = int(full_bytes * float(percent.group(1)) / 100)
     else:
-        size = parse_bytes(memory)
+        try:
+            size = parse_bytes(memory)
+        except ConfigError as error:
+            raise ConfigError(f"memory={memory}: {error}") from error
     if size <= 0:
         raise ConfigError(f"memory={memory!r} is not a positive size")
     return size

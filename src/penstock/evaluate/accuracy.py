@@ -59,8 +59,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, help="processes, each with the model (default 1; suite: by cores)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--own-prefill", action="store_true", help="prefill through each setting's own cache")
-    add("--store", default="auto", help="directory of the caches, or memory")
-    args = read_options(parser, arguments)
+    add("--disk", dest="store", default="auto", help="directory of the caches, or memory")
+    args = read_options(
+        parser, arguments,
+        renamed={"--store": "--disk"},
+    )  # fmt: skip
     suite = args.suite == "paper"
     samples = (2 if args.device == "cpu" else 16) if suite else 50
     args.samples = samples if args.samples is None else args.samples

@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--memory", default="1/13")
-    parser.add_argument("--store", default="auto")
+    parser.add_argument("--disk", dest="store", default="auto")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--group", default="own")
     parser.add_argument("--seed", type=int, default=0)

@@ -66,8 +66,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dtype", help="of weights and cache (default: as stored)")
     add("--batch", type=int, help="prompts answered at a time (default 2, on CUDA 24)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
-    add("--store", default="auto", help="directory of the caches, or memory")
-    args = read_options(parser, arguments)
+    add("--disk", dest="store", default="auto", help="directory of the caches, or memory")
+    args = read_options(
+        parser, arguments,
+        renamed={"--store": "--disk"},
+    )  # fmt: skip
     if args.batch is None:
         args.batch = 2 if args.device == "cpu" else 24
     if min(args.samples, args.batch, args.chunk) < 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.renamed_options import under_new_names
 from penstock.evaluate.accuracy_settings import parse_setting
 from penstock.evaluate.answers import Question, SharedPrefill, ask
 from penstock.evaluate.entry import run_program
@@ -42,11 +43,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--policy", default="kvswap@1/13", help="POLICY@BUDGET:option=value,...")
     add("--sample", type=int, default=0, help="number of the task's sample")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
-    add("--store", default="auto", help="directory of the cache, or memory")
+    add("--disk", dest="store", default="auto", help="directory of the cache, or memory")
     add("--seed", type=int, default=0)
-    add("--out", type=recording_file, required=True, metavar="FILE", help="the recording (.npz)")
+    add(
+        "-o",
+        "--output",
+        dest="out",
+        type=recording_file,
+        required=True,
+        metavar="FILE",
+        help="the recording (.npz)",
+    )
     add("--json", action="store_true", help="print what was recorded as the last line")
-    args = parser.parse_args(arguments)
+    names = {"--store": "--disk", "--out": "--output"}
+    args = parser.parse_args(list(under_new_names(arguments, names)))
     if args.steps < 2 or min(args.tokens, args.chunk) < 1 or args.sample < 0:
         raise ConfigError(
             "--steps must be at least 2, --tokens and --chunk at least 1, --sample not negative"

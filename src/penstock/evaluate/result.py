@@ -16,7 +16,10 @@ from penstock.workloads.recorded_stream import RECORDING
 
 FORMAT = "penstock-result-1"
 RESULT = json_kind("result of penstock bench", "penstock-result-")
-_PATH_OPTIONS = ("--out", "--store", "--model", "--memory-cgroup", "--haystack", "--data")
+_PATH_OPTIONS = (
+    "-o", "--output", "--out", "--disk", "--store", "--model", "--memory-cgroup", "--haystack",
+    "--data",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -71,7 +74,7 @@ class Result:
             StorageError: it cannot be written.
         """
         target = Path(path)
-        require_own(target, RESULT, "--out")
+        require_own(target, RESULT, "--output")
         text = json.dumps(self.as_dict(), indent=1) + "\n"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +104,7 @@ class Result:
 
 
 def result_file(path: str) -> str:
-    """The type of `--out` for argparse: a file that a result may be written to.
+    """The type of `--output` for argparse: a file that a result may be written to.
 
     Raises:
         ArgumentTypeError: it is a file of something else.

@@ -30,7 +30,7 @@ def check_same(
         if there != here:
             raise ConfigError(
                 f"cannot {what}: the result was made with {name}={there}, not {here}; ask for the "
-                "same, or name another --out"
+                "same, or name another --output"
             )
 
 

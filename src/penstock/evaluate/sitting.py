@@ -13,10 +13,10 @@ from penstock.evaluate.resuming import check_same
 
 
 class Sitting:
-    """Keeps the result of a program with --out, --resume and --json, and its minutes.
+    """Keeps the result of a program with --output, --resume and --json, and its minutes.
 
     Attributes:
-        former: what an earlier run left in --out, if this one goes on with it
+        former: what an earlier run left in --output, if this one goes on with it
     """
 
     def __init__(self, result: Result, args: argparse.Namespace) -> None:
@@ -40,7 +40,7 @@ class Sitting:
         try:
             former = Result.load(path)
         except ConfigError as error:
-            raise ConfigError(f"cannot resume: {error}; name another --out") from error
+            raise ConfigError(f"cannot resume: {error}; name another --output") from error
         if former.kind != self.result.kind:
             raise ConfigError(
                 f"cannot resume: {path} is a result of {former.kind}, not of {self.result.kind}"

@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--context", type=int, help="tokens whose KV is there (default 32768)")
     add("--batch", help="batch sizes, for example 1,4,8")
     add("--memory", default="1/13", help="budget of each cache, as a share or a size")
-    add("--store", default="auto", help="directory of the caches")
+    add("--disk", dest="store", default="auto", help="directory of the caches")
     add("--devices", help="real and presets to simulate, for example real,nvme,emmc")
     add("--steps", type=int, help="steps of a row in each round")
     add("--rounds", type=int, help="rounds; all rows take turns in each")
@@ -87,8 +87,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "the directory WHERE; none: by the process's own counters, without a limit",
     )  # fmt: skip
     add("--disk-file-mib", type=int, default=256, help="file for measuring the disk itself")
-    add("--on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
-    args = read_options(parser, arguments, resume=False, minutes=False)
+    add("--device", dest="on", default="cpu", choices=["cpu", "cuda"], help="where the model runs")
+    args = read_options(
+        parser, arguments, resume=False, minutes=False,
+        renamed={"--store": "--disk", "--on": "--device"},
+    )  # fmt: skip
     if args.memory_cgroup is not None and args.config not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"--memory-cgroup builds its own model; --config must be one of {known}")

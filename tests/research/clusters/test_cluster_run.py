@@ -19,7 +19,13 @@ from research.figures.cluster_drift import draw_cluster_drift
 from research.figures.cluster_keys import draw_cluster_keys
 from research.figures.report import draw_all
 
-SMALL = ["--prompt=160", "--output=72", "--buffers=0,4", "--buffer-layers=2", "--layout-layers=1"]
+SMALL = [
+    "--prompt=160",
+    "--max-new-tokens=72",
+    "--buffers=0,4",
+    "--buffer-layers=2",
+    "--layout-layers=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def test_a_text_is_read_on(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the sky is blue . the grass is green . " * 60)
     result = program.run(
-        ["--text", str(path), "--prompt=100", "--output=40", "--parts=drift", "--chunk=64"]
+        ["--text", str(path), "--prompt=100", "--max-new-tokens=40", "--parts=drift", "--chunk=64"]
     )
     assert result.figures["output"] == "text"
     assert result.figures["prompt_tokens"] == 100
@@ -81,7 +87,7 @@ def test_a_text_is_read_on(tmp_path: Path) -> None:
 def test_generated_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: where two tokens are near in bfloat16, reading on may prefer the other."""
     monkeypatch.setattr(program, "load", partial(load, dtype="float32"))
-    result = program.run(["--generate", "--prompt=100", "--output=20", "--parts=drift"])
+    result = program.run(["--generate", "--prompt=100", "--max-new-tokens=20", "--parts=drift"])
     assert (result.figures["output"], result.figures["expected"]) == ("generated", 1.0)
 
 

@@ -359,7 +359,7 @@ def test_cases_and_bad_input() -> None:
     assert end_to_end_run.key_of({**case.row, "mean_ms": 1.0}) == case.key
     for arguments, said in (
         (["--lengths=a"], "takes numbers"), (["--lengths=64"], "at least"),
-        (["--devices=tape"], "tape"), (["--ratios=1.5"], "below 1"), (["--resume"], "--out"),
+        (["--devices=tape"], "tape"), (["--ratios=1.5"], "below 1"), (["--resume"], "--output"),
         (["--methods=none"], "no policy"), (["--steps=2"], "--rounds"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):

@@ -50,7 +50,7 @@ def test_chunks_leave_the_keys_and_queries_of_single_steps(family: str) -> None:
 def test_what_does_not_fit_is_refused(recall: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no prompt of 5"):
         record_keys(recall, [1] * 5, 5, chunk=4)
-    with pytest.raises(PromptError, match="shorter --output"):
+    with pytest.raises(PromptError, match="shorter --max-new-tokens"):
         record_keys(recall, [1] * 50_000, 5, chunk=4)
     path = tmp_path / "text.txt"
     path.write_text("the sky is blue . " * 10)

@@ -13,7 +13,7 @@ from research.clusters.quality import FULL, PARTS, cell, parse_arguments, run, s
 from research.clusters.traces import Trace
 from research.figures.cluster_quality import draw_cluster_quality
 
-SMALL = ["--prompt", "256", "--output", "48", "--documents", "1", "--selected", "48",
+SMALL = ["--prompt", "256", "--max-new-tokens", "48", "--documents", "1", "--selected", "48",
          "--window", "16"]  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def test_cells_are_what_they_say() -> None:
     ]
 
 
-@pytest.mark.parametrize("wrong", [["--output", "4"], ["--prompt", "0"], ["--documents", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--max-new-tokens", "4"], ["--prompt", "0"], ["--documents", "0"]]
+)
 def test_numbers_out_of_range(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match="sizes count"):
         parse_arguments(wrong)

@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ConfigError: a number is out of its range, or --out cannot be a file.
+        ConfigError: a number is out of its range, or --output cannot be a file.
     """
     parser = argparse.ArgumentParser(prog="penstock audit", description=__doc__)
     add = parser.add_argument
@@ -63,7 +63,7 @@ def read_prompt_options(
     """Add the options of what to read and to decode, and read the command line.
 
     Raises:
-        ConfigError: a number is out of its range, or --out cannot be a file.
+        ConfigError: a number is out of its range, or --output cannot be a file.
     """
     add = parser.add_argument
     add("model", nargs="?", default="recall", help="a model folder, or recall (the bundled model)")
@@ -72,20 +72,26 @@ def read_prompt_options(
         help="UTF-8 text; several times: rows of one batch",
     )  # fmt: skip
     add("--chat", action="store_true", help="ask through the tokenizer's chat template")
-    add("--new-tokens", type=int, default=32, help="most decode steps to compare")
+    add(
+        "--max-new-tokens", dest="new_tokens", type=int, default=32,
+        help="most decode steps to compare",
+    )  # fmt: skip
     add(
         "--follow-text", action="store_true",
-        help="decode the text's own last --new-tokens tokens, not what the model would say",
+        help="decode the text's own last --max-new-tokens tokens, not what the model would say",
     )  # fmt: skip
     add("--past-end", action="store_true", help="go on behind the model's end of its answer")
     add("--top", type=int, default=64, help="tokens of the most attention that recall is about")
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", help="of weights and cache (default: as stored)")
     add("--chunk", type=int, default=1024, help="prompt tokens per forward pass")
-    add("--store", default="auto", metavar="memory|DIR", help="where the caches lie")
-    args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
+    add("--disk", dest="store", default="auto", metavar="memory|DIR", help="where the caches lie")
+    args = read_options(
+        parser, arguments, seed=False, resume=False, minutes=False,
+        renamed={"--store": "--disk", "--new-tokens": "--max-new-tokens"},
+    )  # fmt: skip
     if min(args.new_tokens, args.top, args.chunk) < 1:
-        raise ConfigError("--new-tokens, --top and --chunk must be at least 1")
+        raise ConfigError("--max-new-tokens, --top and --chunk must be at least 1")
     if args.follow_text and args.chat:
         raise ConfigError(
             "--follow-text reads on in a text; a question in --chat has no more of it"
@@ -98,11 +104,11 @@ def read_prompt_options(
 def _check_out(path: Path) -> None:
     """Refuse a file that could not be written when the work is done."""
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; give a file")
+        raise ConfigError(f"--output {path} is a folder; give a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror or error}") from error
+        raise ConfigError(f"--output {path}: {error.strerror or error}") from error
 
 
 def audit(

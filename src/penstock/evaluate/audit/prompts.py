@@ -49,7 +49,7 @@ def split_texts(
     shortest = min(map(len, whole))
     if shortest < new_tokens + _SHORTEST_PROMPT:
         raise PromptError(
-            f"a text of {shortest:,} tokens cannot be followed for --new-tokens {new_tokens}; "
+            f"a text of {shortest:,} tokens cannot be followed for --max-new-tokens {new_tokens}; "
             "give a longer one, or fewer steps"
         )
     ids = [row[:-new_tokens] for row in whole]

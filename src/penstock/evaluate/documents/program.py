@@ -46,8 +46,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="reopenings, and turns of the rates")
     add("--units", default="4096,16384", help="bytes of a unit, for the rates")
     add("--gigabytes", type=float, default=4.0, help="of the store that is checked")
-    add("--store", default="auto", help="directory of the documents")
-    args = read_options(parser, arguments, minutes=False)
+    add("--disk", dest="store", default="auto", help="directory of the documents")
+    args = read_options(
+        parser, arguments, minutes=False,
+        renamed={"--store": "--disk"},
+    )  # fmt: skip
     args.parts = args.parts.split(",")
     for part in args.parts:
         if part not in PARTS:

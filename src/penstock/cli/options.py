@@ -1,0 +1,150 @@
+"""Options that several commands share: one name and one meaning for one thing."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.core.byte_size import parse_memory
+
+POLICY_NAMES = (
+    "kvswap", "full", "flexgen", "shadowkv", "loki", "infinigen-star-reuse", "infinigen-star",
+    "infinigen", "quest", "arkvale", "pqcache", "clusterkv", "leoam", "louiskv", "dynakv",
+    "hillinfer", "snapkv", "h2o", "raas", "streaming_llm",
+)  # fmt: skip
+"""What a shell completes `--policy` to; the table itself would import torch."""
+_ANY_BYTES = 1 << 40
+DISK_NAMES = ("auto", "nvme", "ufs", "emmc", "memory", "host")
+"""What a shell completes `--disk` to, beside folders."""
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def _policies() -> list[str]:
+    return list(POLICY_NAMES)
+
+
+def _disks() -> list[str]:
+    return list(DISK_NAMES)
+
+
+def check_memory(memory: str) -> str:
+    """Refuse a budget that cannot be, before a model is loaded for it.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    if memory != "stored":
+        parse_memory(memory, _ANY_BYTES, _ANY_BYTES)
+    return memory
+
+
+def memory_option(metavar: str, about: str) -> Any:
+    """A `--memory`, for `Annotated`."""
+    return typer.Option(metavar=metavar, help=about, callback=check_memory)
+
+
+def unescaped(text: str) -> str:
+    r"""Text as it was meant, from a shell that passes on `\n` and `\t` as two characters."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
+# The model and where it computes --------------------------------------------------------------
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, OWNER/NAME on the Hugging Face hub, or recall for the bundled model.",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Type of weights and cache; as stored when left out.")
+]
+
+# The KV cache ---------------------------------------------------------------------------------
+
+PolicyOption = Annotated[
+    str,
+    typer.Option(help="Which past tokens a step attends to.", autocompletion=_policies),
+]
+TunedPolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Which past tokens a step attends to; auto is what the config picks.",
+        show_default="kvswap, or auto with --config", autocompletion=_policies,
+    ),
+]  # fmt: skip
+MemoryOption = Annotated[
+    str,
+    memory_option(
+        "SIZE|SHARE|auto",
+        "Bounds the KV cache, not the weights: 2GiB, 1/13 or 5% of the full cache, or auto "
+        "(half of the free memory, at most the full cache).",
+    ),
+]
+DiskOption = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH|nvme|ufs|emmc|memory|host|auto",
+        help="Where the KV cache lies: a folder, a simulated device, memory, memory that a GPU "
+        "reads by itself (host), or the temporary folder.",
+        autocompletion=_disks,
+    ),
+]
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
+]
+AdapterOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+]
+SealOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--seal/--no-seal",
+        help="Encrypt what the cache writes to a disk, with a key that is never written.",
+        show_default="where AES is fast",
+    ),
+]
+ChunkOption = Annotated[
+    int, typer.Option("--chunk", metavar="TOKENS", help="Prompt tokens per forward pass.")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Made by penstock tune: gives policy, memory and disk where they are auto or left "
+        "out.",
+    ),
+]
+
+# The prompt and the answer --------------------------------------------------------------------
+
+PromptOption = Annotated[str | None, typer.Option(help="The prompt itself.")]
+PromptFileOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option(metavar="TOKENS", help="Longest answer, in tokens.")
+]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="Sample among tokens of this share of the mass.")]
+TopKOption = Annotated[int, typer.Option(help="Sample among so many tokens; 0 is all.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help=r"Ends an answer, such as '\n\n'; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a Chrome trace of compute and I/O."),
+]
