@@ -114,7 +114,7 @@ def _gather(
     size = f"{rows} rows x {wanted} units of {unit_bytes} B"
     for name, function in (
         ("gather_units", slots.gather_units),
-        ("gather_units beside", partial(slots.gather_units, beside=True)),
+        ("gather_units beside", partial(slots.gather_units, leaves_room=True)),
     ):
         yield KernelCase(
             kernel=name, size=size, calls=calls(function),

@@ -59,7 +59,7 @@ class Feed:
         steps = self.ahead.device_steps
         assert steps is not None
         if layer < SHAPE.num_layers and self.ahead.wants_query(layer):
-            with steps.beside(self.ahead.layer_length(layer)):
+            with steps.choosing(self.ahead.layer_length(layer)):
                 self.ahead.begin_fetch(layer, 3 * self.queries[layer][:, :, 0])
 
     def step(self, count: int = 1, between: Callable[[int], None] = lambda layer: None) -> None:

@@ -57,7 +57,7 @@ def run(runtime: TieredRuntime, batch: int = 1) -> tuple[list[torch.Tensor], int
 def is_fused(runtime: TieredRuntime) -> bool:
     layers = [layer for layer in runtime.layers if isinstance(layer, RetrievalLayer)]
     assert len(layers) == SHAPE.num_layers
-    return all(layer._fused._made is not None for layer in layers)
+    return all(layer._fused._prepared is not None for layer in layers)
 
 
 def require_direct(runtime: TieredRuntime) -> None:

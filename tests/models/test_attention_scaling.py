@@ -49,6 +49,6 @@ def test_policies_get_it() -> None:
             model(ids, **cache_argument(model, cache))
             model(ids[:, :1], **cache_argument(model, cache))
             index: Any = cache.tiers.layers[0]
-            core = index.index.core
+            core = index.index.unwrapped
             settings = getattr(core, "settings", None) or getattr(core, "_settings", None)
             assert (core._scaling if settings is None else settings.scaling) == 1.0

@@ -31,8 +31,8 @@ class Fetch(NamedTuple):
 
 
 class _PreparedFetch(NamedTuple):
-    """A call, and what it was made for: any other object in one of these places asks for another
-    call."""
+    """A call, and what it was prepared for: any other object in one of these places asks for
+    another call."""
 
     call: GroupFetch
     queue: AioQueue
@@ -66,7 +66,7 @@ class FusedFetch:
         if buffer is not None:
             self._is_possible &= buffer.address % region.file.sector_bytes == 0
             self._is_possible &= buffer.row_bytes == region.row_bytes
-        self._made: _PreparedFetch | None = None
+        self._prepared: _PreparedFetch | None = None
 
     def begin(
         self,
@@ -92,17 +92,19 @@ class FusedFetch:
         queue = self._transfer.region.file.request_queue
         if selection is None or queue is None or selection.dtype != query.dtype:
             return None
-        made = self._made
+        prepared = self._prepared
         if (
-            made is None or made.selection is not selection or made.table is not table
-            or made.replacement is not replacement or made.stored is not stored
-            or made.descriptor != queue[1]
+            prepared is None or prepared.selection is not selection or prepared.table is not table
+            or prepared.replacement is not replacement or prepared.stored is not stored
+            or prepared.descriptor != queue[1]
         ):  # fmt: skip
-            made = self._make(selection, table, replacement, stored, *queue)
-            self._made = made
-        if made is None:
+            prepared = self._make(selection, table, replacement, stored, *queue)
+            self._prepared = prepared
+        if prepared is None:
             return None
-        return self._run(made, query.contiguous(), between, min(wanted, between[1] - between[0]))
+        return self._run(
+            prepared, query.contiguous(), between, min(wanted, between[1] - between[0])
+        )
 
     def _make(
         self,
@@ -126,13 +128,13 @@ class FusedFetch:
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)
 
     def _run(
-        self, made: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int
+        self, prepared: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int
     ) -> Fetch:
         found: Fetched | None = None
 
         def start(context: int, room: int, key: int) -> Submission:
             nonlocal found
-            found = made.call.submit(query, between, wanted, context, room, key)
+            found = prepared.call.submit(query, between, wanted, context, room, key)
             iocbs = _NOTHING if found.iocbs is None else found.iocbs
             requests = Requests(iocbs, found.address, found.read_bytes, 0)
             return Submission(requests, found.taken, found.submitted_ns)
@@ -140,7 +142,7 @@ class FusedFetch:
         transfer = self._transfer
         transfer.drain()
         assert transfer.buffer is not None
-        ticket = made.queue.submit_by(start, len(query) * wanted, transfer.buffer.array)
+        ticket = prepared.queue.submit_by(start, len(query) * wanted, transfer.buffer.array)
         assert found is not None
         num_wanted = found.slots.size
         plan = FetchPlan(
@@ -149,11 +151,11 @@ class FusedFetch:
         )  # fmt: skip
         pending, observer = None, transfer.region.observer
         if found.iocbs is None:
-            units = made.stored[found.rows, found.units]
+            units = prepared.stored[found.rows, found.units]
             pending = transfer.read(units, found.rows * self._slots_per_row + found.victims)
         elif len(found.rows):
             reads, memory = places(found.iocbs), transfer.buffer.array
             pending = transfer.pending(transfer.region.file.opened(ticket, *reads, memory))
             if observer is not None:
-                observer(made.stored[found.rows, found.units])
+                observer(prepared.stored[found.rows, found.units])
         return Fetch(Selection(found.chosen), plan, pending)

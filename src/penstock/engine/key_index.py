@@ -177,12 +177,13 @@ class KeyIndex(ABC):
         raise AssertionError(f"{type(self).__name__} keeps no state")
 
     @property
-    def core(self) -> "KeyIndex":
+    def unwrapped(self) -> "KeyIndex":
         """The method's own index, where another one is laid over it (benchmarks)."""
         return self
 
     def fitted(self, end_token: int) -> None:  # noqa: B027 - optional
-        """Learn that all tokens before `end_token` were taken in by `core`, not by `append`."""
+        """Learn that all tokens before `end_token` were taken in by `unwrapped`, not by
+        `append`."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Let whatever works beside the decode loop come to its end."""

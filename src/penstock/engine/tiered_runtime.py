@@ -185,7 +185,7 @@ class TieredRuntime:
         self._health.require_sound(self.lengths, self._health.others)
         self._check_size(0, batch, count)
 
-    def stand_beside(self, others: Sequence[OtherLayer]) -> None:
+    def set_other_layers(self, others: Sequence[OtherLayer]) -> None:
         """Learn of the model's layers that are not in tiers: a step has to pass them too."""
         self._health.others = others
 

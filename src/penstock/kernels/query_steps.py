@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.device.available import uses_triton
-from penstock.kernels.device.layer_parts import rotate
+from penstock.kernels.device.elementwise import rotate
 from penstock.kernels.native.compiled import kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
 

@@ -170,7 +170,7 @@ class TieredCache(Cache):  # type: ignore[misc]
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
         self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
-        self._runtime.stand_beside(self._windows)
+        self._runtime.set_other_layers(self._windows)
         self._decoder_config = decoder_config(model)
         try:
             self._attachment = Attachment(model)

@@ -2,7 +2,7 @@
 
 A decode step of an 8B model is 30 launches a layer besides ours, most of them a few microseconds
 for nothing: transformers writes a norm in seven, a rotation in ten. While a step is recorded as a
-CUDA graph those parts are called that say the same in one (`kernels/device/layer_parts.py`).
+CUDA graph those parts are called that say the same in one (`kernels/device/elementwise.py`).
 
 No list of models says which: a part is replaced where its own code gives, bit for bit, what the
 kernel's twin gives on random numbers. What is another formula (Gemma's norm, a GELU, a rotation of
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock.kernels.device.layer_parts import (
+from penstock.kernels.device.elementwise import (
     gated,
     gated_twin,
     rms_norm,

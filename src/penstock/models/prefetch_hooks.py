@@ -117,10 +117,10 @@ class PrefetchHooks:
         if steps is not None and is_own:
             return
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
-        beside = (
-            nullcontext() if steps is None else steps.beside(runtime.layer_length(tier), hidden)
+        stream = (
+            nullcontext() if steps is None else steps.choosing(runtime.layer_length(tier), hidden)
         )
-        with without_gradients(), beside:
+        with without_gradients(), stream:
             if is_own:
                 query = self._projection.project_exactly(layer, hidden, kwargs)
             else:

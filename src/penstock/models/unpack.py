@@ -42,14 +42,14 @@ def unpack(released: Released, file: IO[bytes], target: Path, name: str) -> None
         ArchiveError: it is no archive, holds more or other things than it should, or has changed.
         OSError: it cannot be written.
     """
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.unpacking-"))
+    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.unpacking-"))
     summed = _Summed(file)
     limit = released.unpacked_bytes + released.files * _HEADS_BYTES + _END_BYTES
     try:
         try:
             unpacked: Any = _Unpacked(summed, limit)
             with tarfile.open(fileobj=unpacked, mode="r|") as members:
-                _write_members(released, members, beside)
+                _write_members(released, members, staging)
             while unpacked.read(_PIECE):  # to its end, which has sums of its own
                 pass
         except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
@@ -58,13 +58,13 @@ def unpack(released: Released, file: IO[bytes], target: Path, name: str) -> None
             pass
         if summed.digest.hexdigest() != released.sha256:
             raise ArchiveError(f"{name} changed while it was unpacked; fetch it again")
-        if not (beside / "config.json").is_file():
+        if not (staging / "config.json").is_file():
             raise ArchiveError(f"{name} holds no model: it has no config.json")
-        beside.chmod(0o755)
-        os.rename(beside, target)
+        staging.chmod(0o755)
+        os.rename(staging, target)
         _sync_folder(target.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_members(released: Released, members: tarfile.TarFile, folder: Path) -> None:

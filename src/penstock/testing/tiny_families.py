@@ -102,10 +102,10 @@ def decoder_families() -> tuple[str, ...]:
 def tiny_config(family: str) -> PreTrainedConfig:
     """A configuration of a family with small sizes, four layers, and where it mixes them,
     layers of both kinds, two full ones in a row."""
-    return _shrunk(CONFIG_MAPPING[family], _SPECIAL.get(family, {}))
+    return _with_tiny_sizes(CONFIG_MAPPING[family], _SPECIAL.get(family, {}))
 
 
-def _shrunk(kind: Any, special: dict[str, Any]) -> PreTrainedConfig:
+def _with_tiny_sizes(kind: Any, special: dict[str, Any]) -> PreTrainedConfig:
     config = kind()
     given = config.to_dict()
     sizes = {name: value for name, value in _SIZES.items() if _takes(config, given, name)}
@@ -117,7 +117,7 @@ def _shrunk(kind: Any, special: dict[str, Any]) -> PreTrainedConfig:
         sizes["layer_types"] = _mixed(kinds)
     for name, nested in vars(config).items():
         if isinstance(nested, PreTrainedConfig):
-            sizes[name] = _shrunk(type(nested), special.get(name, {})).to_dict()
+            sizes[name] = _with_tiny_sizes(type(nested), special.get(name, {})).to_dict()
     if "qk_rope_head_dim" in given and "num_key_value_heads" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return kind(**(sizes | special))

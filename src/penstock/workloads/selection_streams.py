@@ -251,8 +251,8 @@ class StreamedIndex(KeyIndex):
 
     @property
     @override
-    def core(self) -> KeyIndex:
-        return self.inner.core
+    def unwrapped(self) -> KeyIndex:
+        return self.inner.unwrapped
 
     @override
     def fitted(self, end_token: int) -> None:

@@ -27,17 +27,17 @@ def parts(kind: str) -> list[tuple[Any, ...]]:
     """Norms, rotations and gates of one dtype."""
     return [
         (
-            "layer_parts_triton", "_rms_norm",
+            "elementwise_triton", "_rms_norm",
             {"hidden_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "out_ptr": f"*{kind}",
              "dim": "i32", "eps": "fp32"}, {"WIDE": 4096}, 8,
         ),
         (
-            "layer_parts_triton", "_gated",
+            "elementwise_triton", "_gated",
             {"gate_ptr": f"*{kind}", "up_ptr": f"*{kind}", "out_ptr": f"*{kind}", "count": "i32"},
             {"AT_ONCE": 1024}, 4,
         ),
         (
-            "layer_parts_triton", "_rotate",
+            "elementwise_triton", "_rotate",
             {**dict.fromkeys(ENDS, f"*{kind}"), **dict.fromkeys(STRIDES, "i32")},
             {"HALF": 64, "WIDE": 64}, 1,
         ),

@@ -87,7 +87,7 @@ def test_plan_is_the_engine_s(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "programs", "beside"),
+    ("sizes", "programs", "leaves_room"),
     covering(
         [
             (1, 1, 16, 1, torch.float32),
@@ -106,7 +106,7 @@ def test_gathered_units_are_in_their_slots(
     form: str,
     monkeypatch: pytest.MonkeyPatch,
     programs: int | None,
-    beside: bool,
+    leaves_room: bool,
     sizes: tuple[int, int, int, int, torch.dtype],
 ) -> None:
     rows, wanted, unit_bytes, group, dtype = sizes
@@ -117,7 +117,7 @@ def test_gathered_units_are_in_their_slots(
             monkeypatch.setattr("penstock.kernels.device.slots_triton._PROGRAMS", programs)
             monkeypatch.setattr("penstock.kernels.device.slots_triton._STAYING_PROGRAMS", programs)
             monkeypatch.setattr("penstock.kernels.device.slots_triton._STAYING_WORDS", 128)
-        gather = partial(gather, beside=beside)
+        gather = partial(gather, leaves_room=leaves_room)
     torch.manual_seed(unit_bytes)
     units, num_slots, kept = 3 * wanted, wanted + 2, 2
     host = on_host(torch.randint(0, 256, (rows, units, unit_bytes), dtype=torch.uint8), device)
@@ -188,8 +188,10 @@ def test_lists_say_their_size(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("beside", [False, True])
-def test_fetches_are_captured(device: torch.device, form: str, beside: bool, capture: Any) -> None:
+@pytest.mark.parametrize("leaves_room", [False, True])
+def test_fetches_are_captured(
+    device: torch.device, form: str, leaves_room: bool, capture: Any
+) -> None:
     """One graph replayed with other wishes does what the twins do on the host."""
     torch.manual_seed(0)
     rows, wanted, num_slots, units = 4, 40, 50, 200
@@ -211,7 +213,7 @@ def test_fetches_are_captured(device: torch.device, form: str, beside: bool, cap
 
     def fetch(form: str, state: list[Tensor], host: Tensor, lists: FetchLists) -> None:
         kernel("plan_slots", form)(*state[:6], lists)
-        more = {"beside": beside} if form == "triton" else {}
+        more = {"leaves_room": leaves_room} if form == "triton" else {}
         kernel("gather_units", form)(host, *state[6:], lists, 1, **more)
 
     cpu = torch.device("cpu")

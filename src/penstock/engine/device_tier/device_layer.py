@@ -156,7 +156,7 @@ class DeviceLayer(Layer):
     def begin(self, query: Tensor) -> None:
         """Select and fetch for the next decode step, with a query that is there before its layer.
 
-        Queued on the current stream, see `DeviceSteps.beside`; the step waits for it.
+        Queued on the current stream, see `DeviceSteps.choosing`; the step waits for it.
 
         Args:
             query: [rows, heads of a row, head_dim]
@@ -165,7 +165,7 @@ class DeviceLayer(Layer):
         self.prepare_step()
         self._list(self.index.select(query, self.setup.clock))
         with on_link(self.setup.device):
-            self._gather(beside=STAYING_GATHER)
+            self._gather(leaves_room=STAYING_GATHER)
             if self._landed is not None:
                 self._landed.record()
         self._begun = query  # kept until the step has waited
@@ -217,11 +217,11 @@ class DeviceLayer(Layer):
             self.lists,
         )  # fmt: skip
 
-    def _gather(self, *, beside: bool = False) -> None:
+    def _gather(self, *, leaves_room: bool = False) -> None:
         """Bring what is listed, perhaps beside the layer before."""
         gather_units(
             self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
-            self.setup.plan.group_tokens, beside=beside,
+            self.setup.plan.group_tokens, leaves_room=leaves_room,
         )  # fmt: skip
 
     def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:

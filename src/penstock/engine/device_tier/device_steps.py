@@ -10,7 +10,7 @@ from penstock.core.on_device import on_device
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
 from penstock.engine.device_tier.device_index import SETTLE_STEPS, StepClock
-from penstock.engine.device_tier.streams import stream_beside
+from penstock.engine.device_tier.streams import choosing_stream
 from penstock.engine.layer import Layer
 
 
@@ -21,10 +21,10 @@ class DeviceSteps:
         self.clock, self._device = StepClock(plan, device), device
         self._layers: Sequence[Layer] = ()
         self._begun_at: int | None = None
-        self._held: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = stream_beside(device)
+            self._stream = choosing_stream(device)
 
     def watch(self, layers: Sequence[Layer]) -> None:
         """Take the layers over."""
@@ -40,15 +40,15 @@ class DeviceSteps:
             self._begun_at = length
 
     @contextmanager
-    def beside(self, length: int, *held: Tensor) -> Iterator[None]:
+    def choosing(self, length: int, *inputs: Tensor) -> Iterator[None]:
         """Queue what follows beside the step of the token at position `length`, behind what was
         queued so far; on a CPU it simply runs.
 
         Args:
-            held: what is read there; kept until the step is over.
+            inputs: what is read there; kept until the step is over.
         """
         self.begin(length)
-        self._held += held
+        self._inputs += inputs
         if self._stream is None:
             yield
             return
@@ -59,7 +59,7 @@ class DeviceSteps:
     def recording_failed(self) -> None:
         """Nothing has run of a step that was to be recorded: it begins again."""
         self._begun_at = None
-        self._held.clear()
+        self._inputs.clear()
         for layer in self._layers:
             layer.recording_failed()
 
@@ -76,7 +76,7 @@ class DeviceSteps:
             step: one token was decoded; a CUDA graph may be recording.
         """
         self._begun_at = None
-        self._held.clear()
+        self._inputs.clear()
         if step:
             self.clock.advance()
         else:

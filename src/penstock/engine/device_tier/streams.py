@@ -13,7 +13,7 @@ import torch
 
 
 @cache
-def stream_beside(device: torch.device) -> torch.cuda.Stream:
+def choosing_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all caches, since cuBLAS keeps memory for each stream. What runs there has few
     blocks, which are to start before a product's many."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

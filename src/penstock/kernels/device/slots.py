@@ -133,7 +133,7 @@ def gather_units(
     lists: FetchLists,
     group_tokens: int,
     *,
-    beside: bool = False,
+    leaves_room: bool = False,
 ) -> None:
     """Copy the missing units from host memory into their slots, and show their tokens.
 
@@ -148,12 +148,12 @@ def gather_units(
         start: first position that is not padding. int32 [rows]
         lists: what to move, from `plan_slots`.
         group_tokens: tokens of a unit.
-        beside: other work is under way on the device: leave room for it.
+        leaves_room: for other work that is under way on the device.
     """
     if uses_triton(pool):
         from penstock.kernels.device.slots_triton import gather_units_triton
 
-        gather_units_triton(host, pool, mask, start, lists, group_tokens, beside=beside)
+        gather_units_triton(host, pool, mask, start, lists, group_tokens, leaves_room=leaves_room)
     else:
         gather_units_twin(host, pool, mask, start, lists, group_tokens)
 

@@ -220,16 +220,16 @@ def gather_units_triton(
     lists: FetchLists,
     group_tokens: int,
     *,
-    beside: bool = False,
+    leaves_room: bool = False,
 ) -> None:
-    """A program per tile of 4 KiB, or for some of them; a few that stay, `beside` other work. See
-    `slots.gather_units`."""
+    """A program per tile of 4 KiB, or for some of them; a few that stay, where it `leaves_room`.
+    See `slots.gather_units`."""
     rows, width = lists.units.shape
     words = _words(host.shape[2])
     source, target = host.view(torch.int64), pool.view(torch.int64)
     assert source.stride(1) == target.stride(1) == words
     assert source.stride(2) == target.stride(2) == mask.stride(1) == 1
-    tile_words = _STAYING_WORDS if beside else _TILE_WORDS
+    tile_words = _STAYING_WORDS if leaves_room else _TILE_WORDS
     chunk = min(triton.next_power_of_2(words), tile_words)
     entries = max(1, min(tile_words // chunk, triton.next_power_of_2(width)))
     tiles, chunks = triton.cdiv(width, entries), triton.cdiv(words, chunk)
@@ -239,7 +239,7 @@ def gather_units_triton(
         "WORDS": words, "CHUNK": chunk, "ENTRIES": entries, "GROUP": group_tokens,
         "GROUP_WIDE": triton.next_power_of_2(group_tokens),
     }  # fmt: skip
-    if beside:
+    if leaves_room:
         programs = min(_STAYING_PROGRAMS, tiles * rows * chunks)
         _gather_staying[(programs,)](
             *tensors, rows, *strides, **sizes, ROWS=triton.next_power_of_2(rows), CHUNKS=chunks,

@@ -52,8 +52,8 @@ class ClusterFollower:
             index: the layer's; its core is `FollowedClusters`.
             representatives: get what changed; None where they stay in memory.
         """
-        assert isinstance(index.core, FollowedClusters)
-        self._index, self._followed, self._layout = index, index.core, layout
+        assert isinstance(index.unwrapped, FollowedClusters)
+        self._index, self._followed, self._layout = index, index.unwrapped, layout
         self._representatives = representatives
         self._changed: set[tuple[int, int]] = set()
         self._setup, self._pool, self._window, self._transfer = setup, pool, window, transfer

@@ -77,8 +77,8 @@ class ClusterLayer(RetrievalLayer):
             representatives: brings those of the index where they are not in memory of its own.
         """
         super().__init__(layer_idx, setup, pool_memory, policy, index, None)
-        assert isinstance(index.core, FollowedClusters)
-        self.followed = index.core
+        assert isinstance(index.unwrapped, FollowedClusters)
+        self.followed = index.unwrapped
         """The index, without what a benchmark may have laid over it."""
         self._layout, self._buffers = layout, buffers
         self.representatives = representatives

@@ -36,7 +36,7 @@ def make_cluster_layers(policy: "DynaKV", builder: LayerBuilder) -> Sequence[Clu
         if buffer is not None:
             request = replace(request, shared=buffer.vectors)
         index = policy.make_index(request)
-        followed = index.core
+        followed = index.unwrapped
         assert isinstance(followed, FollowedClusters)
         representatives = None
         if buffer is not None:

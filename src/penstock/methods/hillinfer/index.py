@@ -59,7 +59,7 @@ class NearIndex(KeyIndex):
         self.scores: NDArray[np.float32] = np.empty((rows, tokens), dtype=np.float32)
         """Importance of every token at the last step. [rows, max_tokens]"""
         self.measured: Measured | None = None
-        self.leavers: tuple[NDArray[np.int64], NDArray[np.int64]] = (_NONE, _NONE)
+        self.leaving: tuple[NDArray[np.int64], NDArray[np.int64]] = (_NONE, _NONE)
         """Rows and tokens that leave the window with this step: hot, in no slot yet, and wanted."""
         self._places: Places | None = None
         self._first_unit = np.zeros(rows, dtype=np.int64)
@@ -137,20 +137,22 @@ class NearIndex(KeyIndex):
                 places.scorer.map(places.layer, first, units)
                 units, generation = None, places.scorer.generation
             self._mapped = self._closed
-        rows, tokens = self.leavers
-        leaving = rows * self.settings.max_tokens + tokens
+        rows, tokens = self.leaving
+        leaving_ids = rows * self.settings.max_tokens + tokens
         # Sinks are in the pool, and padding nowhere: neither is cold.
         first = first if self._generation == generation else 0
         hidden = np.arange(first, max(first, self._mapped)) < self._first_unit[:, None]
         rows, tokens = hidden.nonzero()
-        leaving = np.concatenate([leaving, rows * self.settings.max_tokens + first + tokens])
+        leaving_ids = np.concatenate(
+            [leaving_ids, rows * self.settings.max_tokens + first + tokens]
+        )
         if self._generation != generation:
             self._generation = generation
             in_rows, slots = (places.table.unit_in != ABSENT).nonzero()
             held = in_rows * self.settings.max_tokens + places.table.unit_in[in_rows, slots]
-            moved = Moved(np.concatenate([held, leaving]), _NONE, reset=True)
+            moved = Moved(np.concatenate([held, leaving_ids]), _NONE, reset=True)
         else:
-            promoted, demoted = [*self._promoted, leaving], self._demoted or [_NONE]
+            promoted, demoted = [*self._promoted, leaving_ids], self._demoted or [_NONE]
             moved = Moved(
                 np.concatenate(promoted), np.concatenate(demoted), first=first, units=units
             )
@@ -183,7 +185,7 @@ class NearIndex(KeyIndex):
         rows, slots = (places.table.unit_in != ABSENT).nonzero()
         held = places.table.unit_in[rows, slots]
         out[rows, held] = self._hot(logits, normalisers)[rows, slots]
-        out[self.leavers] = math.inf
+        out[self.leaving] = math.inf
         end = min(num_units, int(self._first_unit.max()))
         hidden = np.arange(end) < self._first_unit[:, None]
         out[:, :end][hidden] = -math.inf

@@ -63,8 +63,8 @@ class NearLayer(RetrievalLayer):
         index: KeyIndex, work: NearWork,
     ) -> None:  # fmt: skip
         super().__init__(layer_idx, setup, pool_memory, policy, index, None)
-        assert isinstance(index.core, NearIndex)
-        self.near = index.core
+        assert isinstance(index.unwrapped, NearIndex)
+        self.near = index.unwrapped
         """The index, without what a benchmark may have laid over it."""
         self._hill, self._work = policy, work
         self.pools = policy.make_pools(setup.plan.batch, setup.plan.max_units)
@@ -111,15 +111,15 @@ class NearLayer(RetrievalLayer):
         start = time.perf_counter()
         if self._remap:
             self._map_anew()
-        leavers = self._leavers(end_unit)
-        self.near.leavers = leavers
+        leaving = self._leaving(end_unit)
+        self.near.leaving = leaving
         self.index.begin_step(query, self._first_unit, self.length)
         wanted = self._hill.wanted_tokens(self.length, self.setup.plan.selected_units)
         selection = self.policy.select(self.index, query, self._first_unit, end_unit, wanted)
         self.pools.note_selected(selection.unit_ids, selection.valid)
-        hot = _count(self.table.slot_of, selection) + len(leavers.rows)
-        admitted = self._admitted(selection, leavers, end_unit)
-        plan, pending = self._move(admitted, leavers, end_unit)
+        hot = _count(self.table.slot_of, selection) + len(leaving.rows)
+        admitted = self._admitted(selection, leaving, end_unit)
+        plan, pending = self._move(admitted, leaving, end_unit)
         where = (np.arange(len(selection.unit_ids))[:, None], selection.unit_ids)
         slots: NDArray[np.int64] = self.table.slot_of[where].astype(np.int64)
         if selection.valid is not None:
@@ -141,7 +141,7 @@ class NearLayer(RetrievalLayer):
                 link=self._work.scorer.link_rate(),
             )  # fmt: skip
 
-    def _leavers(self, end_unit: int) -> LeavingTokens:
+    def _leaving(self, end_unit: int) -> LeavingTokens:
         """Tokens before `end_unit` that only the window holds, where that is known."""
         first, self._left = self._left, end_unit
         if first is None or first >= end_unit or end_unit - first >= self.setup.plan.window_slots:
@@ -150,11 +150,11 @@ class NearLayer(RetrievalLayer):
         rows, columns = (tokens >= self._first_unit[:, None]).nonzero()
         return LeavingTokens(rows, tokens[columns])
 
-    def _admitted(self, selection: Selection, leavers: LeavingTokens, end_unit: int) -> Selection:
+    def _admitted(self, selection: Selection, leaving: LeavingTokens, end_unit: int) -> Selection:
         """What shall be hot: the selection, what leaves the window, and all that fits at first."""
         if not (self.table.unit_in != ABSENT).any():
             return self._first_fill(selection, end_unit)
-        if not len(leavers.rows):
+        if not len(leaving.rows):
             return selection
         taken = np.zeros(self.near.scores.shape, dtype=np.bool_)
         valid = selection.valid
@@ -162,16 +162,16 @@ class NearLayer(RetrievalLayer):
             valid = np.ones(selection.unit_ids.shape, dtype=np.bool_)
         rows, columns = valid.nonzero()
         taken[rows, selection.unit_ids[rows, columns]] = True
-        if taken[leavers].all():
+        if taken[leaving].all():
             return selection
-        rest = ~taken[leavers]
-        tokens = np.unique(leavers.tokens[rest])
+        rest = ~taken[leaving]
+        tokens = np.unique(leaving.tokens[rest])
         if valid.shape[1] + len(tokens) > self.setup.plan.num_slots:
             most = self.setup.plan.max_units  # no room beside the selection: they are cold
-            self.near.moved(_NONE, leavers.rows[rest] * most + leavers.tokens[rest])
+            self.near.moved(_NONE, leaving.rows[rest] * most + leaving.tokens[rest])
             return selection
         extra = np.zeros((len(valid), len(tokens)), dtype=np.bool_)
-        extra[leavers.rows[rest], np.searchsorted(tokens, leavers.tokens[rest])] = True
+        extra[leaving.rows[rest], np.searchsorted(tokens, leaving.tokens[rest])] = True
         ids = np.broadcast_to(tokens, extra.shape)
         return Selection(
             np.concatenate([selection.unit_ids, ids], axis=1),
@@ -201,7 +201,7 @@ class NearLayer(RetrievalLayer):
     # The pools --------------------------------------------------------------------------------
 
     def _move(
-        self, admitted: Selection, leavers: LeavingTokens, end_unit: int
+        self, admitted: Selection, leaving: LeavingTokens, end_unit: int
     ) -> tuple[FetchPlan, PendingRead | None]:
         """Promote what is missing of `admitted`, demote as much, and submit the reads."""
         self.pools.observe(
@@ -220,9 +220,9 @@ class NearLayer(RetrievalLayer):
         phase.count("units_promoted", len(plan.rows))
         phase.count("units_demoted", len(demoted))
         here = np.zeros(len(plan.rows), dtype=np.bool_)
-        if len(leavers.rows):
-            leaving = leavers.rows * tokens + leavers.tokens
-            here = np.isin(plan.rows * tokens + plan.units, leaving)
+        if len(leaving.rows):
+            leaving_ids = leaving.rows * tokens + leaving.tokens
+            here = np.isin(plan.rows * tokens + plan.units, leaving_ids)
             self._copy_from_window(plan, here)
         cold = ~here
         units = self.setup.units.table[plan.rows[cold], plan.units[cold]]

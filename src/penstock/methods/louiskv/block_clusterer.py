@@ -28,14 +28,14 @@ class Clustering(NamedTuple):
 class BlockClusterer:
     """Collects keys and clusters each block when it is full.
 
-    Beside the prefill: on a thread, while the next block fills. At most one block of an index is
+    Threaded, beside the prefill, while the next block fills. At most one block of an index is
     being clustered; the next one waits for it, which is the one place where a prefill can have to
     wait. Otherwise at once, in memory that is held only while keys wait (`release`).
     """
 
     def __init__(
         self, like: Tensor, *, rows: int, block_tokens: int, cluster_tokens: int, cosine: bool,
-        elements: int, beside: bool = True, seed: int = 0, squares: bool = False,
+        elements: int, threaded: bool = True, seed: int = 0, squares: bool = False,
     ) -> None:  # fmt: skip
         """Allocate both halves, if they are to be held all the time.
 
@@ -45,9 +45,9 @@ class BlockClusterer:
             squares: make the clusters' mean squared lengths too.
         """
         self._squares = squares
-        self._like, self._beside = like, beside
-        self._size = (1 + beside, rows, block_tokens, like.shape[-1])
-        self._halves: Tensor | None = like.new_empty(self._size) if beside else None
+        self._like, self._threaded = like, threaded
+        self._size = (1 + threaded, rows, block_tokens, like.shape[-1])
+        self._halves: Tensor | None = like.new_empty(self._size) if threaded else None
         self._cluster_tokens, self._cosine = cluster_tokens, cosine
         self._elements, self._seed = elements, seed
         self._filling = 0
@@ -58,11 +58,11 @@ class BlockClusterer:
     @staticmethod
     def num_bytes(
         *, rows: int, block_tokens: int, cluster_tokens: int, head_dim: int, itemsize: int,
-        elements: int, beside: bool = True, squares: bool = False,
+        elements: int, threaded: bool = True, squares: bool = False,
     ) -> int:  # fmt: skip
         """Bytes of the block or both halves and of one clustering under way, for the ledger."""
         clusters = num_clusters(block_tokens, cluster_tokens)
-        held = (1 + beside) * rows * block_tokens * head_dim * itemsize
+        held = (1 + threaded) * rows * block_tokens * head_dim * itemsize
         made = rows * (4 * clusters * head_dim + 16 * block_tokens)
         made += rows * (8 * clusters + 4 * block_tokens) * squares
         return held + made + kmeans_bytes(rows, clusters, head_dim, elements)
@@ -81,7 +81,7 @@ class BlockClusterer:
     def release(self) -> None:
         """Forget the keys that wait, and give their memory back where it is not kept."""
         self.count = 0
-        if not self._beside:
+        if not self._threaded:
             self._halves = None
 
     def take(self, keys: Tensor, position: int) -> list[tuple[int, Clustering]]:
@@ -103,7 +103,7 @@ class BlockClusterer:
         self.count = end
         if end < self.block_tokens:
             return []
-        if not self._beside:
+        if not self._threaded:
             clustered, self.count = self.cluster(self.waiting), 0
             return [(self.start, clustered)]
         done = self.finish()

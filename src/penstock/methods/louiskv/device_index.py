@@ -166,11 +166,11 @@ class DeviceSemanticUnits(DeviceIndex):
     @override
     def take(self, keys: Tensor, first_token: int) -> None:
         """Block by block into clusters, beside the prefill on CUDA."""
-        with self._beside(keys):
+        with self._on_stream(keys):
             self._take(keys[:, :, 0], first_token)
 
     @contextmanager
-    def _beside(self, keys: Tensor) -> Iterator[None]:
+    def _on_stream(self, keys: Tensor) -> Iterator[None]:
         """Queue what follows on the stream of the clustering, behind all that was queued so far."""
         if self._stream is None:
             yield

@@ -104,7 +104,7 @@ class SemanticUnitsIndex(KeyIndex):
         self._blocks = BlockClusterer(
             self._pool.means, rows=batch, block_tokens=sizes.block_tokens,
             cluster_tokens=sizes.cluster_tokens, cosine=sizes.cosine,
-            elements=sizes.elements(batch), beside=sizes.beside, squares=sizes.squares,
+            elements=sizes.elements(batch), threaded=sizes.beside, squares=sizes.squares,
         )  # fmt: skip
         self._ready = self._always_ready = sizes.beside or sizes.pages
         self._fitting = False
@@ -383,5 +383,5 @@ def _block_bytes(shape: KVShape, sizes: UnitSizes, rows: int) -> int:
     return BlockClusterer.num_bytes(
         rows=rows, block_tokens=sizes.block_tokens, cluster_tokens=sizes.cluster_tokens,
         head_dim=shape.head_dim, itemsize=shape.dtype.itemsize, elements=sizes.elements(rows),
-        beside=sizes.beside, squares=sizes.squares,
+        threaded=sizes.beside, squares=sizes.squares,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _rms_norm(hidden_ptr, weight_ptr, out_ptr, dim, eps, WIDE: tl.constexpr):
 
 
 def rms_norm_triton(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A program per row; see `layer_parts.rms_norm`."""
+    """A program per row; see `elementwise.rms_norm`."""
     assert hidden.is_contiguous()
     assert weight.is_contiguous()
     assert hidden.dtype == weight.dtype
@@ -70,7 +70,7 @@ def _rotate(
 
 
 def rotate_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """A program per head of a row; see `layer_parts.rotate`."""
+    """A program per head of a row; see `elementwise.rotate`."""
     batch, heads, tokens, dim = query.shape
     key_heads = key.shape[1]
     assert tokens == 1
@@ -100,7 +100,7 @@ def _gated(gate_ptr, up_ptr, out_ptr, count, AT_ONCE: tl.constexpr):
 
 
 def gated_triton(gate: Tensor, up: Tensor) -> Tensor:
-    """A program per 1,024 numbers; see `layer_parts.gated`."""
+    """A program per 1,024 numbers; see `elementwise.gated`."""
     assert gate.is_contiguous()
     assert up.is_contiguous()
     assert (gate.shape, gate.dtype) == (up.shape, up.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.device import layer_parts
+from penstock.kernels.device import elementwise
 from penstock.testing.pairs import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -15,10 +15,10 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 def kernel(name: str, form: str) -> Any:
     if form == "torch":
-        return getattr(layer_parts, f"{name}_twin")
-    from penstock.kernels.device import layer_parts_triton
+        return getattr(elementwise, f"{name}_twin")
+    from penstock.kernels.device import elementwise_triton
 
-    return getattr(layer_parts_triton, f"{name}_triton")
+    return getattr(elementwise_triton, f"{name}_triton")
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         As `hidden`.
     """
     if uses_triton(hidden):
-        from penstock.kernels.device.layer_parts_triton import rms_norm_triton
+        from penstock.kernels.device.elementwise_triton import rms_norm_triton
 
         return rms_norm_triton(hidden, weight, eps)
     return rms_norm_twin(hidden, weight, eps)
@@ -49,7 +49,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         Both, turned and contiguous.
     """
     if uses_triton(query):
-        from penstock.kernels.device.layer_parts_triton import rotate_triton
+        from penstock.kernels.device.elementwise_triton import rotate_triton
 
         return rotate_triton(query, key, cos, sin)
     return rotate_twin(query, key, cos, sin)
@@ -77,7 +77,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         As `gate`.
     """
     if uses_triton(gate):
-        from penstock.kernels.device.layer_parts_triton import gated_triton
+        from penstock.kernels.device.elementwise_triton import gated_triton
 
         return gated_triton(gate, up)
     return gated_twin(gate, up)
