@@ -28,13 +28,13 @@ def test_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group_tokens", "sector", "row_bytes"),
+    ("group_tokens", "sector", "padded_bytes"),
     [(4, 512, 512), (3, 512, 512), (5, 512, 1024), (4, 4096, 4096), (32, 4096, 4096)],
 )
-def test_rows_are_whole_sectors(group_tokens: int, sector: int, row_bytes: int) -> None:
+def test_rows_are_whole_sectors(group_tokens: int, sector: int, padded_bytes: int) -> None:
     asked = request(sector=sector)
-    assert asked.row_bytes(group_tokens) == row_bytes
-    assert asked.is_direct(group_tokens) == (group_tokens * 128 == row_bytes)
+    assert asked.padded_bytes(group_tokens) == padded_bytes
+    assert asked.is_direct(group_tokens) == (group_tokens * 128 == padded_bytes)
 
 
 def test_reads_never_land_in_gpu_memory() -> None:

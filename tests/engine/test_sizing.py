@@ -82,7 +82,7 @@ def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest
         assert plan.window_slots >= 2
         assert plan.num_slots >= 2
         direct = request.is_direct(plan.group_tokens)
-        assert (plan.staging_rows == 0) == direct
+        assert (plan.staging_slots == 0) == direct
 
 
 @settings(deadline=None)

@@ -27,9 +27,11 @@ class Rig:
         self.file = FaultyFile(MemoryFile())
         self.region = UnitRegion(self.file, 1024 if direct else 700)
         self.writer = Writer(None)
-        self.memory = PoolMemory.allocate(ROWS, self.region.unit_bytes, self.region.row_bytes, CPU)
+        self.memory = PoolMemory.allocate(
+            ROWS, self.region.unit_bytes, self.region.padded_bytes, CPU
+        )
         assert (self.memory.buffer is not None) == direct
-        self.staging = None if direct else Staging(STAGED_ROWS, self.region.row_bytes, CPU)
+        self.staging = None if direct else Staging(STAGED_ROWS, self.region.padded_bytes, CPU)
         self.tracer = Tracer()
         self.transfer = SlotTransfer(
             self.region, self.memory, self.staging, self.writer, self.tracer
@@ -63,11 +65,11 @@ def test_round_trip(rig: Rig) -> None:
     for start in range(0, ROWS, STAGED_ROWS):
         part = slice(start, start + STAGED_ROWS)
         pending = rig.transfer.read(units[part], slots[part])
-        assert pending.read_bytes == len(units[part]) * rig.region.row_bytes
+        assert pending.read_bytes == len(units[part]) * rig.region.padded_bytes
         pending.land()
     assert torch.equal(rig.memory.tensor[torch.from_numpy(slots)], data)
     assert rig.sections_free
-    assert rig.transfer.max_rows == (None if rig.staging is None else STAGED_ROWS)
+    assert rig.transfer.max_units == (None if rig.staging is None else STAGED_ROWS)
 
 
 def test_a_failed_read_comes_up_and_frees_its_section(rig: Rig) -> None:

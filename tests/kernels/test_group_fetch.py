@@ -41,7 +41,7 @@ class Case:
         self.arrays = SlotArrays(
             slot_of=self.tables[0].slot_of, unit_in=self.tables[0].unit_in,
             heads=self.clocks[0].heads, stored=stored, slots_per_row=SLOTS_PER_ROW,
-            buffer=self.buffer.address, row_bytes=UNIT, num_rows=self.buffer.num_rows,
+            buffer=self.buffer.address, row_bytes=UNIT, num_rows=self.buffer.num_slots,
             run_units=RUN, descriptor=DESCRIPTOR,
         )  # fmt: skip
         self.call = GroupFetch(self.selection, self.arrays)
@@ -84,7 +84,7 @@ def test_as_step_by_step(data: st.DataObject) -> None:
         expected = np.zeros((len(runs.first_units), 8), dtype=np.int64)
         expected[:, 0] = KEY + np.arange(len(expected))
         expected[:, 2] = DESCRIPTOR << 32
-        expected[:, 3] = case.buffer.address + runs.first_rows * UNIT
+        expected[:, 3] = case.buffer.address + runs.first_slots * UNIT
         expected[:, 4] = runs.num_units * UNIT
         expected[:, 5] = runs.first_units * UNIT
         np.testing.assert_array_equal(fetched.iocbs, expected)

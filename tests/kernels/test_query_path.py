@@ -112,7 +112,7 @@ def test_plan_reads(data: st.DataObject) -> None:
     reads = plan_reads(units, rows, most, buffer)
     assert reads is not None
     runs = coalesce_twin(units, rows, most)
-    expected = (runs.first_units * 512, runs.num_units * 512, runs.first_rows * 512)
+    expected = (runs.first_units * 512, runs.num_units * 512, runs.first_slots * 512)
     for found, wanted, base in zip(reads, expected, (0, 0, buffer.address), strict=True):
         np.testing.assert_array_equal(found - base, wanted)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from penstock import ConfigError, KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, FetchError
-from penstock.engine.stored_past import StoredPast, group_rows
+from penstock.engine.stored_past import StoredPast, padded_units
 from penstock.methods import POLICIES, FlexGen, SelectionPolicy
 from penstock.models.cache_argument import cache_argument
 from penstock.storage.memory_file import MemoryFile
@@ -56,7 +56,7 @@ def store(cache: TieredCache, length: int, group_tokens: int = GROUP) -> StoredP
     )  # fmt: skip
     for layer in range(shape.num_layers):
         tokens = runtime.read_tokens(layer, 0, length)[0]
-        rows = group_rows(tokens, group_tokens, empty.row_bytes)
+        rows = padded_units(tokens, group_tokens, empty.padded_bytes)
         file = MemoryFile()
         # Units need not lie in the order of their groups.
         file.write_at(0, np.ascontiguousarray(rows[::-1]).reshape(-1))
@@ -127,7 +127,7 @@ def test_shared_units_and_a_kept_index(family: str, sinks: int, reuse: int | Non
     assert torch.equal(expected.sequences, got.sequences)
     assert (logits(expected) - logits(got)).abs().max() <= 1e-5
     closed = (DOCUMENT + QUESTION + NEW - 1) // GROUP - DOCUMENT // GROUP
-    assert written == closed * past.row_bytes * past.shape.num_layers, "the answer, nothing else"
+    assert written == closed * past.padded_bytes * past.shape.num_layers, "the answer, nothing else"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -47,7 +47,7 @@ def test_neighbours_are_merged(units: set[int], lead: int) -> None:
 def test_a_long_run_is_cut_into_full_pieces() -> None:
     ids = np.arange(10)
     assert coalesce(ids, ids + 3, 4).num_units.tolist() == [4, 4, 2]
-    assert coalesce(ids, ids + 3, 4).first_rows.tolist() == [3, 7, 11]
+    assert coalesce(ids, ids + 3, 4).first_slots.tolist() == [3, 7, 11]
 
 
 def test_inputs_are_left_alone() -> None:

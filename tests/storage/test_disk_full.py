@@ -26,7 +26,7 @@ from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.store import KVStore
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 with KVStore.create(sys.argv[1], num_layers=1, unit_bytes=65536) as store:
-    region, buffer = store.region(0), AlignedBuffer(1, store.row_bytes)
+    region, buffer = store.region(0), AlignedBuffer(1, store.padded_bytes)
     failed = 0
     try:
         region.reserve(64)
@@ -85,7 +85,7 @@ def test_small_disk(small_disk: Path) -> None:
         with pytest.raises(StoreFullError, match="no room"):
             region.reserve(1000)
         assert free_bytes(small_disk) >= kept - 64 * 1024  # what was taken on the way is back
-        buffer = AlignedBuffer(2, store.row_bytes)
+        buffer = AlignedBuffer(2, store.padded_bytes)
         for unit in range(1000):
             buffer.array[0] = unit % 251
             try:

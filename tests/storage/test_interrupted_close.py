@@ -88,7 +88,7 @@ def held() -> list[str]:
 
 def read_ahead(store: KVStore) -> KVStore:
     """A store with a read under way."""
-    region, buffer = store.region(0), AlignedBuffer(8, store.row_bytes)
+    region, buffer = store.region(0), AlignedBuffer(8, store.padded_bytes)
     region.reserve(8)
     region.write(np.arange(4), buffer, np.arange(4))
     region.submit_read(np.arange(4), buffer, np.arange(4, 8))

@@ -38,8 +38,8 @@ for location in (sys.argv[2], "memory", "emmc"):
         assert not store.is_direct
         region = store.region(1)
         region.reserve(64)
-        buffer = AlignedBuffer(128, store.row_bytes)
-        buffer.array[:64] = np.random.default_rng(0).integers(0, 256, (64, store.row_bytes))
+        buffer = AlignedBuffer(128, store.padded_bytes)
+        buffer.array[:64] = np.random.default_rng(0).integers(0, 256, (64, store.padded_bytes))
         order = np.random.default_rng(1).permutation(64)
         region.write(order, buffer, np.arange(64))
         region.submit_read(order, buffer, np.arange(64, 128)).wait()

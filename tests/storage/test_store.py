@@ -23,7 +23,7 @@ import numpy as np
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.store import KVStore
 store = KVStore.create(sys.argv[1], num_layers=3, unit_bytes=4096)
-buffer = AlignedBuffer(16, store.row_bytes)
+buffer = AlignedBuffer(16, store.padded_bytes)
 buffer.array[:] = 42
 for layer in range(3):
     store.region(layer).reserve(64)
@@ -40,8 +40,8 @@ def num_descriptors() -> int:
 def round_trip(store: KVStore, layer: int) -> bool:
     region = store.region(layer)
     region.reserve(8)
-    buffer = AlignedBuffer(16, store.row_bytes)
-    buffer.array[:8] = np.random.default_rng(layer).integers(0, 256, (8, store.row_bytes))
+    buffer = AlignedBuffer(16, store.padded_bytes)
+    buffer.array[:8] = np.random.default_rng(layer).integers(0, 256, (8, store.padded_bytes))
     region.write(np.arange(8), buffer, np.arange(8))
     region.submit_read(np.arange(8), buffer, np.arange(8, 16)).wait()
     return bool((buffer.array[:8] == buffer.array[8:]).all())
@@ -52,7 +52,7 @@ def test_locations(location: str, tmp_path: Path) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
     place = location.replace("PATH", str(tmp_path / "deep" / "down"))
     with KVStore.create(place, num_layers=2, unit_bytes=5000) as store:
-        assert store.row_bytes >= 5000
+        assert store.padded_bytes >= 5000
         assert round_trip(store, 0)
         assert round_trip(store, 1)
         preset = location.partition(":")[0] in ("nvme", "ufs", "emmc")
@@ -65,7 +65,7 @@ def test_locations(location: str, tmp_path: Path) -> None:
 
 def test_layers_are_apart(tmp_path: Path) -> None:
     with KVStore.create(str(tmp_path), num_layers=2, unit_bytes=512) as store:
-        buffer = AlignedBuffer(2, store.row_bytes)
+        buffer = AlignedBuffer(2, store.padded_bytes)
         for layer in range(2):
             store.region(layer).reserve(1)
             buffer.array[0] = layer + 1
@@ -174,7 +174,7 @@ def test_failure_while_opening_gives_everything_back(
 def test_closing_twice_and_using_afterwards(tmp_path: Path) -> None:
     store = KVStore.create(str(tmp_path), num_layers=1, unit_bytes=4096)
     assert round_trip(store, 0)
-    region, buffer = store.region(0), AlignedBuffer(1, store.row_bytes)
+    region, buffer = store.region(0), AlignedBuffer(1, store.padded_bytes)
     ticket = region.submit_read(np.array([0]), buffer, np.array([0]))
     store.close()
     store.close()
@@ -209,7 +209,7 @@ def test_direct_reads_come_from_the_device(tmp_path: Path) -> None:
     with KVStore.create(str(tmp_path), num_layers=1, unit_bytes=1 << 20) as store:
         if not store.is_direct or open_files._device_read_bytes() is None:
             pytest.skip("no direct I/O here")
-        buffer = AlignedBuffer(4, store.row_bytes)
+        buffer = AlignedBuffer(4, store.padded_bytes)
         buffer.array[:] = 1
         store.region(0).reserve(4)
         store.region(0).write(np.arange(4), buffer, np.arange(4))

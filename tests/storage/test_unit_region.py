@@ -34,13 +34,13 @@ class RegionMachine(RuleBasedStateMachine):
         self.finish_reads()
         units = np.array(list(pairs), dtype=np.int64)
         rows = np.random.default_rng(self.stamp).permutation(NUM_ROWS)[: len(units)]
-        buffer = AlignedBuffer(NUM_ROWS, self.region.row_bytes)
+        buffer = AlignedBuffer(NUM_ROWS, self.region.padded_bytes)
         for unit, row in zip(units.tolist(), rows.tolist(), strict=True):
             self.stamp += 1
             buffer.array[row] = self.stamp % 251
             self.model[unit] = self.stamp % 251
         written = self.region.write(units, buffer, rows)
-        assert written == len(units) * self.region.row_bytes
+        assert written == len(units) * self.region.padded_bytes
 
     @rule(data=st.data())
     def start_read(self, data: st.DataObject) -> None:
@@ -49,7 +49,7 @@ class RegionMachine(RuleBasedStateMachine):
         units = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=NUM_ROWS))
         shift = data.draw(st.integers(0, NUM_ROWS - len(units)))
         rows = np.arange(len(units), dtype=np.int64) + shift
-        buffer = AlignedBuffer(NUM_ROWS, self.region.row_bytes)
+        buffer = AlignedBuffer(NUM_ROWS, self.region.padded_bytes)
         ids = np.array(units, dtype=np.int64)
         ticket = self.region.submit_read(ids, buffer, rows)
         expected = {row: self.model[u] for row, u in zip(rows.tolist(), units, strict=True)}
@@ -97,9 +97,9 @@ class CountingFile(MemoryFile):
 def test_neighbouring_units_become_one_request() -> None:
     file = CountingFile()
     region = UnitRegion(file, 600)
-    assert region.row_bytes == 1024
+    assert region.padded_bytes == 1024
     region.reserve(16)
-    buffer = AlignedBuffer(8, region.row_bytes)
+    buffer = AlignedBuffer(8, region.padded_bytes)
     units, rows = np.array([7, 3, 4, 5]), np.array([0, 4, 5, 6])
     ticket = region.submit_read(units, buffer, rows)
     assert file.requests == [(3 * 1024, 3 * 1024), (7 * 1024, 1024)]
@@ -110,9 +110,9 @@ def test_neighbouring_units_become_one_request() -> None:
 def test_rows_are_padded_to_the_files_sector() -> None:
     file: KVFile = MemoryFile()
     file.sector_bytes = 4096
-    assert UnitRegion(file, 1).row_bytes == 4096
-    assert UnitRegion(file, 4096).row_bytes == 4096
-    assert UnitRegion(file, 4097).row_bytes == 8192
+    assert UnitRegion(file, 1).padded_bytes == 4096
+    assert UnitRegion(file, 4096).padded_bytes == 4096
+    assert UnitRegion(file, 4097).padded_bytes == 8192
 
 
 def test_unreserved_units_cannot_be_read() -> None:

@@ -66,7 +66,7 @@ class Machine:
         )  # fmt: skip
         return work_of(
             plan, rows_per_sequence=1, num_layers=seat.shape.num_layers, context=context,
-            hit_rate=rate, row_bytes=request.row_bytes(plan.group_tokens),
+            hit_rate=rate, row_bytes=request.padded_bytes(plan.group_tokens),
             true_query_layers=seat.true_query_layers,
         )  # fmt: skip
 

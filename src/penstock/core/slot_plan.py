@@ -50,8 +50,8 @@ class SlotPlan:
     """Tables, staging and scratch of all layers and rows, in bytes."""
     unit_bytes: int
     """Bytes of one unit of one layer."""
-    staging_rows: int
-    """Rows of one staging section; 0 when reads land in the slots."""
+    staging_slots: int
+    """Slots of one staging section; 0 when reads land in the slots."""
     score_tokens: int = 0
     """Tokens that the index scores at a time, which bounds its scratch memory."""
     host_bytes: int = 0
@@ -124,7 +124,7 @@ class SizingRequest:
     must_tier: bool = False
     """Tokens are on disk already: the plan may not keep everything in memory."""
 
-    def row_bytes(self, group_tokens: int) -> int:
+    def padded_bytes(self, group_tokens: int) -> int:
         """A unit's place on disk: its bytes, padded to whole sectors."""
         unit = group_tokens * self.shape.token_bytes
         return -(-unit // self.sector_bytes) * self.sector_bytes
@@ -132,7 +132,7 @@ class SizingRequest:
     def is_direct(self, group_tokens: int) -> bool:
         """Whether disk reads land in the slots themselves."""
         unit = group_tokens * self.shape.token_bytes
-        return self.device_is_cpu and unit == self.row_bytes(group_tokens)
+        return self.device_is_cpu and unit == self.padded_bytes(group_tokens)
 
     def require(self, needed_bytes: int, what: str) -> None:
         """Refuse a budget below `needed_bytes`.

@@ -16,7 +16,7 @@ from penstock.documents.contents import (
     tokens_blob,
     windows_blob,
 )
-from penstock.engine.stored_past import READ_BYTES, group_rows
+from penstock.engine.stored_past import READ_BYTES, padded_units
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.documents import DocumentWriter, Shape
 
@@ -53,7 +53,7 @@ def store_groups(
         parts = [np.empty(0, dtype=np.int64)]
         for first, end in spans:
             tokens = cache.tiers.read_tokens(layer, first, end)[0]
-            rows = group_rows(tokens, group_tokens, row_bytes)
+            rows = padded_units(tokens, group_tokens, row_bytes)
             parts.append(writer.append(layer, rows))
             done += rows.nbytes
             progress(done, total)

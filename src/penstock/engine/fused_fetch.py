@@ -61,11 +61,11 @@ class FusedFetch:
         chooses = type(policy).select is SelectionPolicy.select and "select" not in vars(policy)
         region, buffer = transfer.region, transfer.buffer
         # Whole sectors, at whole sectors of memory: no read needs another look.
-        sectors = region.row_bytes % region.file.sector_bytes == 0
+        sectors = region.padded_bytes % region.file.sector_bytes == 0
         self._is_possible = chooses and sectors and buffer is not None
         if buffer is not None:
             self._is_possible &= buffer.address % region.file.sector_bytes == 0
-            self._is_possible &= buffer.row_bytes == region.row_bytes
+            self._is_possible &= buffer.slot_bytes == region.padded_bytes
         self._prepared: _PreparedFetch | None = None
 
     def begin(
@@ -121,8 +121,8 @@ class FusedFetch:
         assert buffer is not None
         to = SlotArrays(
             slot_of=table.slot_of, unit_in=table.unit_in, heads=replacement.heads, stored=stored,
-            slots_per_row=self._slots_per_row, buffer=buffer.address, row_bytes=region.row_bytes,
-            num_rows=buffer.num_rows, run_units=region.run_units, descriptor=descriptor,
+            slots_per_row=self._slots_per_row, buffer=buffer.address, row_bytes=region.padded_bytes,
+            num_rows=buffer.num_slots, run_units=region.run_units, descriptor=descriptor,
         )  # fmt: skip
         call = GroupFetch(selection, to)
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)

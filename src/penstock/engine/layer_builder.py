@@ -43,8 +43,8 @@ class LayerBuilder:
         plan = self.setup.plan
         key = (i - self.numbers.start) % 2 if plan.shared_pools else i
         if key not in self._pools:
-            rows = plan.batch * (plan.num_slots + plan.kept_slots)
-            size = (rows, plan.unit_bytes, self.setup.store.row_bytes, self.setup.device)
+            slots = plan.batch * (plan.num_slots + plan.kept_slots)
+            size = (slots, plan.unit_bytes, self.setup.store.padded_bytes, self.setup.device)
             self._pools[key] = PoolMemory.allocate(*size)
         return self._pools[key]
 

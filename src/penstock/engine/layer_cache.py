@@ -84,7 +84,7 @@ class LayerCache(Layer):
         if plan.shared_pools:
             self._window_memory = PoolMemory.allocate(
                 plan.batch * plan.kept_slots, plan.unit_bytes,
-                setup.store.row_bytes, setup.device,
+                setup.store.padded_bytes, setup.device,
             )  # fmt: skip
             tokens = self._window_memory.tensor.view(shape.dtype).view(tokens.shape)
             mask = torch.full_like(mask, NEGATIVE_INFINITY)
@@ -160,21 +160,21 @@ class LayerCache(Layer):
         plan = self.setup.plan
         half = max(1, plan.num_slots // 2)
         size = min(half, max(1, STREAM_BLOCK_TOKENS // plan.group_tokens))
-        if self.transfer.max_rows is not None:
-            size = max(1, min(size, self.transfer.max_rows // plan.batch))
+        if self.transfer.max_units is not None:
+            size = max(1, min(size, self.transfer.max_units // plan.batch))
         starts = range(first, end, size)
         return [(s, min(s + size, end), i % 2 * half) for i, s in enumerate(starts)]
 
-    def pool_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pool rows of the same slots of every batch row, flattened row after row."""
-        rows = np.arange(self.setup.plan.batch)[:, None] * self.pool.slots_per_row + slots
-        return rows.reshape(-1)
+    def slot_numbers(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers in the pool's memory of the same slots of every row, row after row."""
+        numbers = np.arange(self.setup.plan.batch)[:, None] * self.pool.slots_per_row + slots
+        return numbers.reshape(-1)
 
     def _read_block(self, block: tuple[int, int, int]) -> PendingRead:
         first, end, slot = block
         units = self.setup.units.table[:, first:end].reshape(-1)
         self.transfer.drain()
-        return self.transfer.read(units, self.pool_rows(np.arange(slot, slot + end - first)))
+        return self.transfer.read(units, self.slot_numbers(np.arange(slot, slot + end - first)))
 
     def _land(self, read: PendingRead) -> None:
         read.land()
@@ -236,10 +236,10 @@ class LayerCache(Layer):
     def _close_unit(self, unit: int) -> None:
         plan, slot = self.setup.plan, self.window.window_slot(unit)
         self._reserve(unit, unit + 1)
-        rows = np.arange(plan.batch) * plan.kept_slots + slot
+        slots = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
-            rows = self.pool_rows(np.array([plan.num_slots + slot]))
-        self._window_transfer.write(self.setup.units.table[:, unit].copy(), rows, later=True)
+            slots = self.slot_numbers(np.array([plan.num_slots + slot]))
+        self._window_transfer.write(self.setup.units.table[:, unit].copy(), slots, later=True)
         self._count_write(plan.batch)
         places = slice(slot * plan.group_tokens, (slot + 1) * plan.group_tokens)
         self.on_closed(self.window.tokens[:, places, 0], unit)
@@ -267,7 +267,7 @@ class LayerCache(Layer):
             target[:, skip:, 0] = keys[:, :, source].transpose(1, 2)
             target[:, skip:, 1] = values[:, :, source].transpose(1, 2)
             units = self.setup.units.table[:, first:last].flatten()  # the table may change
-            self.transfer.write(units, self.pool_rows(np.arange(slot, slot + last - first)))
+            self.transfer.write(units, self.slot_numbers(np.arange(slot, slot + last - first)))
             self._count_write(plan.batch * (last - first))
             self.on_closed(target[:, :, 0], first)
         if plan.shared_pools:
@@ -289,7 +289,7 @@ class LayerCache(Layer):
 
     def _count_write(self, num_units: int) -> None:
         self.setup.phase.writes += 1
-        self.setup.phase.written_bytes += num_units * self.setup.store.row_bytes
+        self.setup.phase.written_bytes += num_units * self.setup.store.padded_bytes
 
     def on_closed(self, keys: Tensor, first_unit: int) -> None:
         """Units from `first_unit` on have closed; keys: [batch, tokens, kv_heads, head_dim]."""
@@ -342,7 +342,7 @@ class LayerCache(Layer):
         for first, last, _ in self._blocks(start // group_tokens, end_unit):
             slots = np.arange(last - first)
             units = self.setup.units.table[:, first:last].reshape(-1)
-            self._land(self.transfer.read(units, self.pool_rows(slots)))
+            self._land(self.transfer.read(units, self.slot_numbers(slots)))
             parts.append(self.pool.tokens[:, : len(slots) * group_tokens].clone())
         if end > closed:
             positions = torch.arange(closed, end, device=self.setup.device)
@@ -373,10 +373,10 @@ class LayerCache(Layer):
         """Read a unit into its slot of the window, or into another of the kept slots."""
         plan = self.setup.plan
         slot = self.window.window_slot(unit) if slot is None else slot
-        rows = np.arange(plan.batch) * plan.kept_slots + slot
+        slots = np.arange(plan.batch) * plan.kept_slots + slot
         if not plan.shared_pools:
-            rows = self.pool_rows(np.array([plan.num_slots + slot]))
-        self._window_transfer.read(self.setup.units.table[:, unit].copy(), rows).land()
+            slots = self.slot_numbers(np.array([plan.num_slots + slot]))
+        self._window_transfer.read(self.setup.units.table[:, unit].copy(), slots).land()
 
     def drain(self) -> None:
         """Wait for every write of this layer. Raises what the writes raised."""

@@ -26,7 +26,7 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
     )  # fmt: skip
     if config.past is not None and config.shares_past:
         own = KVStore.create(
-            config.store, num_layers=shape.num_layers, unit_bytes=config.past.row_bytes,
+            config.store, num_layers=shape.num_layers, unit_bytes=config.past.padded_bytes,
             sealed=config.sealed,
         )  # fmt: skip
         return overlay_store(config.past, own)

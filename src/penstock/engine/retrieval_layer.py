@@ -314,7 +314,7 @@ class RetrievalLayer(LayerCache):
         """Keys of some units of every row. [batch, tokens, kv_heads, head_dim]"""
         slots = np.arange(len(units))
         stored = self.setup.units.table[:, units].reshape(-1)
-        self._land(self.transfer.read(stored, self.pool_rows(slots)))
+        self._land(self.transfer.read(stored, self.slot_numbers(slots)))
         places = len(units) * self.setup.plan.group_tokens
         keys = self.pool.tokens[:, :places, 0].clone()
         require_finite(keys, self.layer_idx)

@@ -55,7 +55,7 @@ def resident_plan(request: SizingRequest) -> SlotPlan:
     return SlotPlan(
         batch=request.batch, max_units=request.max_tokens, group_tokens=1, num_slots=0,
         selected_units=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
-        index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_rows=0,
+        index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_slots=0,
         pool_bytes=size,
     )  # fmt: skip
 
@@ -123,17 +123,17 @@ def make_plan(
     kept = sink_slots + window_slots
     shared_pools = shared_pools and not request.device_tier
     pools = 2 if shared_pools else shape.num_layers
-    pool_rows = pools * batch * (num_slots + kept)
-    mask_rows = shape.num_layers * batch * (num_slots + kept)
+    pool_slots = pools * batch * (num_slots + kept)
+    mask_slots = shape.num_layers * batch * (num_slots + kept)
     if shared_pools:
-        pool_rows += shape.num_layers * batch * kept
-        mask_rows += shape.num_layers * batch * kept
-    mask_bytes = mask_rows * group_tokens * shape.dtype.itemsize
-    staging_rows = 0
+        pool_slots += shape.num_layers * batch * kept
+        mask_slots += shape.num_layers * batch * kept
+    mask_bytes = mask_slots * group_tokens * shape.dtype.itemsize
+    staging_slots = 0
     if not (request.is_direct(group_tokens) or request.device_tier):
-        staging_rows = batch * max(selected_units, num_slots // 2, 1)
+        staging_slots = batch * max(selected_units, num_slots // 2, 1)
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_units
-    staging_bytes = 3 * staging_rows * request.row_bytes(group_tokens)
+    staging_bytes = 3 * staging_slots * request.padded_bytes(group_tokens)
     if request.device_is_cpu:
         fixed += staging_bytes
     if request.device_tier:
@@ -153,8 +153,9 @@ def make_plan(
         batch=batch, max_units=max_units, group_tokens=group_tokens, num_slots=num_slots,
         selected_units=selected_units, sink_slots=sink_slots, window_slots=window_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
-        unit_bytes=unit_bytes, staging_rows=staging_rows, score_tokens=score_tokens,
-        host_bytes=0 if request.device_is_cpu else staging_bytes, pool_bytes=pool_rows * unit_bytes,
+        unit_bytes=unit_bytes, staging_slots=staging_slots, score_tokens=score_tokens,
+        host_bytes=0 if request.device_is_cpu else staging_bytes,
+        pool_bytes=pool_slots * unit_bytes,
     )  # fmt: skip
 
 

@@ -23,40 +23,41 @@ from penstock.storage.unit_region import UnitRegion
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The bytes under a pool: one row per slot.
+    """The bytes under a pool: a slot a line.
 
     `buffer` is the same memory as an I/O target when reads can land in it directly: the pool is in
-    host memory and a unit fills whole sectors. Otherwise rows go through a `StagingSection`.
+    host memory and a unit fills whole sectors. Otherwise slots go through a `StagingSection`.
     """
 
     tensor: Tensor
-    """uint8 [rows, unit_bytes] on the cache's device."""
+    """uint8 [slots, unit_bytes] on the cache's device."""
     buffer: AlignedBuffer | None
 
     @classmethod
     def allocate(
-        cls, rows: int, unit_bytes: int, row_bytes: int, device: torch.device
+        cls, num_slots: int, unit_bytes: int, slot_bytes: int, device: torch.device
     ) -> "PoolMemory":
-        """Zeroed memory for `rows` slots; direct if the device and the sector size allow it."""
-        if device.type == "cpu" and row_bytes == unit_bytes:
-            buffer = AlignedBuffer(rows, row_bytes)
+        """Zeroed memory for `num_slots` slots; direct if the device and the sector size allow
+        it."""
+        if device.type == "cpu" and slot_bytes == unit_bytes:
+            buffer = AlignedBuffer(num_slots, slot_bytes)
             return cls(buffer.tensor, buffer)
-        return cls(torch.zeros(rows, unit_bytes, dtype=torch.uint8, device=device), None)
+        return cls(torch.zeros(num_slots, unit_bytes, dtype=torch.uint8, device=device), None)
 
 
 class StagingSection:
-    """Aligned (on CUDA: pinned) host rows that one transfer passes through."""
+    """Aligned (on CUDA: pinned) host memory that one transfer passes through."""
 
-    def __init__(self, rows: int, row_bytes: int, *, pinned: bool) -> None:
-        self.buffer = AlignedBuffer(rows, row_bytes, pinned=pinned)
+    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool) -> None:
+        self.buffer = AlignedBuffer(num_slots, slot_bytes, pinned=pinned)
         self.copied: torch.cuda.Event | None = None
 
 
-class WriteRows:
-    """Rows of one section that writes of all layers go through, in turn, behind the step.
+class WriteSlots:
+    """Slots of one section that writes of all layers go through, in turn, behind the step.
 
-    The writer works in order, so that the oldest rows are free first. The section is taken with the
-    first write and goes back when nothing is under way and `give_back` asks.
+    The writer works in order, so that the oldest slots are free first. The section is taken with
+    the first write and goes back when nothing is under way and `give_back` asks.
     """
 
     def __init__(self, staging: "Staging") -> None:
@@ -66,7 +67,7 @@ class WriteRows:
         self._under_way: deque[tuple[int, int, Future[int]]] = deque()
 
     def take(self, count: int) -> tuple[AlignedBuffer, int]:
-        """Room for so many rows: a buffer, and the first of them; waits for older writes.
+        """Room for so many slots: a buffer, and the first of them; waits for older writes.
 
         What failed is not said here but where the writer waits for it. No other thread may
         have the staging's lock until `hold`.
@@ -77,14 +78,14 @@ class WriteRows:
         if self._section is None:
             self._section = self._staging.acquire()
         first = self._under_way[-1][1] if self._under_way else 0
-        if first + count > self._staging.rows:
+        if first + count > self._staging.num_slots:
             first = 0
         while any(begin < first + count and first < end for begin, end, _ in self._under_way):
             self._under_way.popleft()[2].exception()
         return self._section.buffer, first
 
     def hold(self, first: int, count: int, future: "Future[int]") -> None:
-        """Rows that were taken stay taken until `future` is done."""
+        """Slots that were taken stay taken until `future` is done."""
         self._under_way.append((first, first + count, future))
 
     def give_back(self, *, wait: bool) -> None:
@@ -108,25 +109,25 @@ class Staging:
     writes (`writes`). These may be two threads' (`NearLayer`).
 
     Attributes:
-        lock: held while sections change hands, and from `WriteRows.take` to its `hold`
+        lock: held while sections change hands, and from `WriteSlots.take` to its `hold`
     """
 
     NUM_SECTIONS = 3
 
-    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
-        self.rows = rows
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self.num_slots = num_slots
         pinned = device.type == "cuda"
         self._all = [
-            StagingSection(rows, row_bytes, pinned=pinned) for _ in range(self.NUM_SECTIONS)
+            StagingSection(num_slots, slot_bytes, pinned=pinned) for _ in range(self.NUM_SECTIONS)
         ]
         self._free = list(self._all)
         self.lock = RLock()
-        self.writes = WriteRows(self)
+        self.writes = WriteSlots(self)
 
     @classmethod
-    def num_bytes(cls, rows: int, row_bytes: int) -> int:
+    def num_bytes(cls, num_slots: int, slot_bytes: int) -> int:
         """Bytes of a staging area of this size, for the ledger."""
-        return cls.NUM_SECTIONS * rows * row_bytes
+        return cls.NUM_SECTIONS * num_slots * slot_bytes
 
     def acquire(self) -> StagingSection:
         """Take a free section; waits for its last copy to the GPU."""
@@ -211,7 +212,7 @@ class PendingRead:
 
 
 class SlotTransfer:
-    """Reads and writes units of one layer, to and from rows of one pool."""
+    """Reads and writes units of one layer, to and from slots of one pool."""
 
     def __init__(
         self,
@@ -235,14 +236,14 @@ class SlotTransfer:
         return self._memory.buffer
 
     @property
-    def max_rows(self) -> int | None:
+    def max_units(self) -> int | None:
         """Most units in one transfer; None for no limit."""
-        return None if self._staging is None else self._staging.rows
+        return None if self._staging is None else self._staging.num_slots
 
-    def read(self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> PendingRead:
-        """Submit reads of `unit_ids[i]` into pool row `rows[i]`."""
+    def read(self, unit_ids: NDArray[np.int64], slots: NDArray[np.int64]) -> PendingRead:
+        """Submit reads of `unit_ids[i]` into pool slot `slots[i]`."""
         if self._memory.buffer is not None:
-            return self.pending(self.region.submit_read(unit_ids, self._memory.buffer, rows))
+            return self.pending(self.region.submit_read(unit_ids, self._memory.buffer, slots))
         staging = self._staging
         assert staging is not None
         section = staging.acquire()
@@ -253,59 +254,59 @@ class SlotTransfer:
             raise
         return PendingRead(
             [ticket], self._tracer,
-            unstage=lambda: self._unstage(section, rows), release=lambda: staging.release(section),
+            unstage=lambda: self._unstage(section, slots), release=lambda: staging.release(section),
         )  # fmt: skip
 
     def pending(self, ticket: Ticket) -> PendingRead:
         """Reads into the pool's own memory that are under way."""
         return PendingRead([ticket], self._tracer)
 
-    def _unstage(self, section: StagingSection, rows: NDArray[np.int64]) -> None:
+    def _unstage(self, section: StagingSection, slots: NDArray[np.int64]) -> None:
         memory = self._memory.tensor
-        source = section.buffer.tensor[: len(rows), : self.region.unit_bytes]
-        index = torch.from_numpy(rows).to(memory.device)
+        source = section.buffer.tensor[: len(slots), : self.region.unit_bytes]
+        index = torch.from_numpy(slots).to(memory.device)
         memory.index_copy_(0, index, source.to(memory.device, non_blocking=True))
         if memory.device.type == "cuda":
             section.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             section.copied.record(torch.cuda.current_stream(memory.device))
 
     def write(
-        self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], *, later: bool = False
+        self, unit_ids: NDArray[np.int64], slots: NDArray[np.int64], *, later: bool = False
     ) -> None:
-        """Queue pool rows `rows[i]` for writing as `unit_ids[i]`.
+        """Queue pool slots `slots[i]` for writing as `unit_ids[i]`.
 
-        In host memory, where a unit fills its sectors, the rows are written from where they are and
-        must not change before `drain`; otherwise they are copied first, and written from the copy
-        behind the caller, as many as fit a section. Errors come up in `drain` either way.
+        In host memory, where a unit fills its sectors, the slots are written from where they are
+        and must not change before `drain`; otherwise they are copied first, and written from the
+        copy behind the caller, as many as fit a section. Errors come up in `drain` either way.
 
         Args:
-            later: rows that are not copied may wait for `Writer.start_held` or a `drain`.
+            later: slots that are not copied may wait for `Writer.start_held` or a `drain`.
         """
         if self._memory.buffer is not None:
             write = self._writer.hold if later else self._writer.submit
-            self._writes.append(write(self.region, unit_ids, self._memory.buffer, rows))
+            self._writes.append(write(self.region, unit_ids, self._memory.buffer, slots))
             return
         assert self._staging is not None
-        most = max(1, self._staging.rows // 2)  # one half is copied while the other is written
-        for start in range(0, len(rows), most):
+        most = max(1, self._staging.num_slots // 2)  # one half is copied while the other is written
+        for start in range(0, len(slots), most):
             part = slice(start, start + most)
-            self._write_copy(unit_ids[part], rows[part], self._staging.writes)
+            self._write_copy(unit_ids[part], slots[part], self._staging.writes)
 
     def _write_copy(
-        self, unit_ids: NDArray[np.int64], rows: NDArray[np.int64], writes: WriteRows
+        self, unit_ids: NDArray[np.int64], slots: NDArray[np.int64], writes: WriteSlots
     ) -> None:
-        index = torch.from_numpy(rows).to(self._memory.tensor.device)
+        index = torch.from_numpy(slots).to(self._memory.tensor.device)
         source = self._memory.tensor.index_select(0, index).cpu()
         with writes.lock:
-            buffer, first = writes.take(len(rows))
-            places = np.arange(first, first + len(rows))
-            buffer.tensor[first : first + len(rows), : self.region.unit_bytes] = source
-            writes.hold(first, len(rows), self._queue(unit_ids, buffer, places))
+            buffer, first = writes.take(len(slots))
+            places = np.arange(first, first + len(slots))
+            buffer.tensor[first : first + len(slots), : self.region.unit_bytes] = source
+            writes.hold(first, len(slots), self._queue(unit_ids, buffer, places))
 
     def _queue(
-        self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, rows: NDArray[np.int64]
+        self, unit_ids: NDArray[np.int64], buffer: AlignedBuffer, slots: NDArray[np.int64]
     ) -> "Future[int]":
-        future = self._writer.submit(self.region, unit_ids, buffer, rows)
+        future = self._writer.submit(self.region, unit_ids, buffer, slots)
         self._writes.append(future)
         return future
 

@@ -58,7 +58,7 @@ class StoredPast:
         return self.group_tokens * self.shape.token_bytes
 
     @property
-    def row_bytes(self) -> int:
+    def padded_bytes(self) -> int:
         """A unit's place in its file."""
         return -(-self.unit_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
@@ -94,7 +94,7 @@ class StoredPast:
             FetchError: a read failed, or a unit is damaged.
         """
         count = end_group - first_group
-        buffer = AlignedBuffer(count, self.row_bytes)
+        buffer = AlignedBuffer(count, self.padded_bytes)
         units = self.unit_of_group[first_group:end_group]
         region = UnitRegion(self.files[layer], self.unit_bytes, SECTOR_BYTES)
         region.submit_read(units, buffer, np.arange(count)).wait()
@@ -105,21 +105,21 @@ class StoredPast:
 
     def blocks(self, end_group: int) -> list[tuple[int, int]]:
         """[0, end_group) in pieces of at most `READ_BYTES`."""
-        size = max(1, READ_BYTES // self.row_bytes)
+        size = max(1, READ_BYTES // self.padded_bytes)
         return [(first, min(first + size, end_group)) for first in range(0, end_group, size)]
 
 
-def group_rows(tokens: Tensor, group_tokens: int, row_bytes: int) -> NDArray[np.uint8]:
+def padded_units(tokens: Tensor, group_tokens: int, padded_bytes: int) -> NDArray[np.uint8]:
     """Tokens as the rows of a file: whole units, padded with zeros.
 
     Args:
         tokens: [tokens, 2, kv_heads, head_dim]
 
     Returns:
-        uint8 [groups, row_bytes]
+        uint8 [groups, padded_bytes]
     """
     count = -(-len(tokens) // group_tokens)
-    rows = np.zeros((count, row_bytes), dtype=np.uint8)
+    rows = np.zeros((count, padded_bytes), dtype=np.uint8)
     payload = tokens.detach().cpu().contiguous().view(torch.uint8).reshape(len(tokens), -1).numpy()
     token_bytes = payload.shape[1]
     whole = len(tokens) // group_tokens
@@ -133,7 +133,7 @@ def group_rows(tokens: Tensor, group_tokens: int, row_bytes: int) -> NDArray[np.
 
 def overlay_store(past: StoredPast, own: KVStore) -> KVStore:
     """A store whose units begin with the past's; what is written goes to `own`, which it closes."""
-    size = past.num_units * past.row_bytes
+    size = past.num_units * past.padded_bytes
     files = [
         OverlayFile(base, size, own.region(layer).file) for layer, base in enumerate(past.files)
     ]

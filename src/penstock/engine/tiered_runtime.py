@@ -145,8 +145,8 @@ class TieredRuntime:
         assert self._store is not None
         self._writer = self._writer or Writer(config.tracer)
         staging = None
-        if plan.staging_rows:
-            staging = Staging(plan.staging_rows, self._store.row_bytes, config.device)
+        if plan.staging_slots:
+            staging = Staging(plan.staging_slots, self._store.padded_bytes, config.device)
         self._setup = LayerSetup(
             shape=self._rows.shape, plan=plan, store=self._store,
             units=UnitMap(plan.batch, plan.max_units), writer=self._writer, staging=staging,

@@ -23,7 +23,7 @@ class _Write(NamedTuple):
     region: UnitRegion
     unit_ids: NDArray[np.int64]
     buffer: AlignedBuffer
-    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
 
 
 class Writer:
@@ -41,18 +41,19 @@ class Writer:
         region: UnitRegion,
         unit_ids: NDArray[np.int64],
         buffer: AlignedBuffer,
-        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
     ) -> "Future[int]":
-        """Write `buffer[rows]` to `unit_ids`; the rows must not change until the future is done."""
+        """Write `buffer[slots]` to `unit_ids`; the slots must not change until the future is
+        done."""
         self.start_held()
-        return self._pool.submit(self._write, region, unit_ids, buffer, rows)
+        return self._pool.submit(self._write, region, unit_ids, buffer, slots)
 
     def hold(
         self,
         region: UnitRegion,
         unit_ids: NDArray[np.int64],
         buffer: AlignedBuffer,
-        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
     ) -> "Future[int]":
         """As `submit`, but not before `start_held`.
 
@@ -61,7 +62,7 @@ class Writer:
         """
         future: Future[int] = Future()
         with self._holding:
-            self._held.append(_Write(future, region, unit_ids, buffer, rows))
+            self._held.append(_Write(future, region, unit_ids, buffer, slots))
         return future
 
     def start_held(self) -> None:
@@ -88,10 +89,10 @@ class Writer:
         region: UnitRegion,
         unit_ids: NDArray[np.int64],
         buffer: AlignedBuffer,
-        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
     ) -> int:
         start = time.perf_counter_ns()
-        written = region.write(unit_ids, buffer, rows)
+        written = region.write(unit_ids, buffer, slots)
         if self._tracer is not None:
             now = time.perf_counter_ns()
             self._tracer.add("write", "disk write", start, now, units=len(unit_ids), bytes=written)

@@ -84,7 +84,7 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
     assert store is not None
     draw = np.random.default_rng(seed)
     end = int(max(batch.units.max() for batch in batches)) + 1
-    buffer = AlignedBuffer(max(len(batch.units) for batch in batches), store.row_bytes)
+    buffer = AlignedBuffer(max(len(batch.units) for batch in batches), store.padded_bytes)
     counts: list[int] = []
     speeds: list[float] = []
 
@@ -104,7 +104,7 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
     depth = max(1, int(np.median(counts)))
     counts.clear()
     speeds.clear()
-    cell = (units_per_read * store.row_bytes, depth)
+    cell = (units_per_read * store.padded_bytes, depth)
     device: list[float] = []
     layers = sorted({batch.layer for batch in batches})
     for number in range(2 * ROUNDS):
@@ -113,7 +113,7 @@ def measure_burst(cache: TieredCache, recorder: FetchRecorder, *, seed: int = 0)
         device.extend(
             _device_bandwidth(
                 store.region(layer).file,
-                end * store.row_bytes,
+                end * store.padded_bytes,
                 cell,
                 seed=int(draw.integers(10**9)),
             )

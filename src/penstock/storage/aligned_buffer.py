@@ -19,55 +19,55 @@ _TOUCHED_BYTES = 256 << 20
 
 
 class AlignedBuffer:
-    """Rows of bytes in one zeroed, aligned, private mapping, allocated once and recycled.
+    """Slots of bytes in one zeroed, aligned, private mapping, allocated once and recycled.
 
     The mapping is private and anonymous: only such memory gets huge pages, and physically
     contiguous pages are worth more than the choice of I/O interface. It is returned to the system
     when the buffer and every array and tensor made from it are gone.
 
     Attributes:
-        array: np.uint8 [num_rows, row_bytes]
+        array: np.uint8 [num_slots, slot_bytes]
         address: of the first byte; a multiple of 4096, of 2 MiB from that size on
     """
 
-    def __init__(self, num_rows: int, row_bytes: int, *, pinned: bool = False) -> None:
-        """Map `num_rows` rows of `row_bytes` bytes.
+    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool = False) -> None:
+        """Map `num_slots` slots of `slot_bytes` bytes.
 
         Args:
             pinned: register the memory with CUDA so that copies to the GPU run on their own;
                 ignored where there is no CUDA.
         """
-        assert num_rows >= 0, num_rows
-        assert row_bytes > 0, row_bytes
-        self.num_rows = num_rows
-        self.row_bytes = row_bytes
-        self.num_bytes = num_rows * row_bytes
+        assert num_slots >= 0, num_slots
+        assert slot_bytes > 0, slot_bytes
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.num_bytes = num_slots * slot_bytes
         pages, root = _map_zeroed(max(self.num_bytes, 1))
         start = -_address(root) % (_HUGE_PAGE_BYTES if root.size > _HUGE_PAGE_BYTES else 1)
         self.array: npt.NDArray[np.uint8] = root[start : start + self.num_bytes].reshape(
-            num_rows, row_bytes
+            num_slots, slot_bytes
         )
         self.address = _address(root) + start
         self._pages, self._start = pages, start
         self.is_pinned = pinned and self.num_bytes > 0 and pages.pin(self.address, self.num_bytes)
 
-    def give_back(self, rows: list[int]) -> None:
-        """Give the pages that lie in these rows alone back to the system; they read as zeros then.
+    def give_back(self, slots: list[int]) -> None:
+        """Give the pages that lie in these slots alone back to the system; they read as zeros then.
 
         Does nothing where the system knows no such advice, and for pinned memory.
         """
         if self.is_pinned or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        for row in rows:
-            first = self._start + row * self.row_bytes
+        for slot in slots:
+            first = self._start + slot * self.slot_bytes
             begin = -(-first // _PAGE_BYTES) * _PAGE_BYTES
-            end = (first + self.row_bytes) // _PAGE_BYTES * _PAGE_BYTES
+            end = (first + self.slot_bytes) // _PAGE_BYTES * _PAGE_BYTES
             if begin < end:
                 self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     @functools.cached_property
     def tensor(self) -> "Tensor":
-        """torch.uint8 [num_rows, row_bytes], the same memory."""
+        """torch.uint8 [num_slots, slot_bytes], the same memory."""
         import torch
 
         return torch.from_numpy(self.array)

@@ -30,7 +30,7 @@ class KVStore:
     Attributes:
         is_direct: reads come from a device, never from the page cache or plain memory
         simulated: name of the device that it is slowed down to, or None
-        row_bytes: a unit's place on disk and in buffers
+        padded_bytes: a unit's place on disk and in buffers
         throttle: the simulated device, or None; tells how often the real storage was too slow
     """
 
@@ -48,7 +48,7 @@ class KVStore:
         self.simulated = files[0].simulated
         self.throttle = files[0].throttle if isinstance(files[0], ThrottledFile) else None
         self._regions = [UnitRegion(file, unit_bytes) for file in files]
-        self.row_bytes = self._regions[0].row_bytes
+        self.padded_bytes = self._regions[0].padded_bytes
         self._description = description
         self._close = weakref.finalize(self, close)
 

@@ -44,7 +44,7 @@ def state_of(document: StoredDocument) -> DocumentState:
     units = []
     for file in document.files:
         region = UnitRegion(file, document.shape.unit_bytes)
-        buffer = AlignedBuffer(len(ids), region.row_bytes)
+        buffer = AlignedBuffer(len(ids), region.padded_bytes)
         region.submit_read(ids, buffer, ids).wait()
         units.append(buffer.array.tobytes())
     blobs = {name: document.blob(name) for name in document.blob_names}

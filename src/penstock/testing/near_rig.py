@@ -51,7 +51,7 @@ class NearRig:
         """Write every token and map it."""
         region = self.store.region(0)
         region.reserve(self.units.size)
-        buffer = AlignedBuffer(self.units.size, region.row_bytes)
+        buffer = AlignedBuffer(self.units.size, region.padded_bytes)
         both = np.stack([self.keys, self.values], axis=2).reshape(self.units.size, -1)
         buffer.array[:, :UNIT_BYTES] = both.view(np.uint8)
         region.write(self.units.reshape(-1), buffer, np.arange(self.units.size))
@@ -60,7 +60,7 @@ class NearRig:
     def read(self, units: NDArray[np.int64]) -> NDArray[np.float32]:
         """Keys and values of some units. [units, 2, kv_heads, head_dim]"""
         region = self.store.region(0)
-        buffer = AlignedBuffer(len(units), region.row_bytes)
+        buffer = AlignedBuffer(len(units), region.padded_bytes)
         region.submit_read(units, buffer, np.arange(len(units))).wait()
         found = np.ascontiguousarray(buffer.array[:, :UNIT_BYTES]).view(np.float32)
         return found.reshape(len(units), 2, KV_HEADS, DIM)

@@ -91,7 +91,7 @@ def work_of(
         units=num_layers * rows * context / plan.group_tokens, selected=selected,
         attended_tokens=num_layers * rows * attended, missing=missing,
         reads=missing, read_bytes=missing * row_bytes,
-        is_staged=plan.staging_rows > 0, copies_weights=plan.predictor_bytes > 0,
+        is_staged=plan.staging_slots > 0, copies_weights=plan.predictor_bytes > 0,
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def _candidate(
     work = work_of(
         plan, rows_per_sequence=request.rows_per_sequence, num_layers=seat.shape.num_layers,
         context=context, hit_rate=hits,
-        row_bytes=request.row_bytes(plan.group_tokens), true_query_layers=seat.true_query_layers,
+        row_bytes=request.padded_bytes(plan.group_tokens), true_query_layers=seat.true_query_layers,
     )  # fmt: skip
     return Candidate(policy=policy, plan=plan, work=work, kl=tables.kl(policy))
 

@@ -156,7 +156,7 @@ def test_reads_that_nobody_waits_for_hold_up_no_others(tmp_path: Path) -> None:
         rig.fill()
         region, device = rig.store.region(0), rig.store.devices[0]
         free = device.sections.qsize()
-        buffers = [AlignedBuffer(2, region.row_bytes) for _ in range(free + 1)]
+        buffers = [AlignedBuffer(2, region.padded_bytes) for _ in range(free + 1)]
         tickets = [
             region.submit_read(rig.units[0, 2 * i : 2 * i + 2].copy(), buffer, np.arange(2))
             for i, buffer in enumerate(buffers)
@@ -178,7 +178,7 @@ def test_a_read_that_fails_gives_no_section_back_that_is_still_read_into(tmp_pat
     with NearRig(tmp_path, rows=2, tokens=800, timeout_s=PATIENCE_S) as rig:
         rig.fill()
         device, free = rig.store.devices[0], rig.store.devices[0].sections.qsize()
-        file, row_bytes = rig.store.region(0).file, rig.store.row_bytes
+        file, row_bytes = rig.store.region(0).file, rig.store.padded_bytes
         offsets = np.arange(0, 800, 2) * row_bytes  # more than a section holds
         offsets[0] = row_bytes << 20  # there is nothing
         buffer = AlignedBuffer(len(offsets), row_bytes)
@@ -200,7 +200,7 @@ def test_an_interrupted_wait_is_no_read(tmp_path: Path, monkeypatch: pytest.Monk
     with NearRig(tmp_path) as rig:
         rig.fill()
         region = rig.store.region(0)
-        buffer = AlignedBuffer(2, region.row_bytes)
+        buffer = AlignedBuffer(2, region.padded_bytes)
         ticket = region.submit_read(rig.units[0, :2].copy(), buffer, np.arange(2))
         with monkeypatch.context() as patched:
             patched.setattr(Exchange, "done", interrupted)

@@ -47,7 +47,7 @@ def test_what_one_layer_writes_is_not_read_over_by_the_next(
     given: list[list[Tensor]] = [[] for _ in range(SHAPE.num_layers)]
     runtime = TieredRuntime(config, BATCH)
     try:
-        assert runtime.plan.staging_rows, "units that fill no sector pass through the staging"
+        assert runtime.plan.staging_slots, "units that fill no sector pass through the staging"
 
         def attend(layer: int, query: Tensor, tokens: int) -> None:
             keys, values = normal(2, tokens), normal(2, tokens)

@@ -265,7 +265,7 @@ def test_damage_names_its_units_and_verify_goes_on_behind_it(
         assert damage.blobs == ["tokens"]
         assert not damage.seals
         region, buffer = UnitRegion(document.files[1], 5000), AlignedBuffer(4, SHAPE.row_bytes)
-        assert buffer.row_bytes == region.row_bytes
+        assert buffer.slot_bytes == region.padded_bytes
         ticket = region.submit_read(np.array([2, 3, 4]), buffer, np.array([0, 1, 2]))
         for _ in range(2):
             with pytest.raises(DocumentDamagedError, match="layer 1") as caught:

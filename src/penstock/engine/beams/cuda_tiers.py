@@ -108,7 +108,7 @@ class DiskTier(SlowTier):
         """
         self._store = KVStore.create(location, num_layers=1, unit_bytes=block_bytes)
         self._blocks = GrowingRegion(self._store.region(0))
-        row_bytes, self._block_bytes = self._blocks.region.row_bytes, block_bytes
+        row_bytes, self._block_bytes = self._blocks.region.padded_bytes, block_bytes
         self._staging = AlignedBuffer(max(1, _STAGING_BYTES // row_bytes), row_bytes, pinned=True)
         self._thread = MoveThread(tracer)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class DiskTier(SlowTier):
         return event
 
     def _parts(self, blocks: Sequence[int], slots: Sequence[int]):  # type: ignore[no-untyped-def]
-        most = self._staging.num_rows
+        most = self._staging.num_slots
         for first in range(0, len(blocks), most):
             part = slice(first, first + most)
             yield np.array(blocks[part], dtype=np.int64), np.array(slots[part], dtype=np.int64)

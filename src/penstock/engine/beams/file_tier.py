@@ -107,7 +107,7 @@ class FileTier(SlowTier):
         """
         self._store = KVStore.create(location, num_layers=1, unit_bytes=block_bytes)
         self._blocks = GrowingRegion(self._store.region(0))
-        self._buffer = AlignedBuffer(num_slots, self._blocks.region.row_bytes)
+        self._buffer = AlignedBuffer(num_slots, self._blocks.region.padded_bytes)
         self._thread = MoveThread(tracer)
         self.slots = self._buffer.tensor
         self.description = self._store.describe()

@@ -65,7 +65,7 @@ class FileLayers(LayerTier):
         """
         self._store = KVStore.create(location, num_layers=num_layers, unit_bytes=piece_bytes)
         self._layers = [GrowingRegion(self._store.region(i)) for i in range(num_layers)]
-        self._buffer = AlignedBuffer(num_slots, self._store.row_bytes)
+        self._buffer = AlignedBuffer(num_slots, self._store.padded_bytes)
         self._thread = MoveThread(tracer)
         self.slots = self._buffer.tensor
         self.description, self.simulated = self._store.describe(), self._store.simulated

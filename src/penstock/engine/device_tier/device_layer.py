@@ -73,8 +73,8 @@ class DeviceLayer(Layer):
         self.layer_idx, self.setup, self.index = layer_idx, setup, index
         self.length = self._touched = 0
         self.host = HostMemory(plan, shape, device)
-        rows = plan.batch * (plan.num_slots + plan.kept_slots)
-        memory = torch.zeros(rows, plan.unit_bytes, dtype=torch.uint8, device=device)
+        slots = plan.batch * (plan.num_slots + plan.kept_slots)
+        memory = torch.zeros(slots, plan.unit_bytes, dtype=torch.uint8, device=device)
         self.pool = TokenPool(
             memory, shape, batch=plan.batch, num_slots=plan.num_slots, kept_slots=plan.kept_slots,
             group_tokens=plan.group_tokens,

@@ -303,7 +303,7 @@ class ClusterFile(ABC):
         if num_bytes <= buffer.num_bytes:
             return buffer
         rows = -(-num_bytes // self.sector_bytes)
-        return AlignedBuffer(max(rows, 2 * buffer.num_rows), self.sector_bytes)
+        return AlignedBuffer(max(rows, 2 * buffer.num_slots), self.sector_bytes)
 
     def _check_new(self, entries: ByteArray) -> ByteArray:
         assert entries.dtype == np.uint8, entries.dtype

@@ -200,7 +200,7 @@ class ClusterFollower:
             FetchError: a read failed.
         """
         region = self._transfer.region
-        buffer = AlignedBuffer(len(units), region.row_bytes)
+        buffer = AlignedBuffer(len(units), region.padded_bytes)
         where = self._setup.units.table[row, units]
         region.submit_read(where, buffer, np.arange(len(units))).wait()
         return buffer.array[:, : region.unit_bytes]

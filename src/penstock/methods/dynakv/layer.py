@@ -326,7 +326,7 @@ class ClusterLayer(RetrievalLayer):
     def _row_entries(self, row: int, first: int, end: int) -> ByteArray:
         """All tokens of a row, through its slots. uint8 [tokens, entry_bytes]"""
         out = np.empty((end - first, self.setup.shape.token_bytes), dtype=np.uint8)
-        most = min(self.setup.plan.num_slots, self.transfer.max_rows or end)
+        most = min(self.setup.plan.num_slots, self.transfer.max_units or end)
         for start in range(first, end, most):
             stop = min(end, start + most)
             slots = row * self.pool.slots_per_row + np.arange(stop - start)

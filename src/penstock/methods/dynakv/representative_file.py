@@ -58,7 +58,7 @@ class RepresentativeFile:
         Args:
             buffer: may serve others too; its sectors are at least the file's.
         """
-        assert buffer.memory.row_bytes % file.sector_bytes == 0
+        assert buffer.memory.slot_bytes % file.sector_bytes == 0
         self._file, self.buffer = file, buffer
         self._reserved = False
 
@@ -119,7 +119,7 @@ class RepresentativeFile:
 
     def _sectors(self, lows: Int64Array, highs: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Whole sectors of some ranges of bytes, merged where they touch; none of empty ranges."""
-        sector, filled = self.buffer.memory.row_bytes, highs > lows
+        sector, filled = self.buffer.memory.slot_bytes, highs > lows
         lows, highs = lows[filled] // sector * sector, -(-highs[filled] // sector) * sector
         spans = merge(lows, highs)
         return spans.lows, spans.highs

@@ -34,7 +34,7 @@ class WriteBuffers:
 
     def clear(self) -> None:
         """Forget all clusters, their bytes and their heat."""
-        self._free = list(range(self._memory.num_rows))
+        self._free = list(range(self._memory.num_slots))
         self._slot_of: dict[int, int] = {}
         self._slots = np.zeros(0, dtype=np.int64)  # the same by cluster, -1 where there is none
         self._heat: dict[int, float] = {}

@@ -234,7 +234,7 @@ class NearLayer(RetrievalLayer):
         if not len(units):
             return None
         self.transfer.drain()
-        size = self.transfer.max_rows or len(units)
+        size = self.transfer.max_units or len(units)
         last = (len(units) - 1) // size * size
         for first in range(0, last, size):
             self._land(self.transfer.read(units[first : first + size], slots[first : first + size]))

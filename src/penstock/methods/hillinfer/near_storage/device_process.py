@@ -50,7 +50,9 @@ class Device:
         self._coded = [np.zeros(k.codes.num_units, dtype=np.bool_) for k in self.keys]
         """Units of a layer whose codes this process has made. [units]"""
         self._coding = threading.Lock()  # what is written goes before what a file had
-        self.row_bytes = -(-s.unit_bytes // self.files[0].sector_bytes) * self.files[0].sector_bytes
+        self.padded_bytes = (
+            -(-s.unit_bytes // self.files[0].sector_bytes) * self.files[0].sector_bytes
+        )
         self._send = send
         self._scored: int = 0
 
@@ -75,10 +77,10 @@ class Device:
         """Write whole units, and make the codes of their keys."""
         data = self._piece(message.start, message.num_bytes)
         self.file(message.layer).write_at(message.offset, data)
-        first, rest = divmod(message.offset, self.row_bytes)
-        if rest or message.num_bytes % self.row_bytes:
+        first, rest = divmod(message.offset, self.padded_bytes)
+        if rest or message.num_bytes % self.padded_bytes:
             raise protocol.ProtocolError("a write that is not of whole units")
-        raw = data.reshape(-1, self.row_bytes)
+        raw = data.reshape(-1, self.padded_bytes)
         self._put(message.layer, np.arange(first, first + len(raw)), raw)
 
     def _put(
@@ -129,10 +131,10 @@ class Device:
         units = units[~self._are_coded(layer, units)]
         for first in range(0, len(units), ENCODE_UNITS):
             part = units[first : first + ENCODE_UNITS]
-            buffer = AlignedBuffer(len(part), self.row_bytes)
-            lengths = np.full(len(part), self.row_bytes, dtype=np.int64)
-            begins = buffer.address + np.arange(len(part), dtype=np.int64) * self.row_bytes
-            pieces = _joined(part * self.row_bytes, lengths, begins)
+            buffer = AlignedBuffer(len(part), self.padded_bytes)
+            lengths = np.full(len(part), self.padded_bytes, dtype=np.int64)
+            begins = buffer.address + np.arange(len(part), dtype=np.int64) * self.padded_bytes
+            pieces = _joined(part * self.padded_bytes, lengths, begins)
             self.file(layer).submit_reads(*pieces, buffer).wait()
             self._put(layer, part, buffer.array, missing=True)
 
