@@ -209,7 +209,7 @@ class DocumentLibrary:
         group_tokens = (summary.about or {}).get("group_tokens", 1)
         units = summary.shape.layers * (-(-tokens // group_tokens) + 1)
         # A commit writes index and checksums anew; the former ones go when it is done.
-        need = summary.side_bytes + units * summary.shape.row_bytes
+        need = summary.side_bytes + units * summary.shape.padded_bytes
         self.documents.write_budget.require(need)
         limit = self.documents.settings.max_disk_bytes
         return make_room(self.documents, need, limit, {name}, on_removed)
@@ -270,6 +270,6 @@ def _need_bytes(loaded: LoadedModel, policy: SelectionPolicy, tokens: int) -> in
     shape = inspect_model(loaded.model).kv
     group_tokens = unit_tokens(policy, shape)
     layout = document_shape(shape, group_tokens)
-    data = layout.layers * -(-tokens // group_tokens) * layout.row_bytes
+    data = layout.layers * -(-tokens // group_tokens) * layout.padded_bytes
     basis = layout.layers * (shape.num_kv_heads * shape.head_dim) ** 2  # a byte each
     return data + data // _INDEX_SHARE + basis + _SIDE_BYTES

@@ -43,19 +43,19 @@ def store_groups(
         FetchError: the cache cannot read them.
         StorageError: they cannot be written.
     """
-    layers, row_bytes = writer.shape.layers, writer.shape.row_bytes
+    layers, padded_bytes = writer.shape.layers, writer.shape.padded_bytes
     start = first_group * group_tokens
-    step = max(1, READ_BYTES // row_bytes) * group_tokens
+    step = max(1, READ_BYTES // padded_bytes) * group_tokens
     spans = [(first, min(first + step, end_token)) for first in range(start, end_token, step)]
-    total = layers * -(-(end_token - start) // group_tokens) * row_bytes
+    total = layers * -(-(end_token - start) // group_tokens) * padded_bytes
     done, units = 0, np.empty(0, dtype=np.int64)
     for layer in range(layers):
         parts = [np.empty(0, dtype=np.int64)]
         for first, end in spans:
             tokens = cache.tiers.read_tokens(layer, first, end)[0]
-            rows = padded_units(tokens, group_tokens, row_bytes)
-            parts.append(writer.append(layer, rows))
-            done += rows.nbytes
+            padded = padded_units(tokens, group_tokens, padded_bytes)
+            parts.append(writer.append(layer, padded))
+            done += padded.nbytes
             progress(done, total)
         units = np.concatenate(parts)
     return units

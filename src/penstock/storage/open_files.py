@@ -205,16 +205,16 @@ def _probe(directory: str, sector_bytes: int) -> _Access:
         os.close(descriptor)
         return _Access(None, skips_cache=True, is_direct=True)
     num_bytes = max(_PROBE_BYTES, sector_bytes)
-    rows = AlignedBuffer(2, num_bytes)
-    rows.array[0] = np.arange(num_bytes) % 251
+    buffer = AlignedBuffer(2, num_bytes)
+    buffer.array[0] = np.arange(num_bytes) % 251
     file = DirectFile(descriptor, queue, sector_bytes)
     try:
-        file.write_at(0, rows.array[0])
+        file.write_at(0, buffer.array[0])
         zero, length = np.zeros(1, dtype=np.int64), np.array([num_bytes], dtype=np.int64)
         before = _device_read_bytes()
-        file.submit_reads(zero, length, zero + rows.address + num_bytes, rows.array).wait()
+        file.submit_reads(zero, length, zero + buffer.address + num_bytes, buffer.array).wait()
         is_direct = before is None or _device_read_bytes() != before
-        if is_direct and np.array_equal(rows.array[0], rows.array[1]):
+        if is_direct and np.array_equal(buffer.array[0], buffer.array[1]):
             return _Access(queue, skips_cache=True, is_direct=True)
         queue.close()
         return _Access(None, skips_cache=True, is_direct=is_direct)

@@ -30,7 +30,7 @@ def store(seed: int, key: bytes | None, commits: int) -> tuple[list[Files], list
     with DocumentWriter.create(FOLDER, SHAPE, key=key, disk=disk) as writer:
         for commit in range(commits):
             for layer in range(SHAPE.layers):
-                shape = (NUM_UNITS, SHAPE.row_bytes)
+                shape = (NUM_UNITS, SHAPE.padded_bytes)
                 writer.append(layer, chance.integers(0, 256, shape, dtype=np.uint8))
             blobs = {name: chance.bytes(500) for name in ("tokens", "index")}
             writer.commit(identity={"model": "m"}, about={"title": f"t{commit}"}, blobs=blobs)
@@ -80,10 +80,10 @@ class Vandal:
         rows = []
         for name, unit in ends:
             content = files.get(name, b"")
-            rows.append(content[unit * SHAPE.row_bytes : (unit + 1) * SHAPE.row_bytes])
+            rows.append(content[unit * SHAPE.padded_bytes : (unit + 1) * SHAPE.padded_bytes])
         for (name, unit), row in zip(ends, reversed(rows), strict=True):
-            content, begin = files.get(name, b""), unit * SHAPE.row_bytes
-            files[name] = content[:begin] + row + content[begin + SHAPE.row_bytes :]
+            content, begin = files.get(name, b""), unit * SHAPE.padded_bytes
+            files[name] = content[:begin] + row + content[begin + SHAPE.padded_bytes :]
 
     def swap_files(self, files: Files) -> None:
         one, two = self.pick(files), self.pick(files)
@@ -122,8 +122,8 @@ def read_some(action: Callable[[], bytes], right: bytes) -> bool:
 
 def damaged_parts(document: StoredDocument, right: DocumentState) -> set[object]:
     """Units and blobs that cannot be read; the others are right, alone and in one batch."""
-    row_bytes, damaged = SHAPE.row_bytes, set[object]()
-    buffer = AlignedBuffer(document.num_units, row_bytes)
+    padded_bytes, damaged = SHAPE.padded_bytes, set[object]()
+    buffer = AlignedBuffer(document.num_units, padded_bytes)
     ids = np.arange(document.num_units)
     for layer, file in enumerate(document.files):
         region = UnitRegion(file, SHAPE.unit_bytes)
@@ -133,7 +133,7 @@ def damaged_parts(document: StoredDocument, right: DocumentState) -> set[object]
             return bytes(buffer.array[0])
 
         for unit in range(document.num_units):
-            place = slice(unit * row_bytes, (unit + 1) * row_bytes)
+            place = slice(unit * padded_bytes, (unit + 1) * padded_bytes)
             if read_some(partial(read, unit), right.units[layer][place]):
                 damaged.add((layer, unit))
         wrong: tuple[int, ...] = ()
@@ -187,7 +187,7 @@ def test_an_extending_writer_refuses_or_keeps_what_is_right(key: bytes | None) -
         disk.put(FOLDER.name, vandal.corrupt())
         try:
             with DocumentWriter.extend(FOLDER, key=key, disk=disk) as writer:
-                fresh = np.full((1, SHAPE.row_bytes), 7, dtype=np.uint8)
+                fresh = np.full((1, SHAPE.padded_bytes), 7, dtype=np.uint8)
                 for layer in range(SHAPE.layers):
                     [added] = writer.append(layer, fresh)
                 right = vandal.states[writer.generation - 1]
@@ -238,8 +238,8 @@ def test_a_file_cut_while_it_is_read_is_an_error(key: bytes | None) -> None:
     disk = CrashDisk()
     disk.put(FOLDER.name, files)
     with StoredDocument.open(FOLDER, key=key, disk=disk) as document:
-        disk.open_folder(FOLDER).open("kv-1.units", writable=True).truncate(SHAPE.row_bytes)
-        region, buffer = UnitRegion(document.files[1], 4096), AlignedBuffer(2, SHAPE.row_bytes)
+        disk.open_folder(FOLDER).open("kv-1.units", writable=True).truncate(SHAPE.padded_bytes)
+        region, buffer = UnitRegion(document.files[1], 4096), AlignedBuffer(2, SHAPE.padded_bytes)
         with pytest.raises(FetchError):
             region.submit_read(np.array([0, 2]), buffer, np.array([0, 1])).wait()
         assert document.verify().units == {1: [1, 2]}

@@ -48,7 +48,9 @@ Outcome = DocumentState | str
 
 
 def rows(stamp: int, count: int) -> np.ndarray:
-    return np.random.default_rng(stamp).integers(0, 256, (count, SHAPE.row_bytes), dtype=np.uint8)
+    return np.random.default_rng(stamp).integers(
+        0, 256, (count, SHAPE.padded_bytes), dtype=np.uint8
+    )
 
 
 def outcome(disk: CrashDisk, key: bytes | None) -> Outcome:

@@ -30,7 +30,7 @@ time.sleep(600)
 def make(path: Path) -> Path:
     with DocumentWriter.create(path, SHAPE) as writer:
         for layer in range(SHAPE.layers):
-            writer.append(layer, np.ones((3, SHAPE.row_bytes), np.uint8))
+            writer.append(layer, np.ones((3, SHAPE.padded_bytes), np.uint8))
         writer.commit(identity={}, about={}, blobs={"tokens": b"abc"})
     return path
 

@@ -48,7 +48,9 @@ TITLE = "The quarterly figures of a firm"
 
 
 def rows(stamp: int, count: int) -> np.ndarray:
-    return np.random.default_rng(stamp).integers(0, 256, (count, SHAPE.row_bytes), dtype=np.uint8)
+    return np.random.default_rng(stamp).integers(
+        0, 256, (count, SHAPE.padded_bytes), dtype=np.uint8
+    )
 
 
 def append_all(writer: DocumentWriter, stamp: int, count: int) -> list[np.ndarray]:
@@ -87,7 +89,7 @@ def test_what_was_committed_is_there_in_every_session(key: bytes | None, tmp_pat
         assert (writer.generation, writer.first_unit) == (1, 10)
         second = append_all(writer, 50, 4)
         writer.commit(identity={}, about={"a": [1, None]}, blobs={"i": b"x"}, keep_blobs=["tokens"])
-        assert writer.written_bytes > 3 * 4 * SHAPE.row_bytes
+        assert writer.written_bytes > 3 * 4 * SHAPE.padded_bytes
     with StoredDocument.open(folder, key=key) as document:
         found = state_of(document)
         assert document.generation == 2
@@ -121,7 +123,7 @@ def test_a_reader_goes_on_beside_commits(key: bytes | None, tmp_path: Path) -> N
         assert state_of(old) == before
         assert not old.verify()
     assert read_state(folder, key=key).blobs == {"tokens": b"new"}
-    assert (folder / "kv-0.units").stat().st_size == 16 * SHAPE.row_bytes
+    assert (folder / "kv-0.units").stat().st_size == 16 * SHAPE.padded_bytes
     names = {name for name in os.listdir(folder) if name.startswith(("seals", "blob"))}
     assert names == {"seals-4", "blob-4-tokens"}
 
@@ -229,7 +231,7 @@ def test_removal(tmp_path: Path) -> None:
     folder = tmp_path / "document"
     store(folder)
     assert not is_unfinished(folder)
-    assert size_bytes(folder) > 3 * 10 * SHAPE.row_bytes + 1_800_000
+    assert size_bytes(folder) > 3 * 10 * SHAPE.padded_bytes + 1_800_000
     with StoredDocument.open(folder), pytest.raises(DocumentBusyError, match="in use"):
         remove(folder)
     (folder / "notes.txt").write_text("mine")
@@ -253,9 +255,9 @@ def test_damage_names_its_units_and_verify_goes_on_behind_it(
     folder = tmp_path / "document"
     parts = store(folder, key, 700)  # several reads a layer
     for layer, unit in ((1, 3), (1, 650), (2, 0)):
-        flip(folder / f"kv-{layer}.units", unit * SHAPE.row_bytes + 4999)
+        flip(folder / f"kv-{layer}.units", unit * SHAPE.padded_bytes + 4999)
     flip(folder / "blob-1-tokens", 1_700_000)
-    os.truncate(folder / "kv-0.units", 699 * SHAPE.row_bytes)
+    os.truncate(folder / "kv-0.units", 699 * SHAPE.padded_bytes)
     calls: list[tuple[int, int]] = []
     with StoredDocument.open(folder, key=key) as document:
         damage = document.verify(lambda done, total: calls.append((done, total)))
@@ -264,7 +266,7 @@ def test_damage_names_its_units_and_verify_goes_on_behind_it(
         assert damage.num_units == 4
         assert damage.blobs == ["tokens"]
         assert not damage.seals
-        region, buffer = UnitRegion(document.files[1], 5000), AlignedBuffer(4, SHAPE.row_bytes)
+        region, buffer = UnitRegion(document.files[1], 5000), AlignedBuffer(4, SHAPE.padded_bytes)
         assert buffer.slot_bytes == region.padded_bytes
         ticket = region.submit_read(np.array([2, 3, 4]), buffer, np.array([0, 1, 2]))
         for _ in range(2):
@@ -273,7 +275,7 @@ def test_damage_names_its_units_and_verify_goes_on_behind_it(
             assert (caught.value.layer, caught.value.units) == (1, (3,))
         assert not buffer.array[1].any()
         assert (buffer.array[[0, 2]] == parts[1][[2, 4]]).all()
-    total = 3 * 700 * SHAPE.row_bytes + 1_800_000
+    total = 3 * 700 * SHAPE.padded_bytes + 1_800_000
     assert calls[0] == (0, total)
     assert calls[-1] == (total, total)
     assert len(calls) > 8
@@ -298,7 +300,7 @@ def test_the_file_below_may_be_wrapped(tmp_path: Path) -> None:
         return made[-1]
 
     with StoredDocument.open(folder, wrap=faulty) as document:
-        region, buffer = UnitRegion(document.files[0], 5000), AlignedBuffer(1, SHAPE.row_bytes)
+        region, buffer = UnitRegion(document.files[0], 5000), AlignedBuffer(1, SHAPE.padded_bytes)
         for match in ("on purpose", None):
             ticket = region.submit_read(np.array([2]), buffer, np.array([0]))
             if match:
@@ -375,7 +377,7 @@ def test_bytes_that_a_failed_sync_has_lost_are_never_committed(
     folder, real = tmp_path / "document", os.fsync
     store(folder)
     before = read_state(folder)
-    monkeypatch.setattr(real_disk, "_DIRTY_BYTES_MAX", SHAPE.row_bytes)
+    monkeypatch.setattr(real_disk, "_DIRTY_BYTES_MAX", SHAPE.padded_bytes)
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "no space left")

@@ -20,7 +20,7 @@ MARK = b"PLAINTEXT-THAT-MUST-NOT-BE-FOUND"
 def store(folder: Path, key: bytes | None) -> None:
     with DocumentWriter.create(folder, SHAPE, key=key) as writer:
         for layer in range(SHAPE.layers):
-            writer.append(layer, np.full((1, SHAPE.row_bytes), layer, dtype=np.uint8))
+            writer.append(layer, np.full((1, SHAPE.padded_bytes), layer, dtype=np.uint8))
         about, blobs = {"title": TITLE}, {"tokens": b"abc" * 600_000}
         writer.commit(identity={"model": "m"}, about=about, blobs=blobs)
 
@@ -28,7 +28,7 @@ def store(folder: Path, key: bytes | None) -> None:
 def test_plaintext_is_not_found_with_a_key(tmp_path: Path) -> None:
     for key in (None, KEY):
         folder = tmp_path / str(key is None)
-        data = np.tile(np.frombuffer(MARK, np.uint8), SHAPE.row_bytes // len(MARK) * 2)
+        data = np.tile(np.frombuffer(MARK, np.uint8), SHAPE.padded_bytes // len(MARK) * 2)
         with DocumentWriter.create(folder, SHAPE, key=key) as writer:
             for layer in range(SHAPE.layers):
                 writer.append(layer, data.reshape(2, -1))
@@ -57,7 +57,7 @@ def test_keys(tmp_path: Path) -> None:
     opened = read_summary(sealed, KEY)
     assert opened.about == {"title": TITLE}
     assert read_summary(plain, KEY).identity == {"model": "m"}
-    assert opened.data_bytes == 3 * SHAPE.row_bytes
+    assert opened.data_bytes == 3 * SHAPE.padded_bytes
     assert opened.side_bytes == 1_800_000 + 3 * 28
     with pytest.raises(DocumentKeyError, match="not that"):
         read_summary(sealed, bytes(32))
@@ -76,7 +76,7 @@ def test_a_missing_library_is_a_key_error(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_no_nonce_twice_whatever_is_written_again(key: bytes | None) -> None:
     disk, folder = CrashDisk(), Path("/disk/document")
-    same = np.zeros((3, SHAPE.row_bytes), dtype=np.uint8)
+    same = np.zeros((3, SHAPE.padded_bytes), dtype=np.uint8)
     seen: list[bytes] = []
     DocumentWriter.create(folder, SHAPE, key=key, disk=disk).commit(identity={}, about={}, blobs={})
     for _ in range(4):
@@ -85,7 +85,7 @@ def test_no_nonce_twice_whatever_is_written_again(key: bytes | None) -> None:
         for layer in range(SHAPE.layers):
             writer.append(layer, same)
             content = disk.contents(folder.name)[f"kv-{layer}.units"]
-            step = SHAPE.row_bytes
+            step = SHAPE.padded_bytes
             seen += [content[i * step : (i + 1) * step] for i in range(3)]
     assert len(set(seen)) == (len(seen) if key else 1)
 

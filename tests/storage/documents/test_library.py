@@ -56,7 +56,7 @@ def make(
 ) -> Path:
     folder = library.folder(name)
     with DocumentWriter.create(folder, SHAPE, key=key) as writer:
-        writer.append(0, np.full((units, SHAPE.row_bytes), 7, np.uint8))
+        writer.append(0, np.full((units, SHAPE.padded_bytes), 7, np.uint8))
         writer.commit(identity={}, about=about, blobs={})
     return folder
 
@@ -162,7 +162,7 @@ def test_entries(library: Library) -> None:
     assert (full.title, full.tokens, full.model, full.policy) == ("A title", 9, "m", "kvswap")
     assert (full.created, full.last_asked, full.asks) == (100.5, 1000.0, 2)
     assert full.written_bytes == 11
-    assert full.size_bytes >= bare.size_bytes + 2 * SHAPE.row_bytes > 3 * SHAPE.row_bytes
+    assert full.size_bytes >= bare.size_bytes + 2 * SHAPE.padded_bytes > 3 * SHAPE.padded_bytes
 
 
 def test_about_of_other_types(library: Library) -> None:
@@ -344,7 +344,7 @@ def test_garbage(library: Library, tmp_path: Path) -> None:
     (root / "link").symlink_to(tmp_path / "target")
     with DocumentWriter.create(root / "growing", SHAPE) as writer:
         collected = library.collect_garbage()
-        writer.append(0, np.zeros((1, SHAPE.row_bytes), np.uint8))
+        writer.append(0, np.zeros((1, SHAPE.padded_bytes), np.uint8))
         writer.commit(identity={}, about={}, blobs={})
     assert collected.removed == ["left"]
     assert collected.busy == ["growing"]

@@ -55,7 +55,7 @@ def library(tmp_path: Path, clock: Clock) -> Library:
 def make(library: Library, name: str, *, created: float, units: int = 8) -> Path:
     folder = library.folder(name)
     with DocumentWriter.create(folder, SHAPE) as writer:
-        writer.append(0, np.zeros((units, SHAPE.row_bytes), np.uint8))
+        writer.append(0, np.zeros((units, SHAPE.padded_bytes), np.uint8))
         writer.commit(identity={}, about={"created": created}, blobs={})
     return folder
 

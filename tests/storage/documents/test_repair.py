@@ -18,7 +18,8 @@ SHAPE = Shape(layers=3, unit_bytes=5000)
 def append_all(writer: DocumentWriter, stamp: int, count: int) -> list[np.ndarray]:
     draw = np.random.default_rng(stamp)
     parts = [
-        draw.integers(0, 256, (count, SHAPE.row_bytes), dtype=np.uint8) for _ in range(SHAPE.layers)
+        draw.integers(0, 256, (count, SHAPE.padded_bytes), dtype=np.uint8)
+        for _ in range(SHAPE.layers)
     ]
     for layer, part in enumerate(parts):
         writer.append(layer, part)
@@ -36,7 +37,7 @@ def test_a_repair_gives_lost_units_their_place_back(
         writer.commit(identity={}, about={}, blobs={"a": b"b"})
     path = folder / "kv-1.units"
     if harm == "short":
-        os.truncate(path, 2 * SHAPE.row_bytes + 100)
+        os.truncate(path, 2 * SHAPE.padded_bytes + 100)
     else:
         path.unlink()
     with pytest.raises(DocumentDamagedError, match="kv-1"):
@@ -49,7 +50,7 @@ def test_a_repair_gives_lost_units_their_place_back(
         assert stored.verify().units == {1: lost}
         assert stored.blob("a") == b"b"
         assert stored.num_units == 6 + len(lost)
-        buffer = AlignedBuffer(len(lost), SHAPE.row_bytes)
+        buffer = AlignedBuffer(len(lost), SHAPE.padded_bytes)
         units = np.arange(6, 6 + len(lost))
         UnitRegion(stored.files[1], SHAPE.unit_bytes).submit_read(
             units, buffer, np.arange(len(lost))

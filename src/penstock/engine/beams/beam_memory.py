@@ -42,10 +42,10 @@ class BlockShape:
         """Rows of bytes as blocks.
 
         Args:
-            rows: uint8 [num_rows, row_bytes], a row at least a block long.
+            rows: uint8 [num_slots, slot_bytes], a slot at least a block long.
 
         Returns:
-            The same memory. [num_rows, layers, 2, kv_heads, block_tokens, head_dim]
+            The same memory. [num_slots, layers, 2, kv_heads, block_tokens, head_dim]
         """
         kv, row = self.kv, rows.stride(0) // self.kv.dtype.itemsize
         size = (kv.num_layers, 2, kv.num_kv_heads, self.block_tokens, kv.head_dim)

@@ -108,8 +108,8 @@ class DiskTier(SlowTier):
         """
         self._store = KVStore.create(location, num_layers=1, unit_bytes=block_bytes)
         self._blocks = GrowingRegion(self._store.region(0))
-        row_bytes, self._block_bytes = self._blocks.region.padded_bytes, block_bytes
-        self._staging = AlignedBuffer(max(1, _STAGING_BYTES // row_bytes), row_bytes, pinned=True)
+        slot_bytes, self._block_bytes = self._blocks.region.padded_bytes, block_bytes
+        self._staging = AlignedBuffer(max(1, _STAGING_BYTES // slot_bytes), slot_bytes, pinned=True)
         self._thread = MoveThread(tracer)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.slots = torch.zeros(num_slots, block_bytes, dtype=torch.uint8, device=device)

@@ -26,7 +26,7 @@ class LayerTier(ABC):
     Attributes:
         description: for people; says so when a device is simulated.
         simulated: name of the simulated device, or None.
-        slots: fast memory for pieces. uint8 [num_slots, row_bytes]
+        slots: fast memory for pieces. uint8 [num_slots, slot_bytes]
     """
 
     description: str

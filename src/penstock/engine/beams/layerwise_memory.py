@@ -315,6 +315,6 @@ class LayerwiseMemory(BeamMemory):
 
 
 def _pieces(shape: BlockShape, rows: Tensor) -> Tensor:
-    """Rows of bytes as pieces. [num_rows, 2, kv_heads, block_tokens, head_dim]"""
+    """Slots of bytes as pieces. [num_slots, 2, kv_heads, block_tokens, head_dim]"""
     one = replace(shape, kv=shape.kv.of_layers(1), windows=(None,))
     return one.layered(rows)[:, 0]

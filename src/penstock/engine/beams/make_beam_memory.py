@@ -47,7 +47,7 @@ class MemoryRequest:
         return -(-self.max_tokens // self.shape.block_tokens)
 
     @property
-    def row_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """A block's place in fast memory: on the host whole pages, for direct I/O."""
         return self._padded(self.shape.block_bytes)
 
@@ -85,12 +85,12 @@ def _scheduled(request: MemoryRequest) -> BeamMemory:
     # Parents are held beside their children until the children have grown.
     everything = request.beams * smallest
     tables = request.table_bytes
-    wanted = everything * request.row_bytes + tables
+    wanted = everything * request.slot_bytes + tables
     limit = wanted if request.limit_bytes is None else request.limit_bytes
-    num_slots = min(everything, (limit - tables) // request.row_bytes)
+    num_slots = min(everything, (limit - tables) // request.slot_bytes)
     least = everything if resident else smallest
     if num_slots < least:
-        needed = least * request.row_bytes + tables
+        needed = least * request.slot_bytes + tables
         whom = f"{request.beams} beams" if resident else "1 beam"
         raise BudgetError(
             f"room for {whom} of {request.max_tokens} tokens is more than {format_bytes(limit)} of "
@@ -98,7 +98,7 @@ def _scheduled(request: MemoryRequest) -> BeamMemory:
             needed_bytes=needed,
         )
     ledger = MemoryLedger(limit)
-    ledger.take("beam slots", num_slots * request.row_bytes)
+    ledger.take("beam slots", num_slots * request.slot_bytes)
     ledger.take("tables", tables)
     return ScheduledMemory(
         request.shape, ledger, _slow_tier(request, num_slots), request.device,

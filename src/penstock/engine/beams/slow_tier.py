@@ -29,7 +29,7 @@ class SlowTier(ABC):
     Attributes:
         description: for people; says so when a device is simulated.
         simulated: name of the simulated device, or None.
-        slots: fast memory. uint8 [num_slots, row_bytes], the first `block_bytes` of a row in use
+        slots: fast memory. uint8 [num_slots, slot_bytes], the first `block_bytes` of a slot in use
     """
 
     description: str

@@ -24,35 +24,35 @@ def make_document(
 ) -> int:
     """Store random units; returns bytes of all of them."""
     shape = Shape(layers, unit_bytes)
-    units = max(1, total_bytes // (layers * shape.row_bytes))
-    step = max(1, _WRITE_BYTES // shape.row_bytes)
-    block = np.frombuffer(secrets.token_bytes(step * shape.row_bytes), dtype=np.uint8)
-    rows = block.reshape(step, shape.row_bytes)
+    units = max(1, total_bytes // (layers * shape.padded_bytes))
+    step = max(1, _WRITE_BYTES // shape.padded_bytes)
+    block = np.frombuffer(secrets.token_bytes(step * shape.padded_bytes), dtype=np.uint8)
+    rows = block.reshape(step, shape.padded_bytes)
     with DocumentWriter.create(folder, shape, key=key) as writer:
         for layer in range(layers):
             for first in range(0, units, step):
                 writer.append(layer, rows[: min(step, units - first)])
         writer.commit(identity={}, about={}, blobs={})
-    return units * layers * shape.row_bytes
+    return units * layers * shape.padded_bytes
 
 
 def read_units(
-    files: Sequence[KVFile], row_bytes: int, num_units: int, *, batch: int, seconds: float,
+    files: Sequence[KVFile], padded_bytes: int, num_units: int, *, batch: int, seconds: float,
     draw: np.random.Generator,
 ) -> float:  # fmt: skip
     """Bytes per second of batches of random units, layer after layer, each awaited."""
     batch = min(batch, num_units)
-    buffer = AlignedBuffer(batch, row_bytes)
-    addresses = buffer.address + np.arange(batch, dtype=np.int64) * row_bytes
-    lengths = np.full(batch, row_bytes, dtype=np.int64)
+    buffer = AlignedBuffer(batch, padded_bytes)
+    addresses = buffer.address + np.arange(batch, dtype=np.int64) * padded_bytes
+    lengths = np.full(batch, padded_bytes, dtype=np.int64)
     done, turn = 0, 0
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         units = np.sort(draw.choice(num_units, size=batch, replace=False))
         files[turn % len(files)].submit_reads(
-            units * row_bytes, lengths, addresses, buffer.array
+            units * padded_bytes, lengths, addresses, buffer.array
         ).wait()
-        done, turn = done + batch * row_bytes, turn + 1
+        done, turn = done + batch * padded_bytes, turn + 1
     return done / (time.perf_counter() - start)
 
 
@@ -128,13 +128,13 @@ def measure_encryption(
             with StoredDocument.open(folder / name, key=each) as stored:
                 rates[name].append(
                     read_units(
-                        stored.files, stored.shape.row_bytes, stored.num_units, batch=batch,
+                        stored.files, stored.shape.padded_bytes, stored.num_units, batch=batch,
                         seconds=seconds, draw=draw,
                     )
                 )  # fmt: skip
                 start = time.perf_counter()
                 damage = stored.verify()
-                size = stored.num_units * stored.shape.row_bytes * layers
+                size = stored.num_units * stored.shape.padded_bytes * layers
                 verify[name].append(size / (time.perf_counter() - start))
                 assert not damage, damage
     return {

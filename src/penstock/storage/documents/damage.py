@@ -59,11 +59,11 @@ def find_damage(
         FetchError: the document was closed meanwhile.
     """
     damage = Damage()
-    total = shape.layers * num_units * shape.row_bytes + sum(blobs.values())
+    total = shape.layers * num_units * shape.padded_bytes + sum(blobs.values())
     done = 0
     progress(done, total)
-    step = max(1, _READ_BYTES // shape.row_bytes)
-    reader = _Reader(shape.row_bytes, min(step, max(1, num_units)))
+    step = max(1, _READ_BYTES // shape.padded_bytes)
+    reader = _Reader(shape.padded_bytes, min(step, max(1, num_units)))
     spans = [
         (layer, first, min(step, num_units - first))
         for layer in range(shape.layers)
@@ -77,7 +77,7 @@ def find_damage(
                 tickets.append(reader.start(files[later[0]], later[1], later[2], turn))
             if wrong := reader.damaged(tickets[i], files[layer], first, count, i % _BUFFERS):
                 damage.units.setdefault(layer, []).extend(wrong)
-            done += count * shape.row_bytes
+            done += count * shape.padded_bytes
             progress(done, total)
     finally:
         for ticket in tickets[-_BUFFERS:]:
@@ -99,15 +99,15 @@ def find_damage(
 class _Reader:
     """Some buffers, read into by turns."""
 
-    def __init__(self, row_bytes: int, num_rows: int) -> None:
-        self._row_bytes = row_bytes
-        self._buffers = [AlignedBuffer(num_rows, row_bytes) for _ in range(_BUFFERS)]
+    def __init__(self, padded_bytes: int, num_slots: int) -> None:
+        self._padded_bytes = padded_bytes
+        self._buffers = [AlignedBuffer(num_slots, padded_bytes) for _ in range(_BUFFERS)]
 
     def start(self, file: KVFile, first: int, count: int, turn: int) -> Ticket:
         """Start reading `count` units from `first` on."""
         buffer = self._buffers[turn]
-        offset = np.array([first * self._row_bytes])
-        length = np.array([count * self._row_bytes])
+        offset = np.array([first * self._padded_bytes])
+        length = np.array([count * self._padded_bytes])
         return file.submit_reads(offset, length, np.array([buffer.address]), buffer.array)
 
     def damaged(self, ticket: Ticket, file: KVFile, first: int, count: int, turn: int) -> list[int]:

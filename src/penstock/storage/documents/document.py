@@ -79,11 +79,11 @@ class StoredDocument:
         self._manifest = manifest
         self._sealer = sealer
         self._opened = opened
-        committed = manifest.num_units * manifest.shape.row_bytes
+        committed = manifest.num_units * manifest.shape.padded_bytes
         self.files: list[KVFile] = []
         for layer, file in enumerate(opened.units.files):
             is_short = opened.sizes.get(units_file(layer), 0) < committed
-            units = SealedUnits(layer, self.shape.row_bytes, seals[layer], sealer, is_short)
+            units = SealedUnits(layer, self.shape.padded_bytes, seals[layer], sealer, is_short)
             self.files.append(VerifiedFile(wrap(file), units))
         self.is_direct = all(file.is_direct for file in self.files)
         self._close = weakref.finalize(self, close)

@@ -14,7 +14,7 @@ from penstock.storage.documents.sealing import Sealer, make_sealer
 FORMAT = "penstock-document-1"
 MANIFEST = "manifest.json"
 MANIFEST_BYTES_MAX = 16 << 20
-ROW_ALIGN_BYTES = 4096
+UNIT_ALIGN_BYTES = 4096
 """Every disk takes direct I/O in multiples of this."""
 
 _FORMAT_PATTERN = re.compile(r"penstock-document-(\d{1,9})")
@@ -43,9 +43,9 @@ class Shape:
             )
 
     @property
-    def row_bytes(self) -> int:
+    def padded_bytes(self) -> int:
         """A unit's place on disk and in buffers: the payload padded to 4096 bytes."""
-        return -(-self.unit_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+        return -(-self.unit_bytes // UNIT_ALIGN_BYTES) * UNIT_ALIGN_BYTES
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Manifest:
     @property
     def data_bytes(self) -> int:
         """Committed bytes of all the layers' files."""
-        return self.shape.layers * self.num_units * self.shape.row_bytes
+        return self.shape.layers * self.num_units * self.shape.padded_bytes
 
     def side_names(self) -> set[str]:
         """Names of the files beside the units that this generation needs."""
@@ -132,7 +132,7 @@ def write_manifest(manifest: Manifest, sealer: Sealer) -> bytes:
         "generation": manifest.generation,
         "layers": manifest.shape.layers,
         "num_units": manifest.num_units,
-        "row_bytes": manifest.shape.row_bytes,
+        "row_bytes": manifest.shape.padded_bytes,
         "seals": _side_values(manifest.seals),
         "unit_bytes": manifest.shape.unit_bytes,
     }
@@ -227,7 +227,7 @@ def _open_private(whole: dict[str, Any], body: dict[str, Any], text: bytes, seal
 
 def _manifest(body: dict[str, Any], private: dict[str, Any], encrypted: bool) -> Manifest:
     shape = Shape(_number(body["layers"]), _number(body["unit_bytes"]))
-    if body["row_bytes"] != shape.row_bytes:
+    if body["row_bytes"] != shape.padded_bytes:
         raise ValueError("row_bytes")
     if not _HEX16.fullmatch(body["document_id"]):
         raise ValueError("document_id")

@@ -34,22 +34,22 @@ class Sealer(ABC):
 
     @abstractmethod
     def seal_units(
-        self, layer: int, first_unit: int, rows: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray
     ) -> tuple[ByteArray, ByteArray]:
-        """Seal the rows [num_units, row_bytes] of units from `first_unit` on.
+        """Seal the units [num_units, padded_bytes] of units from `first_unit` on.
 
         Returns:
-            The bytes to store [num_units, row_bytes], and the seals [num_units, seal_bytes].
+            The bytes to store [num_units, padded_bytes], and the seals [num_units, seal_bytes].
         """
 
     @abstractmethod
     def open_units(
-        self, layer: int, first_unit: int, rows: ByteArray, seals: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray, seals: ByteArray
     ) -> list[int]:
-        """Check stored rows [num_units, row_bytes], and decrypt them in place.
+        """Check stored units [num_units, padded_bytes], and decrypt them in place.
 
         Returns:
-            Units that are not what was sealed; their rows are zeroed.
+            Units that are not what was sealed; their bytes are zeroed.
         """
 
     @abstractmethod
@@ -85,22 +85,22 @@ class Checksums(Sealer):
     key_check = None
 
     def seal_units(
-        self, layer: int, first_unit: int, rows: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray
     ) -> tuple[ByteArray, ByteArray]:
         """Rows as they are, and their checksums, little-endian."""
-        sums = np.array(_unit_sums(layer, first_unit, rows), dtype="<u8")
-        return rows, sums.view(np.uint8).reshape(-1, 8)
+        sums = np.array(_unit_sums(layer, first_unit, padded), dtype="<u8")
+        return padded, sums.view(np.uint8).reshape(-1, 8)
 
     def open_units(
-        self, layer: int, first_unit: int, rows: ByteArray, seals: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray, seals: ByteArray
     ) -> list[int]:
         """Compare the checksums."""
-        sums = _unit_sums(layer, first_unit, rows)
+        sums = _unit_sums(layer, first_unit, padded)
         stored = np.ascontiguousarray(seals).view("<u8").reshape(-1).tolist()
         if sums == stored:
             return []
         wrong = [i for i, (new, old) in enumerate(zip(sums, stored, strict=True)) if new != old]
-        rows[wrong] = 0
+        padded[wrong] = 0
         return [first_unit + i for i in wrong]
 
     def seal_chunk(self, place: bytes, chunk: bytes) -> tuple[bytes, bytes]:
@@ -152,38 +152,38 @@ class Encryption(Sealer):
         self.key_check = _derive(key, document_id, b"check")[:8].hex()
 
     def seal_units(
-        self, layer: int, first_unit: int, rows: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray
     ) -> tuple[ByteArray, ByteArray]:
         """Encrypt into new memory."""
-        row_bytes = rows.shape[1]
-        stored = np.empty_like(rows)
-        seals = np.empty((len(rows), self.seal_bytes), dtype=np.uint8)
-        nonces = os.urandom(_NONCE_BYTES * len(rows))
+        padded_bytes = padded.shape[1]
+        stored = np.empty_like(padded)
+        seals = np.empty((len(padded), self.seal_bytes), dtype=np.uint8)
+        nonces = os.urandom(_NONCE_BYTES * len(padded))
         seals[:, :_NONCE_BYTES] = np.frombuffer(nonces, np.uint8).reshape(-1, _NONCE_BYTES)
-        for i, row in enumerate(rows):
+        for i, one in enumerate(padded):
             nonce = nonces[_NONCE_BYTES * i : _NONCE_BYTES * (i + 1)]
-            whole = self._aes.encrypt(nonce, row.data, self._unit(layer, first_unit + i))
-            stored[i] = np.frombuffer(whole, np.uint8, row_bytes)
-            seals[i, _NONCE_BYTES:] = np.frombuffer(whole, np.uint8, _TAG_BYTES, row_bytes)
+            whole = self._aes.encrypt(nonce, one.data, self._unit(layer, first_unit + i))
+            stored[i] = np.frombuffer(whole, np.uint8, padded_bytes)
+            seals[i, _NONCE_BYTES:] = np.frombuffer(whole, np.uint8, _TAG_BYTES, padded_bytes)
         return stored, seals
 
     def open_units(
-        self, layer: int, first_unit: int, rows: ByteArray, seals: ByteArray
+        self, layer: int, first_unit: int, padded: ByteArray, seals: ByteArray
     ) -> list[int]:
-        """Decrypt in place; a row whose tag does not fit is zeroed."""
-        size, seal_bytes = rows.shape[1], self.seal_bytes
-        flat, marks = rows.reshape(-1).data, seals.tobytes()
+        """Decrypt in place; a unit whose tag does not fit is zeroed."""
+        size, seal_bytes = padded.shape[1], self.seal_bytes
+        flat, marks = padded.reshape(-1).data, seals.tobytes()
         wrong = []
-        for i in range(len(rows)):
-            row = flat[size * i : size * (i + 1)]
+        for i in range(len(padded)):
+            one = flat[size * i : size * (i + 1)]
             mark = marks[seal_bytes * i : seal_bytes * (i + 1)]
-            whole = b"".join((row, mark[_NONCE_BYTES:]))
+            whole = b"".join((one, mark[_NONCE_BYTES:]))
             text = self._decrypt(mark[:_NONCE_BYTES], whole, self._unit(layer, first_unit + i))
             if text is None:
-                rows[i] = 0
+                padded[i] = 0
                 wrong.append(first_unit + i)
             else:
-                row[:] = text
+                one[:] = text
         return wrong
 
     def seal_chunk(self, place: bytes, chunk: bytes) -> tuple[bytes, bytes]:
@@ -258,11 +258,11 @@ def new_sealer(key: bytes | None, document_id: str) -> Sealer:
     return Checksums() if key is None else Encryption(key, bytes.fromhex(document_id))
 
 
-def _unit_sums(layer: int, first_unit: int, rows: ByteArray) -> list[int]:
-    digest, step = xxhash.xxh3_64_intdigest, rows.shape[1]
-    flat = rows.reshape(-1).data
+def _unit_sums(layer: int, first_unit: int, padded: ByteArray) -> list[int]:
+    digest, step = xxhash.xxh3_64_intdigest, padded.shape[1]
+    flat = padded.reshape(-1).data
     seed = (layer << _UNIT_BITS) + first_unit
-    return [digest(flat[step * i : step * (i + 1)], seed + i) for i in range(len(rows))]
+    return [digest(flat[step * i : step * (i + 1)], seed + i) for i in range(len(padded))]
 
 
 def _chunk_sum(place: bytes, chunk: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.errors import DocumentDamagedError, FetchError, StorageError
-from penstock.storage.documents.manifest import ROW_ALIGN_BYTES
+from penstock.storage.documents.manifest import UNIT_ALIGN_BYTES
 from penstock.storage.documents.sealing import Sealer
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, read_error
 
@@ -19,7 +19,7 @@ class SealedUnits(NamedTuple):
     """What the units of one layer must be."""
 
     layer: int
-    row_bytes: int
+    padded_bytes: int
     seals: ByteArray
     """[num_units, seal_bytes]"""
     sealer: Sealer
@@ -63,8 +63,8 @@ class VerifiedTicket(Ticket):
         """Block until every read has ended, and check what came.
 
         Raises:
-            DocumentDamagedError: some units are not what was stored; their rows are zeroed.
-            FetchError: a read failed for another reason; nothing is known of the rows then.
+            DocumentDamagedError: some units are not what was stored; their bytes are zeroed.
+            FetchError: a read failed for another reason; nothing is known of their bytes then.
         """
         with self._checking:
             if self._check is not None:
@@ -95,7 +95,8 @@ class VerifiedTicket(Ticket):
 
 
 class VerifiedFile(KVFile):
-    """Wraps the file of a layer. Reads cover whole units; rows are 4096 bytes or a multiple.
+    """Wraps the file of a layer. Reads cover whole units; units are padded to a multiple of 4096
+    bytes.
 
     Attributes:
         inner: the file below, encrypted as it is
@@ -105,19 +106,19 @@ class VerifiedFile(KVFile):
         """Wrap `inner`, which stays its maker's to close.
 
         Raises:
-            StorageError: its sectors are larger than a row's alignment.
+            StorageError: its sectors are larger than a unit's alignment.
         """
-        if ROW_ALIGN_BYTES % inner.sector_bytes:
+        if UNIT_ALIGN_BYTES % inner.sector_bytes:
             raise StorageError(
-                f"stored documents need sectors of at most {ROW_ALIGN_BYTES} bytes, not "
+                f"stored documents need sectors of at most {UNIT_ALIGN_BYTES} bytes, not "
                 f"{inner.sector_bytes}"
             )
-        self.sector_bytes = ROW_ALIGN_BYTES  # a region made of this file has the stored rows
+        self.sector_bytes = UNIT_ALIGN_BYTES  # a region made of this file has the stored units
         self.is_direct = inner.is_direct
         self.simulated = inner.simulated
         self.inner = inner
         self._units = units
-        self._end = len(units.seals) * units.row_bytes
+        self._end = len(units.seals) * units.padded_bytes
         self._is_closed = False
 
     def reserve(self, num_bytes: int) -> None:
@@ -130,9 +131,9 @@ class VerifiedFile(KVFile):
         """Start the reads; they are checked when they are waited for."""
         if self._is_closed:
             raise FetchError("the store is closed")
-        row_bytes = self._units.row_bytes
-        assert not (offsets % row_bytes).any(), "a read that does not begin with a unit"
-        assert not (lengths % row_bytes).any(), "a read that does not end with a unit"
+        padded_bytes = self._units.padded_bytes
+        assert not (offsets % padded_bytes).any(), "a read that does not begin with a unit"
+        assert not (lengths % padded_bytes).any(), "a read that does not end with a unit"
         beyond = None
         within = (offsets >= 0) & (offsets + lengths <= self._end)
         if not within.all():
@@ -164,16 +165,16 @@ class VerifiedFile(KVFile):
 
     def _check(self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array) -> list[int]:
         """Check runs of units in memory, in place; returns the damaged ones."""
-        _, row_bytes, seals, sealer, _ = self._units
+        _, padded_bytes, seals, sealer, _ = self._units
         damaged: list[int] = []
-        firsts, counts = offsets // row_bytes, lengths // row_bytes
+        firsts, counts = offsets // padded_bytes, lengths // padded_bytes
         for first, count, address in zip(
             firsts.tolist(), counts.tolist(), addresses.tolist(), strict=True
         ):
-            memory = (ctypes.c_uint8 * (count * row_bytes)).from_address(address)
-            rows = np.frombuffer(memory, np.uint8).reshape(count, row_bytes)
+            memory = (ctypes.c_uint8 * (count * padded_bytes)).from_address(address)
+            padded = np.frombuffer(memory, np.uint8).reshape(count, padded_bytes)
             seals_of = seals[first : first + count]
-            damaged += sealer.open_units(self._units.layer, first, rows, seals_of)
+            damaged += sealer.open_units(self._units.layer, first, padded, seals_of)
         return sorted(set(damaged))
 
     def _refusal(self) -> StorageError:

@@ -182,11 +182,11 @@ class DocumentWriter:
         """Number of committed units of each layer, and so of the first unit of the next commit."""
         return self._committed.num_units
 
-    def append(self, layer: int, rows: ByteArray) -> Int64Array:
+    def append(self, layer: int, padded: ByteArray) -> Int64Array:
         """Write units behind those of this layer.
 
         Args:
-            rows: uint8 [num_units, row_bytes], whole rows, padding included.
+            padded: uint8 [num_units, padded_bytes], whole units, padding included.
 
         Returns:
             Their numbers, int64 [num_units]: the same in every layer.
@@ -195,23 +195,23 @@ class DocumentWriter:
             StoreFullError: there is no room; nothing was appended.
             StorageError: the disk failed.
         """
-        assert rows.dtype == np.uint8, rows.dtype
-        assert rows.shape == (len(rows), self.shape.row_bytes), rows.shape
+        assert padded.dtype == np.uint8, padded.dtype
+        assert padded.shape == (len(padded), self.shape.padded_bytes), padded.shape
         assert 0 <= layer < self.shape.layers, layer
         first = self.first_unit + self._counts[layer]
-        step = max(1, _PIECE_BYTES // self.shape.row_bytes)
+        step = max(1, _PIECE_BYTES // self.shape.padded_bytes)
         parts = []
         with self._guarded(f"append units to {self._path}"):
             file = self._units(layer)
-            for begin in range(0, len(rows), step):
-                piece = np.ascontiguousarray(rows[begin : begin + step])
+            for begin in range(0, len(padded), step):
+                piece = np.ascontiguousarray(padded[begin : begin + step])
                 stored, seals = self._sealer.seal_units(layer, first + begin, piece)
-                file.write_at((first + begin) * self.shape.row_bytes, stored.reshape(-1).data)
+                file.write_at((first + begin) * self.shape.padded_bytes, stored.reshape(-1).data)
                 self.written_bytes += stored.nbytes
                 parts.append(seals)
         self._seals[layer] += parts
-        self._counts[layer] += len(rows)
-        return np.arange(first, first + len(rows), dtype=np.int64)
+        self._counts[layer] += len(padded)
+        return np.arange(first, first + len(padded), dtype=np.int64)
 
     def commit(
         self, *, identity: Mapping[str, str], about: Mapping[str, Any], blobs: Mapping[str, bytes],
@@ -364,13 +364,13 @@ class DocumentWriter:
 
 def _drop_leftovers(folder: Folder, manifest: Manifest, *, repair: bool) -> None:
     """Remove what an interrupted commit left; readers have nothing of it."""
-    committed = manifest.num_units * manifest.shape.row_bytes
+    committed = manifest.num_units * manifest.shape.padded_bytes
     names = folder.sizes()
     for layer in range(manifest.shape.layers):
         name = units_file(layer)
         # Of less than a unit it may be the padding alone; the seals know.
         missing = committed - names.get(name, -1)
-        if missing >= manifest.shape.row_bytes and not repair:
+        if missing >= manifest.shape.padded_bytes and not repair:
             raise DocumentDamagedError(
                 f"{name} of the document is shorter than what was committed", layer=layer, what=name
             )
@@ -384,7 +384,7 @@ def _drop_leftovers(folder: Folder, manifest: Manifest, *, repair: bool) -> None
 
 
 def _truncate(file: DiskFile, manifest: Manifest) -> None:
-    file.truncate(manifest.num_units * manifest.shape.row_bytes)
+    file.truncate(manifest.num_units * manifest.shape.padded_bytes)
 
 
 def _drop_strays(folder: Folder, manifest: Manifest) -> None:
