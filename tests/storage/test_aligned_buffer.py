@@ -12,18 +12,18 @@ from penstock.storage.aligned_buffer import AlignedBuffer
 
 
 @pytest.mark.parametrize(
-    ("rows", "row_bytes"), [(0, 4096), (1, 1), (3, 512), (7, 1000), (512, 4096), (700, 16384)]
+    ("slots", "slot_bytes"), [(0, 4096), (1, 1), (3, 512), (7, 1000), (512, 4096), (700, 16384)]
 )
-def test_layout(rows: int, row_bytes: int) -> None:
-    buffer = AlignedBuffer(rows, row_bytes)
-    assert buffer.array.shape == (rows, row_bytes)
-    assert tuple(buffer.tensor.shape) == (rows, row_bytes)
-    assert buffer.num_bytes == rows * row_bytes
+def test_layout(slots: int, slot_bytes: int) -> None:
+    buffer = AlignedBuffer(slots, slot_bytes)
+    assert buffer.array.shape == (slots, slot_bytes)
+    assert tuple(buffer.tensor.shape) == (slots, slot_bytes)
+    assert buffer.num_bytes == slots * slot_bytes
     assert not buffer.array.any()
     assert buffer.array.flags.c_contiguous
     assert buffer.array.flags.writeable
     assert buffer.address % (2 << 20 if buffer.num_bytes >= 2 << 20 else 4096) == 0
-    if rows:
+    if slots:
         assert buffer.address == buffer.array.ctypes.data == buffer.tensor.data_ptr()
 
 
@@ -37,13 +37,13 @@ def test_array_and_tensor_are_the_same_memory() -> None:
 
 def test_memory_lives_as_long_as_a_view() -> None:
     view = AlignedBuffer(600, 4096).tensor[100].view(torch.bfloat16)
-    row = AlignedBuffer(600, 4096).array[100]
+    slot = AlignedBuffer(600, 4096).array[100]
     gc.collect()
     others = [AlignedBuffer(600, 4096) for _ in range(4)]
     for other in others:
         other.array[:] = 255
     assert not view.any()
-    assert not row.any()
+    assert not slot.any()
 
 
 def mapped_bytes() -> int:
@@ -122,11 +122,11 @@ def test_cuda_lets_go_of_memory_that_is_still_there(
         held: list[object] = [buffer, buffer.tensor, buffer.array[1:], buffer.tensor[1:]]
         if in_a_cycle:
             held.append(held)
-        row = buffer.array[0] if is_viewed else None
+        slot = buffer.array[0] if is_viewed else None
         del buffer, held
         gc.collect()
         assert bool(driver.held) == is_viewed, "a view needs it"
-        del row
+        del slot
         gc.collect()
         assert not driver.held
     assert driver.was_mapped == [True] * 20

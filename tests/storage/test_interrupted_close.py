@@ -99,14 +99,14 @@ def make_document(folder: Path, key: bytes | None) -> Path:
     path = folder / "document"
     with DocumentWriter.create(path, SHAPE, key=key) as writer:
         for layer in range(SHAPE.layers):
-            writer.append(layer, np.ones((3, SHAPE.row_bytes), np.uint8))
+            writer.append(layer, np.ones((3, SHAPE.padded_bytes), np.uint8))
         writer.commit(identity={}, about={}, blobs={"tokens": b"abc"})
     return path
 
 
 def extend(path: Path, key: bytes | None) -> DocumentWriter:
     writer = DocumentWriter.extend(path, key=key)
-    writer.append(0, np.ones((1, SHAPE.row_bytes), np.uint8))
+    writer.append(0, np.ones((1, SHAPE.padded_bytes), np.uint8))
     return writer
 
 

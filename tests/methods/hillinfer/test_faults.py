@@ -178,12 +178,12 @@ def test_a_read_that_fails_gives_no_section_back_that_is_still_read_into(tmp_pat
     with NearRig(tmp_path, rows=2, tokens=800, timeout_s=PATIENCE_S) as rig:
         rig.fill()
         device, free = rig.store.devices[0], rig.store.devices[0].sections.qsize()
-        file, row_bytes = rig.store.region(0).file, rig.store.padded_bytes
-        offsets = np.arange(0, 800, 2) * row_bytes  # more than a section holds
-        offsets[0] = row_bytes << 20  # there is nothing
-        buffer = AlignedBuffer(len(offsets), row_bytes)
-        targets = buffer.address + np.arange(len(offsets)) * row_bytes
-        ticket = file.submit_reads(offsets, np.full(len(offsets), row_bytes), targets, buffer)
+        file, padded_bytes = rig.store.region(0).file, rig.store.padded_bytes
+        offsets = np.arange(0, 800, 2) * padded_bytes  # more than a section holds
+        offsets[0] = padded_bytes << 20  # there is nothing
+        buffer = AlignedBuffer(len(offsets), padded_bytes)
+        targets = buffer.address + np.arange(len(offsets)) * padded_bytes
+        ticket = file.submit_reads(offsets, np.full(len(offsets), padded_bytes), targets, buffer)
         process, start = device.process_id, time.monotonic()
         with pytest.raises(FetchError):
             ticket.wait()
