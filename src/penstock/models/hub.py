@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
 
@@ -115,13 +116,14 @@ class HubModel:
             )  # fmt: skip
             files = {each.rfilename: each for each in info.siblings or ()}
             self._require_weights(files)
-            # The name of a revision is written down by the first file that is asked for by it.
-            folder = Path(self._download(CONFIG, self.revision, _bar_for(lambda done: None))).parent
-            fetch = _Fetch(self, str(info.sha), folder, files, on_bytes)
+            fetch = _Fetch(self, str(info.sha), files, on_bytes)
+            folder = fetch.folder
             fetch.bring([CONFIG, *(_matching(files, ("*.py",)) if self.own_code else ())])
             check(folder)
             fetch.bring(_matching(files, _SMALL))
             fetch.bring([WEIGHTS] if WEIGHTS in files else _shards(folder))
+            # The cache learns which commit the revision is when all of it is there, not before.
+            self._download(CONFIG, self.revision, _bar_for(lambda done: None))
             fetch.end()
         return folder
 
@@ -212,20 +214,23 @@ class _Fetch:
     """One fetch of one commit: files are downloaded one after the other, and checked."""
 
     def __init__(
-        self, model: HubModel, commit: str, folder: Path, files: dict[str, RepoSibling],
-        on_bytes: OnBytes,
-    ) -> None:  # fmt: skip
-        self._model, self._commit, self._folder, self._files = model, commit, folder, files
-        self._on_bytes = on_bytes
-        self._marker = _marker(folder.parents[1], commit)
+        self, model: HubModel, commit: str, files: dict[str, RepoSibling], on_bytes: OnBytes
+    ) -> None:
+        repository = Path(constants.HF_HUB_CACHE) / repo_folder_name(
+            repo_id=model.name, repo_type="model"
+        )
+        self.folder = repository / "snapshots" / commit
+        self._model, self._commit, self._files, self._on_bytes = model, commit, files, on_bytes
+        self._marker = _marker(repository, commit)
         self._all = self._marker.exists()
         """Whether files that are there already are checked too: a former fetch did not end."""
+        repository.mkdir(parents=True, exist_ok=True)
         self._marker.touch()
 
     def bring(self, names: Iterable[str]) -> None:
         """Download what is missing of these files; check what is new."""
         names = [name for name in names if name in self._files]
-        there = {name for name in names if (self._folder / name).is_file()}
+        there = {name for name in names if (self.folder / name).is_file()}
         sizes = {name: self._files[name].size or 0 for name in names if name not in there}
         done, total = 0, sum(sizes.values())
         for name in names:
@@ -238,7 +243,7 @@ class _Fetch:
 
                 self._model._download(name, self._commit, _bar_for(tell))
                 done += sizes[name]
-            if name not in there or self._all or name == CONFIG:
+            if name not in there or self._all:
                 self._check(name)
 
     def end(self) -> None:
@@ -250,7 +255,7 @@ class _Fetch:
 
         A large file's SHA-256 is known, and of others the SHA-1 under which git keeps them.
         """
-        path, said = self._folder / name, self._files[name]
+        path, said = self.folder / name, self._files[name]
         size = path.stat().st_size
         if said.lfs is not None:
             digest, wanted, kind = hashlib.sha256(), said.lfs.sha256, "SHA-256"
