@@ -1,4 +1,4 @@
-"""close_all() and HeldInterrupts: everything is run, and a Ctrl-C comes up behind it."""
+"""close_all() and DeferredInterrupts: everything is run, and a Ctrl-C comes up behind it."""
 
 import signal
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_blocks_lie_within_each_other() -> None:
     done: list[str] = []
 
     def outer() -> None:
-        with HeldInterrupts():
+        with DeferredInterrupts():
             close_all(_interrupt, lambda: done.append("inner"))
             done.append("outer")
 
@@ -81,7 +81,7 @@ def test_a_failure_and_an_interrupt_together() -> None:
 def test_handlers_that_are_not_pythons_stay(handler: signal.Handlers) -> None:
     former = signal.signal(signal.SIGINT, handler)
     try:
-        with HeldInterrupts():
+        with DeferredInterrupts():
             assert signal.getsignal(signal.SIGINT) is handler
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
@@ -90,7 +90,7 @@ def test_handlers_that_are_not_pythons_stay(handler: signal.Handlers) -> None:
 
 def test_a_handler_that_a_step_sets_stays() -> None:
     own: Callable[..., None] = lambda *_: None  # noqa: E731
-    with HeldInterrupts():
+    with DeferredInterrupts():
         signal.signal(signal.SIGINT, own)
     assert signal.getsignal(signal.SIGINT) is own
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,7 +23,7 @@ from penstock.methods.hillinfer.policy import HillInfer
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.louiskv.device_index import DeviceSemanticUnits
 from penstock.methods.louiskv.policy import LouisKV
-from penstock.testing.held_memory import held_bytes
+from penstock.testing.allocated_memory import allocated_bytes
 
 SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
 MAX_TOKENS, BATCH = 8192, 2
@@ -141,7 +141,7 @@ def test_the_claim_is_what_is_allocated(setting: str) -> None:
     try:
         report = runtime.report()
         claimed = report.used_bytes - temporary_bytes(runtime)
-        allocated = held_bytes(runtime)
+        allocated = allocated_bytes(runtime)
         # The bases of an index may stand where its temporaries are booked.
         assert claimed * (1 - SLACK) <= allocated <= report.used_bytes * (1 + SLACK)
         assert report.used_bytes <= report.limit_bytes

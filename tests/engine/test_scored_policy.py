@@ -118,7 +118,7 @@ def test_the_price_is_what_is_held() -> None:
     for policy in policies:
         [(_, size)] = policy.index_sizes(request)
         index = make_index(policy, shape, batch=3, units=11)
-        assert sum(part.nbytes for part in index.summary) == size.held_bytes
+        assert sum(part.nbytes for part in index.summary) == size.index_bytes
         assert size.scratch_bytes == 3 * 11 * 8 * 4
 
 

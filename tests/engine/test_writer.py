@@ -49,24 +49,24 @@ def buffer() -> AlignedBuffer:
 
 def test_held_writes_wait_and_then_run_in_order(buffer: AlignedBuffer) -> None:
     writer, region = Writer(None), NotedRegion()
-    held = [writer.hold(region, one(i), buffer, one(i)) for i in (2, 0)]
+    held = [writer.defer(region, one(i), buffer, one(i)) for i in (2, 0)]
     assert writer.run(lambda: list(region.written)).result(5) == [2, 0], "in their turn"
     assert [future.result(5) for future in held] == [UNIT_BYTES] * 2
-    third = writer.hold(region, one(3), buffer, one(3))
+    third = writer.defer(region, one(3), buffer, one(3))
     assert not third.done()
     assert region.written == [2, 0]
     writer.submit(region, one(1), buffer, one(1)).result(5)
     assert third.result(5) == UNIT_BYTES
     assert region.written == [2, 0, 3, 1]
     assert region.threads.isdisjoint({threading.get_ident()})
-    writer.start_held()
+    writer.start_deferred()
     writer.close()
 
 
 def test_a_failed_write_does_not_stop_the_others(buffer: AlignedBuffer) -> None:
     writer, region = Writer(None), NotedRegion(fails=1)
-    held = [writer.hold(region, one(i), buffer, one(i)) for i in range(3)]
-    writer.start_held()
+    held = [writer.defer(region, one(i), buffer, one(i)) for i in range(3)]
+    writer.start_deferred()
     assert held[2].result(5) == UNIT_BYTES
     with pytest.raises(StorageError, match="the device is gone"):
         held[1].result(5)
@@ -90,6 +90,6 @@ def test_who_drains_starts_what_is_held(buffer: AlignedBuffer) -> None:
 
 def test_closing_forgets_what_is_held(buffer: AlignedBuffer) -> None:
     writer, region = Writer(None), NotedRegion()
-    writer.hold(region, one(0), buffer, one(0))
+    writer.defer(region, one(0), buffer, one(0))
     writer.close()
     assert region.written == []

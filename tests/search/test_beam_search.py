@@ -74,8 +74,8 @@ def search(
         on_step=on_step, on_group=on_group,
     )  # fmt: skip
     output = one.run(prompt)
-    assert decoder.held == []
-    assert decoder.most_held <= settings.beams + settings.survivors
+    assert decoder.alive == []
+    assert decoder.most_alive <= settings.beams + settings.survivors
     check_tree(output)
     return output
 
@@ -242,7 +242,7 @@ def test_everything_is_released_when_a_scorer_fails(model: PreTrainedModel, step
     one = BeamSearch(decoder, params(), ByTokens(fail), StepTexts(None))
     with pytest.raises(VerifierError, match="scorer by_tokens raised RuntimeError: no rating tod"):
         one.run(PROMPT)
-    assert decoder.held == []
+    assert decoder.alive == []
     assert decoder.num_released > 6
     output = one.so_far()
     assert len(output.steps) == step - 1
@@ -289,7 +289,7 @@ def test_ctrl_c_leaves_nothing_behind(model: PreTrainedModel, method: str, call:
     one = BeamSearch(decoder, params(), LogProbabilityScorer(), StepTexts(None))
     with pytest.raises(KeyboardInterrupt):
         one.run(PROMPT)
-    assert decoder.held == []
+    assert decoder.alive == []
     output = one.so_far()
     check_tree(output)
     assert output.interrupted
@@ -308,7 +308,7 @@ def test_the_oracle_watches_over_its_beams(model: PreTrainedModel) -> None:
         with pytest.raises(CacheStateError, match="released before"):
             use(beam)
     decoder.release(fork)
-    assert (decoder.num_released, decoder.most_held, decoder.held) == (2, 2, [])
+    assert (decoder.num_released, decoder.most_alive, decoder.alive) == (2, 2, [])
 
 
 def test_callbacks(model: PreTrainedModel) -> None:

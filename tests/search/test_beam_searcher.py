@@ -185,7 +185,7 @@ def test_an_interrupted_searcher_tells_what_it_found(bundled: LoadedModel, decod
     assert output is not None
     assert output.best is not None
     assert len(output.best.token_ids) == 6
-    assert decoders[0][0].held == []
+    assert decoders[0][0].alive == []
 
 
 RAGGED = params(beams=4, step_tokens=8, max_new_tokens=12, delimiter=" .", temperature=2.0, seed=46)

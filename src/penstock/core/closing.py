@@ -14,7 +14,7 @@ def close_all(*steps: Callable[[], object]) -> None:
         BaseException: the first that a step raised, when all have run.
     """
     failure: BaseException | None = None
-    with HeldInterrupts():
+    with DeferredInterrupts():
         for step in steps:
             try:
                 step()
@@ -24,7 +24,7 @@ def close_all(*steps: Callable[[], object]) -> None:
             raise failure
 
 
-class HeldInterrupts:
+class DeferredInterrupts:
     """A block that a Ctrl-C does not cut in two: the first one comes up behind it.
 
     A second one is heard at once, so that a step that hangs can be left. Other threads than the

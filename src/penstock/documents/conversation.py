@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import (
     ConfigError,
     DocumentDamagedError,
@@ -401,7 +401,7 @@ class Conversation:
         return left
 
     def _crop(self, length: int) -> None:
-        with HeldInterrupts():
+        with DeferredInterrupts():
             try:
                 if length:
                     self._cache.crop(length)  # or to what is sound, where a step has failed

@@ -46,8 +46,8 @@ def plan_fetch(
     if reused is None or not reused.any():
         return plan
     valid = selection.valid
-    held = reused.sum() * selection.unit_ids.shape[1] if valid is None else valid[reused].sum()
-    return replace(plan, num_reused=int(held) - int(reused[plan.rows].sum()))
+    count = reused.sum() * selection.unit_ids.shape[1] if valid is None else valid[reused].sum()
+    return replace(plan, num_reused=int(count) - int(reused[plan.rows].sum()))
 
 
 def plan_fetch_twin(

@@ -82,16 +82,16 @@ class HeadRows:
             rows // self.per_sequence, tokens, self.per_sequence * heads, head_dim
         )  # fmt: skip
 
-    def unfold_tokens(self, held: Tensor) -> Tensor:
+    def unfold_tokens(self, tokens: Tensor) -> Tensor:
         """Keys and values by sequence.
 
         Args:
-            held: [rows, tokens, 2, kv_heads of a row, head_dim]
+            tokens: [rows, tokens, 2, kv_heads of a row, head_dim]
 
         Returns:
             [batch, tokens, 2, kv_heads, head_dim]
         """
-        by_row = held.view(-1, self.per_sequence, *held.shape[1:])
+        by_row = tokens.view(-1, self.per_sequence, *tokens.shape[1:])
         return by_row.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
 
     def of(self, sequences: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ class IndexFit:
         """Remember the newest queries of the prompt for an index that wants them."""
         count = index.wanted_queries
         if count:
-            held = [] if self.queries is None else [self.queries]
-            self.queries = torch.cat([*held, query], dim=2)[:, :, -count:].clone()
+            earlier = [] if self.queries is None else [self.queries]
+            self.queries = torch.cat([*earlier, query], dim=2)[:, :, -count:].clone()
 
     def make(self, index: KeyIndex, query: Tensor | None, job: Callable[[], bool]) -> bool:
         """Let `job` make an index; one that fails halfway leaves none, and can be done again.

@@ -358,12 +358,12 @@ class LayerCache(Layer):
             return
         self.drain()
         group_tokens = self.setup.plan.group_tokens
-        held = self.window.first_window_unit(touched)
+        oldest = self.window.first_window_unit(touched)
         self.length = length = min(length, self.length)
         self._touched = touched
         wanted = self.window.first_window_unit(length)
         started = -(-length // group_tokens)
-        for unit in range(wanted, min(held, started)):
+        for unit in range(wanted, min(oldest, started)):
             self._reload(unit)
         self.forget_slots()
         self.window.refresh_cropped(length)

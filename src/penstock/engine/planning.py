@@ -13,7 +13,7 @@ from penstock.engine.sizing import resident_plan, streaming_plan
 
 def plan_cache(
     config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int,
-    held: tuple[SelectionPolicy, SlotPlan] | None,
+    current: tuple[SelectionPolicy, SlotPlan] | None,
 ) -> tuple[SelectionPolicy, SlotPlan]:  # fmt: skip
     """Divide the budget for `batch` sequences.
 
@@ -23,7 +23,7 @@ def plan_cache(
 
     Args:
         sector_bytes: of the store; 1 where there is none.
-        held: the policy and the plan under which the cache holds tokens; None: it holds none.
+        current: the policy and the plan under which the cache holds tokens; None: it holds none.
 
     Returns:
         The policy with every open choice made, and the plan.
@@ -32,24 +32,24 @@ def plan_cache(
         BudgetError: the budget is too small.
         AdapterError: the policy wants more components a token than the adapter has.
     """
-    is_held = held is not None and not held[1].is_resident
+    goes_on = current is not None and not current[1].is_resident
     request = SizingRequest(
         shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
         limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
         sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
         widest_ranks=widest_ranks(config.adapter or ()),
-        must_tier=is_held or config.shares_past or config.must_tier,
+        must_tier=goes_on or config.shares_past or config.must_tier,
         rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
     )  # fmt: skip
-    if held is not None and held[1].is_resident:
+    if current is not None and current[1].is_resident:
         plan = resident_plan(request)
         request.require(plan.total_bytes, "a larger batch of a resident cache")
         return config.policy, plan
     if config.exact:
         return config.policy, streaming_plan(request, config.policy.unit_tokens, "exact mode")
-    wanted = config.policy if held is None else _as_held(config.policy, held[0])
+    wanted = config.policy if current is None else _as_current(config.policy, current[0])
     policy, plan = wanted.plan(request)
-    if held is not None and _form(plan) != _form(held[1]):
+    if current is not None and _form(plan) != _form(current[1]):
         raise BudgetError(
             f"with {batch} rows the budget makes another window than the one that holds the "
             "newest tokens; give more memory, or set window_tokens"
@@ -61,7 +61,7 @@ def plan_cache(
     return policy, plan
 
 
-def _as_held(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:
+def _as_current(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:
     """`wanted` with the choices that tokens were taken in under."""
     open_still = {
         name: getattr(wanted, name) for name in wanted.free_fields if hasattr(wanted, name)

@@ -28,7 +28,7 @@ SELECTED = Choice("selected_tokens", (800, 400, 200), "tokens that a step select
 class IndexSize(NamedTuple):
     """Fast memory of one layer's index, all rows."""
 
-    held_bytes: int
+    index_bytes: int
     scratch_bytes: int
     """Temporaries of one call; the layers share them."""
 
@@ -154,7 +154,7 @@ class BaselinePolicy(SelectionPolicy):
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
             selected_units=selected, sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1, shared_pools=shared,
-            compact=False, index_bytes=request.shape.num_layers * size.held_bytes,
+            compact=False, index_bytes=request.shape.num_layers * size.index_bytes,
             scratch_bytes=size.scratch_bytes + 4 * request.batch * request.max_tokens,
         )  # fmt: skip
 

@@ -82,8 +82,8 @@ class ScoredPolicy(AheadPolicy):
     @override
     def index_sizes(self, request: SizingRequest) -> list[tuple[SelectionPolicy, IndexSize]]:
         units = request.batch * ceil_div(request.max_tokens, self.group_tokens)
-        held, scratch = self.summary_bytes(request.shape), self.scratch_bytes(request.shape)
-        return [(self, IndexSize(units * held, units * scratch))]
+        summary, scratch = self.summary_bytes(request.shape), self.scratch_bytes(request.shape)
+        return [(self, IndexSize(units * summary, units * scratch))]
 
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:
@@ -99,8 +99,8 @@ class ScoredIndex(KeyIndex):
         self._kv_heads, self._group_tokens = shape.num_kv_heads, request.group_tokens
         size = (1, shape.num_kv_heads, 1, request.group_tokens, shape.head_dim)
         like = policy.summarise(torch.zeros(size, dtype=shape.dtype, device=request.device))
-        held, priced = sum(part.nbytes for part in like), policy.summary_bytes(shape)
-        assert held == priced, f"{policy.name}: a summary takes {held} bytes, not {priced}"
+        taken, priced = sum(part.nbytes for part in like), policy.summary_bytes(shape)
+        assert taken == priced, f"{policy.name}: a summary takes {taken} bytes, not {priced}"
         self.summary = tuple(
             part.new_zeros(request.batch, part.shape[1], request.max_units, *part.shape[3:])
             for part in like
@@ -112,14 +112,14 @@ class ScoredIndex(KeyIndex):
         units = units.permute(0, 3, 1, 2, 4)
         first = first_token // self._group_tokens
         end = first + units.shape[2]
-        for held, part in zip(self.summary, self._policy.summarise(units), strict=True):
-            held[:, :, first:end] = part
+        for kept, part in zip(self.summary, self._policy.summarise(units), strict=True):
+            kept[:, :, first:end] = part
 
     @override
     def put(self, keys: Tensor, unit: Tensor) -> None:
         units = keys.transpose(1, 2).unsqueeze(2)
-        for held, part in zip(self.summary, self._policy.summarise(units), strict=True):
-            held.index_copy_(2, unit, part)
+        for kept, part in zip(self.summary, self._policy.summarise(units), strict=True):
+            kept.index_copy_(2, unit, part)
 
     @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
@@ -132,5 +132,5 @@ class ScoredIndex(KeyIndex):
     @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
         assert isinstance(other, ScoredIndex)
-        for held, source in zip(self.summary, other.summary, strict=True):
-            held.copy_(source[rows])
+        for kept, source in zip(self.summary, other.summary, strict=True):
+            kept.copy_(source[rows])

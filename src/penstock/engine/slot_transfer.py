@@ -280,10 +280,10 @@ class SlotTransfer:
         copy behind the caller, as many as fit a section. Errors come up in `drain` either way.
 
         Args:
-            later: slots that are not copied may wait for `Writer.start_held` or a `drain`.
+            later: slots that are not copied may wait for `Writer.start_deferred` or a `drain`.
         """
         if self._memory.buffer is not None:
-            write = self._writer.hold if later else self._writer.submit
+            write = self._writer.defer if later else self._writer.submit
             self._writes.append(write(self.region, unit_ids, self._memory.buffer, slots))
             return
         assert self._staging is not None
@@ -325,7 +325,7 @@ class SlotTransfer:
         """
         failure: StorageError | None = None
         if self._writes:
-            self._writer.start_held()
+            self._writer.start_deferred()
         while len(self._writes) > (keep if failure is None else 0):
             try:
                 self._writes[0].result()

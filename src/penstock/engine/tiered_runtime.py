@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import CacheStateError
 from penstock.core.ledger import MemoryLedger, MemoryReport, Reservation
 from penstock.core.slot_plan import SlotPlan
@@ -70,19 +70,19 @@ class TieredRuntime:
         )
 
     def _plan(
-        self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None = None
+        self, batch: int, current: tuple[SelectionPolicy, SlotPlan] | None = None
     ) -> tuple[SelectionPolicy, SlotPlan]:
         """Divide the budget for `batch` rows; opens the store, or closes it if none is needed.
 
         Args:
-            held: under which tokens are held that go on; None: there are none.
+            current: under which tokens are held that go on; None: there are none.
         """
         config = self.config
         stays = config.device_tier or (config.policy.stays_resident and not config.exact)
         if self._store is None and not stays:
             self._store = open_store(config, self._rows.shape, config.policy.unit_tokens, batch)
         policy, plan = plan_cache(
-            config, self._rows, batch, held=held,
+            config, self._rows, batch, current=current,
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
         )  # fmt: skip
         if plan.is_resident and self._store is not None:
@@ -103,10 +103,12 @@ class TieredRuntime:
         if not self.layers:
             self._allocate(batch)
 
-    def _allocate(self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None = None) -> None:
+    def _allocate(
+        self, batch: int, current: tuple[SelectionPolicy, SlotPlan] | None = None
+    ) -> None:
         """Take the plan's memory from the ledger and build the layers; all of it or nothing."""
         try:
-            self._build(batch, held)
+            self._build(batch, current)
         except BaseException:
             self._give_back()
             raise
@@ -122,9 +124,9 @@ class TieredRuntime:
         self._setup, self.device_steps = None, None
         close_all(*(layer.close for layer in layers), self._release_memory)
 
-    def _build(self, batch: int, held: tuple[SelectionPolicy, SlotPlan] | None) -> None:
+    def _build(self, batch: int, current: tuple[SelectionPolicy, SlotPlan] | None) -> None:
         if batch * self._rows.per_sequence != self.plan.batch:
-            self.policy, self.plan = self._plan(batch, held)
+            self.policy, self.plan = self._plan(batch, current)
             self._ledger.limit_bytes = self._limit()
         config, plan = self.config, self.plan
         for item in plan.items:
@@ -221,7 +223,7 @@ class TieredRuntime:
                 self.device_steps.end(self.length, step=count == 1 and self.length > 1)
         if is_last:
             if self._writer is not None:
-                self._writer.start_held()
+                self._writer.start_deferred()
             self._meter.leave(count)
             if count > 1 and self.config.progress is not None:
                 self.config.progress(self.layers[layer].length)
@@ -412,7 +414,7 @@ class TieredRuntime:
         self._release_memory()
         self.layers = []
         try:
-            self._allocate(len(rows), held=(self.policy, self.plan))
+            self._allocate(len(rows), current=(self.policy, self.plan))
             if self._setup is not None and old_setup is not None:
                 self._setup.units = old_setup.units
             self._take_rows_from(old, rows, old_steps)
@@ -462,7 +464,7 @@ class TieredRuntime:
 
     def close(self) -> None:
         """Give everything back; errors of writes that will not be read stay unsaid."""
-        with HeldInterrupts():
+        with DeferredInterrupts():
             self._health.is_closed = True
             parts = [*self.layers, self._writer, self._store]
             closers = [part.close for part in parts if part is not None]

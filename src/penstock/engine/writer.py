@@ -32,8 +32,8 @@ class Writer:
     def __init__(self, tracer: Tracer | None) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-writer")
         self._tracer = tracer
-        self._held: list[_Write] = []
-        self._holding = Lock()
+        self._deferred: list[_Write] = []
+        self._lock = Lock()
         """The layer that is computed and the one that is prefetched write from two threads."""
 
     def submit(
@@ -45,40 +45,40 @@ class Writer:
     ) -> "Future[int]":
         """Write `buffer[slots]` to `unit_ids`; the slots must not change until the future is
         done."""
-        self.start_held()
+        self.start_deferred()
         return self._pool.submit(self._write, region, unit_ids, buffer, slots)
 
-    def hold(
+    def defer(
         self,
         region: UnitRegion,
         unit_ids: NDArray[np.int64],
         buffer: AlignedBuffer,
         slots: NDArray[np.int64],
     ) -> "Future[int]":
-        """As `submit`, but not before `start_held`.
+        """As `submit`, but not before `start_deferred`.
 
         Layers that close a unit in the same decode step wake the thread once, behind the last of
         them, instead of each: it and the step want the interpreter in turns.
         """
         future: Future[int] = Future()
-        with self._holding:
-            self._held.append(_Write(future, region, unit_ids, buffer, slots))
+        with self._lock:
+            self._deferred.append(_Write(future, region, unit_ids, buffer, slots))
         return future
 
-    def start_held(self) -> None:
-        """Begin what is held; none of these futures may be waited for before."""
-        with self._holding:
-            held, self._held = self._held, []
-        if held:
-            self._pool.submit(self._write_all, held)
+    def start_deferred(self) -> None:
+        """Begin what is deferred; none of these futures may be waited for before."""
+        with self._lock:
+            deferred, self._deferred = self._deferred, []
+        if deferred:
+            self._pool.submit(self._write_all, deferred)
 
     def run(self, job: Callable[[], Done]) -> "Future[Done]":
         """Do something else on the same thread, in its turn."""
-        self.start_held()
+        self.start_deferred()
         return self._pool.submit(job)
 
-    def _write_all(self, held: "list[_Write]") -> None:
-        for write in held:
+    def _write_all(self, deferred: "list[_Write]") -> None:
+        for write in deferred:
             try:
                 write.future.set_result(self._write(*write[1:]))
             except BaseException as error:
@@ -100,5 +100,5 @@ class Writer:
 
     def close(self) -> None:
         """Finish what is queued and stop the thread."""
-        self._held = []  # they will not be read
+        self._deferred = []  # they will not be read
         self._pool.shutdown(wait=True, cancel_futures=True)

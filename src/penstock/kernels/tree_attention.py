@@ -127,14 +127,14 @@ def tree_attention_twin(
     positions = torch.arange(blocks * block_tokens, device=query.device)
     outs, lses = [], []
     for row in range(query.shape[0]):
-        held = slots.index_select(0, work.table[row].long())
+        pieces = slots.index_select(0, work.table[row].long())
         # [blocks, 2, heads, tokens, dim] to [2, heads, all tokens, dim]
-        held = held.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)
+        pieces = pieces.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)
         seen = positions < lengths[row]
         if window is not None:
             seen &= positions >= lengths[row] - window
         # What is not written may be anything: not-a-number times zero is not zero.
-        keys, values = held.masked_fill(~seen[:, None], 0.0)
+        keys, values = pieces.masked_fill(~seen[:, None], 0.0)
         out, lse = attention_twin(
             query[row][None, :, None], keys[None], values[None],
             scaling=scaling, mask=seen, softcap=softcap,

@@ -58,10 +58,10 @@ def _attend(
     sums = tl.zeros((QUERIES_WIDE, DIM_WIDE), tl.float32)
     for start in range(begin, end, TOKENS):
         position = start + tl.arange(0, TOKENS)
-        held = position < end
-        slot = tl.load(table_ptr + position // BLOCK_TOKENS, mask=held, other=0).to(tl.int64)
+        inside = position < end
+        slot = tl.load(table_ptr + position // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
         at = slot * slot_step + position % BLOCK_TOKENS * DIM
-        loaded = held[:, None] & (dim < DIM)[None, :]
+        loaded = inside[:, None] & (dim < DIM)[None, :]
         key = tl.load(slots_ptr + at[:, None], mask=loaded, other=0.0)
         value = tl.load(slots_ptr + value_step + at[:, None], mask=loaded, other=0.0)
         weighable = value

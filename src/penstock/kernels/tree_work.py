@@ -139,8 +139,8 @@ def plan_work(
         ValueError: a row has fewer blocks than its length needs.
     """
     counts = np.array([-(-length // block_tokens) for length in lengths_at_end], dtype=np.int64)
-    held = np.array([len(path) for path in blocks], dtype=np.int64)
-    if held.shape != counts.shape or bool((held < counts).any()):
+    lengths = np.array([len(path) for path in blocks], dtype=np.int64)
+    if lengths.shape != counts.shape or bool((lengths < counts).any()):
         raise ValueError("a row has fewer blocks than its length at the end of the step needs")
     if share and len(blocks) > 1:
         begins, ends, members = _shared_runs(blocks, counts)
@@ -219,10 +219,10 @@ def _cut(
     work, lane = base[run] + turn * sheets[run] + rank // lanes[run], rank % lanes[run]
 
     by_row = np.argsort(row, kind="stable")
-    held = np.bincount(row, minlength=num_rows)
+    per_row = np.bincount(row, minlength=num_rows)
     part = np.empty_like(row)
-    part[by_row] = np.arange(len(row)) - np.repeat(np.cumsum(held) - held, held)
-    most_parts, padded = max(1, int(held.max(initial=0))), max(1, works)
+    part[by_row] = np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    most_parts, padded = max(1, int(per_row.max(initial=0))), max(1, works)
     if pad_works:
         most_parts = 1 << (most_parts - 1).bit_length()
         padded = 1 << (max(padded, pad_works) - 1).bit_length()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import BudgetError, CacheStateError, ConfigError, UnsupportedModelError
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
@@ -426,7 +426,7 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give files and memory back and the model its attention; a second call does nothing."""
-        with HeldInterrupts():
+        with DeferredInterrupts():
             if self._open:
                 self._open = False
                 self._release()

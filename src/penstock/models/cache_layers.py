@@ -138,7 +138,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.cumulative_length = keys, values, length
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def _kept(self) -> tuple[Tensor, Tensor]:
         """Keys and values that are there still, what the window let go of last included."""
         if self._whole is not None and self._whole[2] is self.keys:
             return self._whole[:2]
@@ -150,7 +150,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Whether the window would be whole without its newest `count` tokens."""
         if count == 0 or count >= self.cumulative_length:
             return True
-        left = self._held()[0].shape[-2] - count
+        left = self._kept()[0].shape[-2] - count
         return bool(left >= min(self.sliding_window - 1, self.cumulative_length - count))
 
     def remove(self, count: int) -> None:
@@ -159,7 +159,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         if self.cumulative_length == 0:
             return
         count = min(count, self.cumulative_length)
-        keys, values = self._held()
+        keys, values = self._kept()
         end = keys.shape[-2] - count
         start = max(0, end - self.sliding_window + 1)
         self.keys, self.values = keys[:, :, start:end], values[:, :, start:end]

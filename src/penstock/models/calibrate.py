@@ -138,8 +138,8 @@ def _read(
 
 def _joint_keys(cache: DynamicCache, layer: int) -> Tensor:
     """Keys of one layer, the heads side by side, float32. [tokens, joint_dim]"""
-    held: Any = cache.layers[layer]
-    keys: Tensor = held.keys[0]
+    cached: Any = cache.layers[layer]
+    keys: Tensor = cached.keys[0]
     return keys.transpose(0, 1).flatten(1).float()
 
 

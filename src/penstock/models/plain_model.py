@@ -163,8 +163,8 @@ def put_tokens(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
 
 def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer of a DynamicCache; [batch, kv_heads, tokens, head_dim]."""
-    held: Any = cache.layers[layer]
-    return held.keys, held.values
+    cached: Any = cache.layers[layer]
+    return cached.keys, cached.values
 
 
 def random_adapter(model: PreTrainedModel, seed: int = 0) -> LowRankAdapter:

@@ -73,10 +73,12 @@ class RankMeter:
         with self._queries.watching():
             true = self._read(tokens, cache)
         for i, (layer, basis) in enumerate(zip(self._layers, bases, strict=True)):
-            held: Any = cache.layers[layer]
+            cached: Any = cache.layers[layer]
             query = self._queries.true(layer, QUERIES)[0]
             # All of them first: the cache goes back before the model reads.
-            masks = [*selections(query, held.keys[0].float(), basis.to(query.device), self._ranks)]
+            masks = [
+                *selections(query, cached.keys[0].float(), basis.to(query.device), self._ranks)
+            ]
             for j, mask in enumerate(masks):
                 cache.crop(-QUERIES)
                 with _masked(self._queries.layers[layer], mask):

@@ -86,7 +86,7 @@ class BeamSearch:
         self._on_step = on_step
         self._on_group = on_group
         self._choose = make_choose(params.temperature, params.top_k, params.top_p)
-        self._held: list[Beam] = []
+        self._alive: list[Beam] = []
         self._live: list[_Path] = []
         self._done: list[_Path] = []
         self._tree = SearchTree()
@@ -124,8 +124,8 @@ class BeamSearch:
                 self._step()
             self._complete = True
         finally:
-            while self._held:
-                self._decoder.release(self._held.pop())
+            while self._alive:
+                self._decoder.release(self._alive.pop())
         return self.so_far()
 
     def so_far(self) -> SearchOutput:
@@ -183,7 +183,7 @@ class BeamSearch:
             beams = [path.beam]
             if count > 1:
                 beams = self._decoder.fork(path.beam, count)
-                self._held.extend(beams)
+                self._alive.extend(beams)
                 self._release(path.beam)
             children += [replace(path, beam=beam) for beam in beams]
         return children
@@ -280,13 +280,13 @@ class BeamSearch:
                 self._release(path.beam)
 
     def _hold(self, beam: Beam) -> Beam:
-        self._held.append(beam)
+        self._alive.append(beam)
         return beam
 
     def _release(self, beam: Beam) -> None:
         """Forget a beam, then let the decoder free it: never twice, whatever comes between."""
-        at = next(at for at, held in enumerate(self._held) if held is beam)
-        self._decoder.release(self._held.pop(at))
+        at = next(at for at, other in enumerate(self._alive) if other is beam)
+        self._decoder.release(self._alive.pop(at))
 
 
 def _seed(seed: int | None) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal, TypeAlias
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import ConfigError
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
@@ -74,7 +74,7 @@ class KVStore:
         if num_layers < 1 or unit_bytes < 1:
             raise ConfigError(f"a store needs layers and bytes, not {num_layers} x {unit_bytes}")
         profile, place = parse_location(str(location))
-        with HeldInterrupts():  # nothing is open that nothing would close
+        with DeferredInterrupts():  # nothing is open that nothing would close
             in_memory = place == "memory"
             opened = _in_memory(num_layers) if in_memory else open_files(place, num_layers)
             try:

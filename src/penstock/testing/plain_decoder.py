@@ -36,9 +36,9 @@ class PlainDecoder:
         group_size: beams that count as one group; None: all of them.
 
     Attributes:
-        held: beams that have not been released.
+        alive: beams that have not been released.
         num_released: beams that have been.
-        most_held: most beams held at once.
+        most_alive: most beams held at once.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class PlainDecoder:
         self._group_size = group_size
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.max_tokens = max_tokens or inspect_model(model).max_positions
-        self.held: list[PlainBeam] = []
-        self.num_released = self.most_held = 0
+        self.alive: list[PlainBeam] = []
+        self.num_released = self.most_alive = 0
         self.is_closed = False
         self.store_description = "nowhere: every token is computed anew"
         self.simulated: str | None = None
@@ -110,12 +110,12 @@ class PlainDecoder:
             CacheStateError: it was released before, or is none of this decoder's.
         """
         own = self._own(beam)
-        self.held = [held for held in self.held if held is not own]
+        self.alive = [beam for beam in self.alive if beam is not own]
         self.num_released += 1
 
     def close(self) -> None:
         """See `BeamDecoder`."""
-        self.held = []
+        self.alive = []
         self.is_closed = True
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -143,15 +143,15 @@ class PlainDecoder:
         return tokens, numbers
 
     def _hold(self, beam: PlainBeam) -> PlainBeam:
-        self.held.append(beam)
-        self.most_held = max(self.most_held, len(self.held))
+        self.alive.append(beam)
+        self.most_alive = max(self.most_alive, len(self.alive))
         return beam
 
     def _own(self, beam: Beam) -> PlainBeam:
         self._check_open()
-        for held in self.held:
-            if held is beam:
-                return held
+        for other in self.alive:
+            if other is beam:
+                return other
         raise CacheStateError("this beam was released before, or is none of this decoder's")
 
     def _check_open(self) -> None:

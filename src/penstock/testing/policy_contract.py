@@ -19,8 +19,8 @@ from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.testing.allocated_memory import allocated_bytes
 from penstock.testing.faulty_file import FaultyFile
-from penstock.testing.held_memory import held_bytes
 from penstock.testing.mirrored_runtime import SCALING, SHAPE, MirroredRuntime, make_runtime
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -277,10 +277,14 @@ class PolicyContract:
                     )
                     runtime.attend(layer, AttentionCall(query, keys, values, 0.125))
             report = runtime.report()
-            held = held_bytes(runtime, type(policy).__module__.split(".")[0])
+            allocated = allocated_bytes(runtime, type(policy).__module__.split(".")[0])
             most, lasting = report.used_bytes, report.used_bytes - report.items.get(SCRATCH, 0)
-            assert held <= most * (1 + SLACK), f"{held:,} bytes are held, and {most:,} booked"
-            assert held >= lasting, f"{held:,} bytes are held, and {lasting:,} booked to last"
+            assert allocated <= most * (1 + SLACK), (
+                f"{allocated:,} bytes are allocated, and {most:,} booked"
+            )
+            assert allocated >= lasting, (
+                f"{allocated:,} bytes are allocated, and {lasting:,} booked to last"
+            )
         assert runtime.report().used_bytes == 0, "closing gives not everything back"
 
 

@@ -85,8 +85,10 @@ class PrefilledText:
         mask = torch.cat([self._mask, self._mask.new_ones(len(token_ids), count)], dim=1)
         logits = self._read(token_ids.to(mask.device), mask, logits_to_keep=last)
         for layer in self.tiered:
-            held = self.cache.layers[layer]
-            held.keys, held.values = (t[:, :, : self.length] for t in tokens_of(self.cache, layer))
+            cached = self.cache.layers[layer]
+            cached.keys, cached.values = (
+                t[:, :, : self.length] for t in tokens_of(self.cache, layer)
+            )
         for layer, window in windows.items():
             self.cache.layers[layer] = window
         return logits
@@ -94,8 +96,8 @@ class PrefilledText:
     def _windows(self) -> dict[int, Any]:
         """Copies of the layers with a sliding window, by number."""
         return {
-            layer: copy.deepcopy(held)
-            for layer, held in enumerate(self.cache.layers)
+            layer: copy.deepcopy(cached)
+            for layer, cached in enumerate(self.cache.layers)
             if layer not in self.tiered
         }
 

@@ -69,8 +69,8 @@ class SyntheticKV:
                         _reserve(cache, layer)
                 progress(min(1.0, (start + CHUNK_TOKENS) / tokens))
             if tiered:
-                for held in cache.tiers.layers:
-                    getattr(held, "drain", lambda: None)()
+                for layer in cache.tiers.layers:
+                    getattr(layer, "drain", lambda: None)()
 
 
 def _reserve(cache: TieredCache, layer: int) -> None:

@@ -165,11 +165,11 @@ def test_priced_as_stored(make: type[BaselinePolicy]) -> None:
     sizes = make().index_sizes(sizing(2))
     for policy, size in sizes:
         index = make_index(policy, 2)
-        assert stored_bytes(index) == size.held_bytes
+        assert stored_bytes(index) == size.index_bytes
         take_in(index, torch.randn(2, 1200, 1, HEAD_DIM))
-        assert stored_bytes(index) == size.held_bytes
+        assert stored_bytes(index) == size.index_bytes
         assert not any(isinstance(value, PromptSample) for value in vars(index).values())
-    held = [size.held_bytes for _, size in sizes]
+    held = [size.index_bytes for _, size in sizes]
     assert held[-1] == min(held)
     assert len(set(held)) == len(held)
 

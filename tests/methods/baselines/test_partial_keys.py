@@ -131,7 +131,7 @@ def bytes_of(index: KeyIndex) -> int:
 
 def variants(policy: BaselinePolicy, shape: KVShape) -> list[tuple[BaselinePolicy, int]]:
     sizes = policy.index_sizes(sizing(shape))
-    return [(p, size.held_bytes) for p, size in sizes if isinstance(p, BaselinePolicy)]
+    return [(p, size.index_bytes) for p, size in sizes if isinstance(p, BaselinePolicy)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,10 +142,10 @@ def test_priced_as_stored(policy_class: type[BaselinePolicy], dtype: torch.dtype
     queries = torch.randn(ROWS, shape.num_query_heads, 64, HEAD_DIM, dtype=dtype)
     priced = variants(policy_class(), shape)
     assert [size for _, size in priced] == sorted({size for _, size in priced}, reverse=True)
-    for policy, held_bytes in priced:
+    for policy, index_bytes in priced:
         index = index_of(policy, shape)
         fill(index, keys, queries)
-        assert bytes_of(index) == held_bytes
+        assert bytes_of(index) == index_bytes
 
 
 @pytest.mark.parametrize("policy_class", CLASSES)

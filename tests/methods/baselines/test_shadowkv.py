@@ -301,14 +301,14 @@ def test_priced_as_stored(heads: int, dtype: torch.dtype) -> None:
         sector_bytes=512, device_is_cpu=True, has_adapter=False, rows_per_sequence=heads,
     )  # fmt: skip
     sizes = ShadowKV(selected_tokens=400).index_sizes(request)
-    assert len({size.held_bytes for _, size in sizes}) >= 7
+    assert len({size.index_bytes for _, size in sizes}) >= 7
     for policy, size in sizes:
         index = policy.make_index(index_request(policy, request, selected_units=50))
         keys = torch.randn(2 * heads, 1000, 1, 16, dtype=dtype)
         index.fit(keys, torch.arange(1000))
         index.append(keys, 0)
         tensors = [value for value in vars(index).values() if isinstance(value, Tensor)]
-        assert sum(tensor.nbytes for tensor in tensors) == size.held_bytes
+        assert sum(tensor.nbytes for tensor in tensors) == size.index_bytes
 
 
 @pytest.mark.parametrize(("share", "least_rank"), [(4, 160), (13, 64), (34, 16)])

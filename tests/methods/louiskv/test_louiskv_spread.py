@@ -184,7 +184,7 @@ def test_it_costs_one_number_a_unit(device_tier: bool) -> None:
     held = [
         LouisKV(
             summary=summary, selected_tokens=64, cluster_tokens=4, block_tokens=512, beside=True
-        ).index_sizes(request)[0][1].held_bytes
+        ).index_sizes(request)[0][1].index_bytes
         for summary in ("mean", "mean+spread")
     ]  # fmt: skip
     more = (held[1] - held[0]) / 3

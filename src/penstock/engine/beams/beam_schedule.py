@@ -137,8 +137,10 @@ def slots_needed(
     share: bool = False,
 ) -> int:
     """Slots of fast memory that a group takes until the end of the step."""
-    held = _joined([blocks[beam] for beam in group])
-    return len(distinct_blocks(held) if share else held) + sum(int(growth[beam]) for beam in group)
+    present = _joined([blocks[beam] for beam in group])
+    return len(distinct_blocks(present) if share else present) + sum(
+        int(growth[beam]) for beam in group
+    )
 
 
 def blocks_to_load(
@@ -249,7 +251,7 @@ class _Packing:
         self, unused: NDArray[np.bool_], before: NDArray[np.bool_], most: int
     ) -> tuple[list[int], NDArray[np.bool_]]:
         """One group, struck from `unused`, and the rows of the bitmap that it holds."""
-        held = np.zeros(len(self._holds), dtype=bool)
+        present = np.zeros(len(self._holds), dtype=bool)
         overlap = np.zeros(len(self.needs), dtype=np.int64)
         follow = self._options.overlap and self._options.follow
         score = self._weighted[before].sum(axis=0) if follow else overlap
@@ -263,11 +265,11 @@ class _Packing:
             group.append(best)
             unused[best] = False
             free -= int(costs[best])
-            new = self._holds[:, best] & ~held
-            held |= new
+            new = self._holds[:, best] & ~present
+            present |= new
             overlap = overlap + self._weighted[new].sum(axis=0)
             score = overlap
-        return group, held
+        return group, present
 
     def _pick(
         self, score: Blocks, unused: NDArray[np.bool_], fits: NDArray[np.bool_]

@@ -70,6 +70,6 @@ class PromptChunk:
             Two of [1, kv_heads, end - first, head_dim].
         """
         blocks = self.table[first // self.block_tokens : -(-end // self.block_tokens)]
-        held = slots[blocks].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, tokens, head_dim]
-        flat = held.reshape(2, slots.shape[2], -1, slots.shape[4])[:, :, : end - first]
+        pieces = slots[blocks].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, tokens, head_dim]
+        flat = pieces.reshape(2, slots.shape[2], -1, slots.shape[4])[:, :, : end - first]
         return flat[None, 0], flat[None, 1]

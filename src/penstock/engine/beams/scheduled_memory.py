@@ -251,10 +251,10 @@ class ScheduledMemory(BeamMemory):
         needed = {block for i in coming for block in self._paths[i].blocks}
         idle = [block for block in self._fast.resident() if block not in needed]
         room = self._fast.num_free + sum(len(self._fast.slots_of(b)) for b in idle)
-        held = self._resident()
+        resident = self._resident()
         wanted = prefetch_order(
             self._order, [path.array() for path in self._paths], index - 1, free_slots=room,
-            resident=held, share=self._options.share,
+            resident=resident, share=self._options.share,
         ).tolist()  # fmt: skip
         self._evict(idle, len(wanted) - self._fast.num_free)
         loads = [(block, self._fast.put(block)) for block in wanted]

@@ -332,8 +332,8 @@ class DeviceLayer(Layer):
         closed = keys.transpose(1, 2)[:, : last * group_tokens - start]
         if start % group_tokens:
             positions = torch.arange(first * group_tokens, start, device=keys.device)
-            held = self.window.tokens[:, self.window.window_places(positions), 0]
-            closed = torch.cat([held, closed], dim=1)
+            unclosed = self.window.tokens[:, self.window.window_places(positions), 0]
+            closed = torch.cat([unclosed, closed], dim=1)
         require_finite(closed, self.layer_idx)
         self.index.take(closed, first * group_tokens)
 

@@ -64,8 +64,8 @@ class SlotTable:
     ) -> None:
         """Put `units[i]` of row `rows[i]` into `slots[i]`, evicting what was there."""
         old = self.unit_in[rows, slots]
-        held = old != ABSENT
-        self.slot_of[rows[held], old[held]] = ABSENT
+        was_full = old != ABSENT
+        self.slot_of[rows[was_full], old[was_full]] = ABSENT
         self.unit_in[rows, slots] = units
         self.slot_of[rows, units] = slots
 

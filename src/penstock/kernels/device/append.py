@@ -96,9 +96,9 @@ def append_token_twin(
     offsets = torch.arange(group_tokens, device=keys.device)
     places = sink_places + unit % window_slots * group_tokens + offsets
     window.index_copy_(1, places.gather(0, offset), token[:, None])
-    held = window_mask.index_select(1, places)
-    held = held.masked_fill(offset == 0, NEGATIVE_INFINITY).masked_fill(offsets == offset, 0.0)
-    window_mask.index_copy_(1, places, held)
+    marks = window_mask.index_select(1, places)
+    marks = marks.masked_fill(offset == 0, NEGATIVE_INFINITY).masked_fill(offsets == offset, 0.0)
+    window_mask.index_copy_(1, places, marks)
     if sink_places == 0:
         return
     first = start[:, None] // group_tokens * group_tokens

@@ -41,11 +41,11 @@ def _attend(
     part = tl.zeros((HEADS_WIDE, DIM_WIDE), tl.float32)
     for block in range(SPLIT_BLOCKS):
         place = block * BLOCK + tl.arange(0, BLOCK)
-        held = place < places - first
-        loaded = held[:, None] & (dim < DIM)[None, :]
+        inside = place < places - first
+        loaded = inside[:, None] & (dim < DIM)[None, :]
         there = tokens_ptr + place[:, None] * (2 * KV_HEADS * DIM)
         key = tl.load(there, mask=loaded, other=0.0)
-        shown = tl.load(mask_ptr + place, mask=held, other=-float("inf"))
+        shown = tl.load(mask_ptr + place, mask=inside, other=-float("inf"))
         value = tl.load(there + KV_HEADS * DIM, mask=loaded, other=0.0)
         # What no query sees may be anything in memory: not-a-number times zero is not zero.
         visible = shown.to(tl.float32) > -float("inf")

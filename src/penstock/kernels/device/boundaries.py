@@ -192,16 +192,16 @@ def grow_units_twin(
     """The meaning of `grow_units` in plain torch."""
     cut = _spread(boundary, rows_per_sequence) | (state.open_tokens == 0)
     begins = cut & (state.count < state.capacity)
-    held = begins | (state.open_tokens > 0)
+    is_open = begins | (state.open_tokens > 0)
     state.count.add_(begins)
     unit = (state.count - 1).clamp_min(0).long().unsqueeze(1)
     begins_unit = begins.unsqueeze(1)
     first = torch.maximum(position, state.start).to(torch.int32).unsqueeze(1)
     state.first.scatter_(1, unit, torch.where(begins_unit, first, state.first.gather(1, unit)))
     state.sizes.scatter_(1, unit, state.sizes.gather(1, unit).masked_fill(begins_unit, 0))
-    state.open_tokens.masked_fill_(begins, 0).add_(held)
+    state.open_tokens.masked_fill_(begins, 0).add_(is_open)
     open_sum.masked_fill_(begins_unit, 0.0)
-    taken = keys.float().masked_fill(~held.unsqueeze(1), 0.0)
+    taken = keys.float().masked_fill(~is_open.unsqueeze(1), 0.0)
     open_sum.add_(taken)
     wide_mean = open_sum / state.open_tokens.clamp_min(1).unsqueeze(1)
     if spread is not None:
@@ -209,12 +209,12 @@ def grow_units_twin(
         square = spread.open_square / state.open_tokens.clamp_min(1)
         half = (square - wide_mean.square().sum(dim=1)).clamp_min(0.0) / (2 * keys.shape[1])
         kept = spread.halves.gather(1, unit)
-        spread.halves.scatter_(1, unit, torch.where(held.unsqueeze(1), half.unsqueeze(1), kept))
+        spread.halves.scatter_(1, unit, torch.where(is_open.unsqueeze(1), half.unsqueeze(1), kept))
     mean = wide_mean.to(means.dtype).unsqueeze(1)
     place = unit.unsqueeze(2).expand(-1, 1, means.shape[2])
-    means.scatter_(1, place, torch.where(held[:, None, None], mean, means.gather(1, place)))
+    means.scatter_(1, place, torch.where(is_open[:, None, None], mean, means.gather(1, place)))
     at = position.expand(len(keys), 1)
-    unit_of.scatter_(1, at, unit.masked_fill(~held.unsqueeze(1), -1).to(unit_of.dtype))
+    unit_of.scatter_(1, at, unit.masked_fill(~is_open.unsqueeze(1), -1).to(unit_of.dtype))
 
 
 def _leave_window(unit_of: Tensor, state: UnitState, end: Tensor) -> None:

@@ -86,7 +86,7 @@ def _move_kernel(
     points += (which // inner) * points_outer + (which % inner) * points_inner
     labels += which * count
     sums = tl.zeros([BLOCK_CLUSTERS, WIDTH], tl.float32)
-    held = tl.zeros([BLOCK_CLUSTERS, BLOCK_POINTS], tl.int32)
+    members = tl.zeros([BLOCK_CLUSTERS, BLOCK_POINTS], tl.int32)
     for start in range(0, count, BLOCK_POINTS):
         rows = start + tl.arange(0, BLOCK_POINTS)
         real = rows < count
@@ -96,9 +96,9 @@ def _move_kernel(
         if WIDEN:
             x = x.to(tl.float32)
         mine = ids[:, None] == label[None, :]
-        held += mine.to(tl.int32)
+        members += mine.to(tl.int32)
         sums = tl.dot(mine.to(x.dtype), x, sums, input_precision="tf32x3")
-    size = tl.sum(held, axis=1)[:, None]
+    size = tl.sum(members, axis=1)[:, None]
     used = ids < clusters
     whole = used[:, None] & inside[None, :]
     at = (which * clusters + ids)[:, None] * DIM + columns[None, :]

@@ -15,12 +15,12 @@ def _rms_norm(hidden_ptr, weight_ptr, out_ptr, dim, eps, WIDE: tl.constexpr):
     column = tl.arange(0, WIDE)
     inside = column < dim
     place = tl.program_id(0).to(tl.int64) * dim + column
-    held = tl.load(hidden_ptr + place, mask=inside, other=0.0)
-    wide = held.to(tl.float32)
+    loaded = tl.load(hidden_ptr + place, mask=inside, other=0.0)
+    wide = loaded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / dim + eps)
-    normed = (wide * scale).to(held.dtype).to(tl.float32)
+    normed = (wide * scale).to(loaded.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (weight * normed).to(held.dtype), mask=inside)
+    tl.store(out_ptr + place, (weight * normed).to(loaded.dtype), mask=inside)
 
 
 def rms_norm_triton(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

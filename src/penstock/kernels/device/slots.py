@@ -110,13 +110,13 @@ def plan_slots_twin(
     lists.traffic[:, 0] += (valid & due[:, None]).sum(dim=1)
     lists.traffic[:, 1] += counts[:, 0]
 
-    held = unit_in.gather(1, order)
-    evicted = torch.where(chosen & (held >= 0), held, num_units).long()
+    former = unit_in.gather(1, order)
+    evicted = torch.where(chosen & (former >= 0), former, num_units).long()
     entering = lists.units.gather(1, rank.clamp(0, width - 1))
     table = _with_last_column(slot_of).scatter_(1, evicted, ABSENT)
     table.scatter_(1, torch.where(chosen, entering, num_units).long(), order.int())
     slot_of.copy_(table[:, :num_units])
-    unit_in.scatter_(1, order, torch.where(chosen, entering, held))
+    unit_in.scatter_(1, order, torch.where(chosen, entering, former))
     passed = torch.where(chosen, hand + 1, 0).amax(dim=1)
     heads.copy_((heads + passed) % num_slots)
 

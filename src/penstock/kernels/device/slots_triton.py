@@ -65,8 +65,8 @@ def _plan(
     tl.store(slots_ptr + row * width + rank, order, mask=chosen)
 
     unit_in_ptr += row * num_slots
-    held = tl.load(unit_in_ptr + order, mask=chosen, other=-1)
-    tl.store(slot_of_ptr + held, tl.full((SLOTS,), -1, tl.int32), mask=chosen & (held >= 0))
+    former = tl.load(unit_in_ptr + order, mask=chosen, other=-1)
+    tl.store(slot_of_ptr + former, tl.full((SLOTS,), -1, tl.int32), mask=chosen & (former >= 0))
     tl.debug_barrier()  # the list of units is read back in the order of the slots
     entering = tl.load(units_ptr + row * width + rank, mask=chosen, other=0)
     tl.store(unit_in_ptr + order, entering, mask=chosen)
@@ -117,19 +117,19 @@ def _read_tile(
     slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
     whole = listed[:, None] & (word < WORDS)[None, :]
     source = row * host_row_words + unit.to(tl.int64)[:, None] * WORDS + word[None, :]
-    held = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
-    return listed, unit, slot, held
+    words = tl.load(host_ptr + source, mask=whole, eviction_policy="evict_first")
+    return listed, unit, slot, words
 
 
 @triton.jit
 def _write_tile(
-    pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words, mask_row,
+    pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words, mask_row,
     WORDS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Put a tile into its slots; with the first chunk, the mask of their tokens."""
     word = chunk * CHUNK + tl.arange(0, CHUNK)
     target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
-    tl.store(pool_ptr + target, held, mask=listed[:, None] & (word < WORDS)[None, :])
+    tl.store(pool_ptr + target, words, mask=listed[:, None] & (word < WORDS)[None, :])
     if chunk == 0:
         offset = tl.arange(0, GROUP_WIDE)
         position = unit[:, None] * GROUP + offset[None, :]
@@ -156,12 +156,12 @@ def _gather(
     for tile in range(TILES):
         entry = (tile * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
         chunk = tl.program_id(2)
-        listed, unit, slot, held = _read_tile(
+        listed, unit, slot, words = _read_tile(
             host_ptr, units_ptr, slots_ptr, row, entry, count, chunk, width, host_row_words,
             WORDS, CHUNK,
         )  # fmt: skip
         _write_tile(
-            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words,
+            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words,
             mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
         )  # fmt: skip
 
@@ -192,7 +192,7 @@ def _gather_staying(
     tile = tl.program_id(0)
     row, entry, chunk = _spot(ends, tile, rows, CHUNKS, ENTRIES)
     count = tl.where(tile < total, tl.load(counts_ptr + row), 0)
-    listed, unit, slot, held = _read_tile(
+    listed, unit, slot, words = _read_tile(
         host_ptr, units_ptr, slots_ptr, row, entry, count, chunk, width, host_row_words,
         WORDS, CHUNK,
     )  # fmt: skip
@@ -200,16 +200,16 @@ def _gather_staying(
         tile += tl.num_programs(0)
         next_row, entry, next_chunk = _spot(ends, tile, rows, CHUNKS, ENTRIES)
         count = tl.where(tile < total, tl.load(counts_ptr + next_row), 0)
-        next_listed, next_unit, next_slot, next_held = _read_tile(
+        next_listed, next_unit, next_slot, next_words = _read_tile(
             host_ptr, units_ptr, slots_ptr, next_row, entry, count, next_chunk, width,
             host_row_words, WORDS, CHUNK,
         )  # fmt: skip
         _write_tile(
-            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, held, pool_row_words,
+            pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words,
             mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
         )  # fmt: skip
         row, chunk, listed, unit = next_row, next_chunk, next_listed, next_unit
-        slot, held = next_slot, next_held
+        slot, words = next_slot, next_words
 
 
 def gather_units_triton(

@@ -85,20 +85,20 @@ def _logits(
             asked = asked.to(tl.float32)
         units = block * BLOCK + tl.arange(0, BLOCK)
         size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
-        held = (size > 0) & (units < tl.load(count + row))
+        used = (size > 0) & (units < tl.load(count + row))
         keys = tl.load(
             means + wide * means_row + units[:, None] * DIM + lane[None, :],
-            mask=held[:, None] & (lane < DIM)[None, :], other=0.0,
+            mask=used[:, None] & (lane < DIM)[None, :], other=0.0,
         )  # fmt: skip
         if WIDEN:
             keys = keys.to(tl.float32)
         products = tl.dot(keys, asked, input_precision="ieee")
         products = products * scaling
         if SPREAD:
-            half = tl.load(spread + wide * capacity + units, mask=held, other=0.0)
+            half = tl.load(spread + wide * capacity + units, mask=used, other=0.0)
             wide_query = asked.to(tl.float32) * scaling
             products += half[:, None] * tl.sum(wide_query * wide_query, axis=0)[None, :]
-        products = tl.where(held[:, None], products, float("-inf"))
+        products = tl.where(used[:, None], products, float("-inf"))
         at = (wide * HEADS + head[None, :]) * capacity + units[:, None]
         tl.store(logits + at, products, mask=(head < HEADS)[None, :] & (units < capacity)[:, None])
         maximum = tl.max(products, axis=0)
@@ -125,7 +125,7 @@ def _combine(
         wide = row.to(tl.int64)
         units = tile % parts * BLOCK + tl.arange(0, BLOCK)
         size = tl.load(sizes + wide * capacity + units, mask=units < capacity, other=0)
-        held = (size > 0) & (units < tl.load(count + row))
+        used = (size > 0) & (units < tl.load(count + row))
         score = tl.zeros([BLOCK], dtype=tl.float32)
         for head in range(HEADS):
             line = wide * HEADS + head
@@ -134,9 +134,9 @@ def _combine(
             shift = tl.max(maxima, axis=0)
             shift = tl.where(shift == float("-inf"), 0.0, shift)
             whole = tl.sum(sums * tl.exp(maxima - shift), axis=0)
-            logit = tl.load(logits + line * capacity + units, mask=held, other=float("-inf"))
+            logit = tl.load(logits + line * capacity + units, mask=used, other=float("-inf"))
             score += tl.exp(logit - shift) / tl.where(whole > 0, whole, 1.0)
-        scored = tl.where(held, score / HEADS, -1.0)
+        scored = tl.where(used, score / HEADS, -1.0)
         tl.store(out + wide * capacity + units, scored, mask=units < capacity)
         tile += tl.num_programs(0)
 

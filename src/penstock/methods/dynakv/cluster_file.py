@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.core.errors import FetchError, StorageError
 from penstock.methods.dynakv.cluster_pools import EMPTY
 from penstock.methods.dynakv.cluster_reads import ClusterRead, LayoutCounters
-from penstock.methods.dynakv.cluster_spans import Located, Spans, merge, put_held
+from penstock.methods.dynakv.cluster_spans import Located, Spans, merge, put_buffered
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import ByteArray, Int64Array, KVFile
 
@@ -219,7 +219,7 @@ class ClusterFile(ABC):
         stored = np.zeros(len(sizes), dtype=np.int64)
         np.add.at(stored, spans.span_of, found.stored)
         live = stored > 0
-        lows, highs, late = put_held(found, spans, live, shift, buffer)
+        lows, highs, late = put_buffered(found, spans, live, shift, buffer)
         ticket = None
         if live.any():
             to = (lows + shift)[live] + buffer.address

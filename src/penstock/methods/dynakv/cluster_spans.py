@@ -29,7 +29,7 @@ class Located(NamedTuple):
     """Bytes from one entry of a range to the next, negative where they go down. [ranges]"""
     held: Int64Array
     """Byte of the file of each sector that is newer in memory, ends of ranges all. [held]"""
-    held_bytes: npt.NDArray[np.void]
+    buffered_bytes: npt.NDArray[np.void]
     """What they hold. void of a sector [held]"""
 
     def addresses(self, shift: Int64Array | int = 0) -> Int64Array:
@@ -86,7 +86,7 @@ class Patches(NamedTuple):
     """void of a sector [sectors]"""
 
 
-def put_held(
+def put_buffered(
     found: Located, spans: Spans, live: npt.NDArray[np.bool_], shift: Int64Array,
     buffer: AlignedBuffer,
 ) -> tuple[Int64Array, Int64Array, Patches | None]:  # fmt: skip
@@ -103,7 +103,7 @@ def put_held(
     lows, highs, held = spans.lows, spans.highs, found.held
     if not len(held):
         return lows, highs, None
-    sector = found.held_bytes.itemsize
+    sector = found.buffered_bytes.itemsize
     span_of = lows.searchsorted(held, "right") - 1
     is_first = held == lows[span_of]
     is_last = (held == highs[span_of] - sector) & ~is_first
@@ -113,11 +113,11 @@ def put_held(
     to = (held + shift[span_of]) // sector
     is_late = live[span_of] & ~(is_first | is_last)
     if not is_late.any():
-        sectors_of(buffer, sector)[to] = found.held_bytes
+        sectors_of(buffer, sector)[to] = found.buffered_bytes
         return lows, highs, None
     early = ~is_late
-    sectors_of(buffer, sector)[to[early]] = found.held_bytes[early]
-    return lows, highs, Patches(to[is_late], found.held_bytes[is_late])
+    sectors_of(buffer, sector)[to[early]] = found.buffered_bytes[early]
+    return lows, highs, Patches(to[is_late], found.buffered_bytes[is_late])
 
 
 def sectors_of(buffer: AlignedBuffer, sector_bytes: int) -> npt.NDArray[np.void]:

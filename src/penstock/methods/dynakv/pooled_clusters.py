@@ -341,11 +341,12 @@ class PooledClusters(ClusterFile):
         padded = num_bytes + (sector - rest) * (rest > 0)
         lows = base - padded * side
         slots = self._buffers.slots(clusters)
-        is_held = (slots >= 0) & (rest > 0)
+        is_buffered = (slots >= 0) & (rest > 0)
         held = lows + (padded - sector) * (1 - side)
         return Located(
-            count, lows, lows + padded, count - rest // size * is_held, count, base - size * side,
-            size - 2 * size * side, held[is_held], self._buffers.rows[slots[is_held]],
+            count, lows, lows + padded, count - rest // size * is_buffered, count,
+            base - size * side, size - 2 * size * side, held[is_buffered],
+            self._buffers.rows[slots[is_buffered]],
         )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ class LouisKV(AheadPolicy):
             kept = (
                 0 if request.device_tier else 18 * request.batch * selected * rest.shape.num_layers
             )
-            with_kept = IndexSize(size.held_bytes, size.scratch_bytes + kept)
+            with_kept = IndexSize(size.index_bytes, size.scratch_bytes + kept)
             plan = self._build(rest, with_kept, selected, selected, shared=False)
             plan = with_whole_layers(plan, whole)
             if plan.total_bytes <= limit:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import DocumentBusyError, DocumentDamagedError, DocumentError
 from penstock.storage.documents.blobs import damaged_blob, read_blob
 from penstock.storage.documents.damage import Damage, find_damage
@@ -108,7 +108,7 @@ class StoredDocument:
             StorageError: the disk failed.
         """
         what = f"open the document in {folder}"
-        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
+        with DeferredInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             opened_folder = open_document_folder(disk, folder)
             stack.callback(opened_folder.close)
             stack.callback(lock_document(opened_folder, folder, exclusive=False))

@@ -164,13 +164,13 @@ def _full(
     library: "Library", entries: Sequence["Entry"], stays: Mapping[str, str],
     need_bytes: int, max_disk_bytes: int,
 ) -> StoreFullError:  # fmt: skip
-    held = sorted(entries, key=lambda each: -each.size_bytes)
+    by_size = sorted(entries, key=lambda each: -each.size_bytes)
     shown = [
         f"{each.name} {format_bytes(each.size_bytes)}"
         + (f" ({stays[each.name]})" if each.name in stays else "")
-        for each in held[:_SHOWN_HOLDERS]
+        for each in by_size[:_SHOWN_HOLDERS]
     ]
-    rest = held[_SHOWN_HOLDERS:]
+    rest = by_size[_SHOWN_HOLDERS:]
     if rest:
         rest_bytes = sum(each.size_bytes for each in rest)
         shown.append(f"{len(rest)} more {format_bytes(rest_bytes)}")

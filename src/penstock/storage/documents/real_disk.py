@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.core.closing import HeldInterrupts
+from penstock.core.closing import DeferredInterrupts
 from penstock.core.errors import StorageError
 from penstock.storage.documents.disk import Disk, DiskFile, Folder
 from penstock.storage.file_space import direct_sector_bytes, file_system
@@ -83,18 +83,18 @@ class RealFolder(Folder):
     def __init__(self, path: Path) -> None:
         """Open it; it must not be a symbolic link."""
         self._path = path
-        with HeldInterrupts():
+        with DeferredInterrupts():
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BASE)
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def create(self, name: str) -> DiskFile:
         """Make a file that no other user may read."""
-        with HeldInterrupts():
+        with DeferredInterrupts():
             return RealFile(self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def open(self, name: str, *, writable: bool = False) -> DiskFile:
         """Open a plain file."""
-        with HeldInterrupts():
+        with DeferredInterrupts():
             return RealFile(self._open(name, os.O_RDWR if writable else os.O_RDONLY))
 
     def replace(self, source: str, target: str) -> None:
@@ -118,7 +118,7 @@ class RealFolder(Folder):
         """Lock with flock: it belongs to this opening of the file, also within one process."""
         import fcntl
 
-        with HeldInterrupts():
+        with DeferredInterrupts():
             descriptor = self._open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
             file = RealFile(descriptor)
         try:

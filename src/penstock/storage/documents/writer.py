@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import (
     ConfigError,
     DocumentBusyError,
@@ -105,7 +105,7 @@ class DocumentWriter:
         document_id = secrets.token_hex(16)
         sealer = new_sealer(key, document_id)
         what = f"make a document in {folder}"
-        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
+        with DeferredInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             try:
                 opened = disk.make_folder(folder)
             except FileExistsError as error:
@@ -143,7 +143,7 @@ class DocumentWriter:
             StorageError: the disk failed.
         """
         what = f"extend the document in {folder}"
-        with HeldInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
+        with DeferredInterrupts(), contextlib.ExitStack() as stack, typed_errors(what):
             opened = open_document_folder(disk, folder)
             stack.callback(opened.close)
             stack.callback(lock_document(opened, folder, exclusive=False))
@@ -262,7 +262,7 @@ class DocumentWriter:
 
         The folder of a document that was never committed is removed.
         """
-        with HeldInterrupts():
+        with DeferredInterrupts():
             if self._is_closed:
                 return
             self._is_closed = True

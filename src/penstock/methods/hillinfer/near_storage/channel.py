@@ -146,7 +146,7 @@ class Channel:
         try:
             if not self._reader.receive_some():
                 raise self.failure or self._device.gone()
-            while (received := self._reader.next_held()) is not None:
+            while (received := self._reader.next_buffered()) is not None:
                 self._take(*received)
         except BlockingIOError:
             if time.monotonic() > deadline:

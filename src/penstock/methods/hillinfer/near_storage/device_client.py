@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.child_python import python_command
-from penstock.core.closing import HeldInterrupts, close_all
+from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import ConfigError, StorageError
 from penstock.kernels.native import compiled
 from penstock.methods.hillinfer.near_storage import protocol, shared_memory
@@ -84,10 +84,10 @@ class NearDevice:
         """Open the files; returns the settings with what the process must know of them."""
         if place == "memory":
             for _ in range(settings.layers):
-                with HeldInterrupts():
+                with DeferredInterrupts():
                     self._descriptors.append(shared_memory.create(0))
             return replace(settings, in_memory=True)
-        with HeldInterrupts():
+        with DeferredInterrupts():
             opened = open_descriptors(place, settings.layers)
             self._descriptors += opened.numbers
         return replace(settings, directory=opened.directory, direct=opened.direct)
@@ -125,7 +125,7 @@ class NearDevice:
         self.scores, self.reads, self.writes = state.channels
         handed = [*(theirs.fileno() for _, theirs in pairs), state.memory]
         try:
-            with HeldInterrupts():  # a process that was begun must be known, to be ended
+            with DeferredInterrupts():  # a process that was begun must be known, to be ended
                 state.process = subprocess.Popen(
                     python_command(*self.program, *map(str, handed)),
                     pass_fds=[*handed, *self._descriptors], stdin=subprocess.DEVNULL,

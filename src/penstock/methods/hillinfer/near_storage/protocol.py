@@ -259,18 +259,18 @@ class Reader:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._held = bytearray()
+        self._buffered = bytearray()
 
-    def next_held(self) -> tuple[int, Message] | None:
+    def next_buffered(self) -> tuple[int, Message] | None:
         """The next message that has come whole; None where there is none.
 
         Raises:
             ProtocolError: the bytes are no message of this version.
         """
-        held = self._held
-        if len(held) < _HEADER.size:
+        buffered = self._buffered
+        if len(buffered) < _HEADER.size:
             return None
-        magic, version, kind, request, size = _HEADER.unpack_from(held)
+        magic, version, kind, request, size = _HEADER.unpack_from(buffered)
         if magic != MAGIC:
             raise ProtocolError("the other side does not speak the near-storage protocol")
         if version != VERSION:
@@ -280,10 +280,10 @@ class Reader:
         if size > MOST_BODY_BYTES:
             raise ProtocolError(f"a message of {size} bytes; at most {MOST_BODY_BYTES} make sense")
         end = _HEADER.size + size
-        if len(held) < end:
+        if len(buffered) < end:
             return None
-        body = bytes(held[_HEADER.size : end])
-        del held[:end]
+        body = bytes(buffered[_HEADER.size : end])
+        del buffered[:end]
         return request, _KINDS[kind].from_body(body)
 
     def receive_some(self) -> bool:
@@ -297,12 +297,12 @@ class Reader:
             part = self._connection.recv(1 << 16)
         except ConnectionError:
             return False
-        self._held += part
+        self._buffered += part
         return bool(part)
 
     def receive(self) -> tuple[int, Message] | None:
         """Wait for one message; None when the other side has gone. Raises as the others."""
-        while (message := self.next_held()) is None:
+        while (message := self.next_buffered()) is None:
             if not self.receive_some():
                 return None
         return message

@@ -1,4 +1,4 @@
-"""held_bytes(): what a cache has allocated, tensors, arrays and buffers counted one by one."""
+"""allocated_bytes(): what a cache has allocated, tensors, arrays and buffers counted one by one."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,7 +18,7 @@ Span = tuple[int, int]
 """Address and bytes."""
 
 
-def held_bytes(thing: object, *packages: str) -> int:
+def allocated_bytes(thing: object, *packages: str) -> int:
     """Bytes of fast memory that are reachable; views of one memory count once.
 
     Args:
