@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from penstock.documents.settings import DocumentSettings
     from penstock.engine.policy import SelectionPolicy
     from penstock.generation.engine import LLM
+    from penstock.generation.logprobs import Logprob
+    from penstock.generation.output import CompletionOutput, RequestOutput
+    from penstock.generation.prompts import TextPrompt, TokensPrompt
     from penstock.generation.sampling import SamplingParams
     from penstock.methods import POLICIES
     from penstock.methods.kvswap.policy import KVSwap
@@ -52,6 +55,7 @@ __all__ = [
     "BudgetError",
     "CacheStateError",
     "Candidate",
+    "CompletionOutput",
     "ConfigError",
     "Conversation",
     "Document",
@@ -61,9 +65,11 @@ __all__ = [
     "DocumentSettings",
     "FetchError",
     "KVSwap",
+    "Logprob",
     "ModelLoadError",
     "PenstockError",
     "PromptError",
+    "RequestOutput",
     "SamplingParams",
     "SearchMemory",
     "SearchParams",
@@ -71,7 +77,9 @@ __all__ = [
     "StepScorer",
     "StorageError",
     "StoreFullError",
+    "TextPrompt",
     "TieredCache",
+    "TokensPrompt",
     "TunedConfig",
     "UnsupportedModelError",
     "VerifierError",
@@ -83,18 +91,23 @@ __all__ = [
 _HOMES = {
     "BeamSearcher": "penstock.search.beam_searcher",
     "Candidate": "penstock.search.step_scorer",
+    "CompletionOutput": "penstock.generation.output",
     "Conversation": "penstock.documents.conversation",
     "Document": "penstock.documents.document",
     "DocumentSettings": "penstock.documents.settings",
-    "LLM": "penstock.generation.engine",
-    "POLICIES": "penstock.methods",
     "KVSwap": "penstock.methods.kvswap.policy",
+    "LLM": "penstock.generation.engine",
+    "Logprob": "penstock.generation.logprobs",
+    "POLICIES": "penstock.methods",
+    "RequestOutput": "penstock.generation.output",
     "SamplingParams": "penstock.generation.sampling",
     "SearchMemory": "penstock.search.beam_searcher",
     "SearchParams": "penstock.search.search_params",
     "SelectionPolicy": "penstock.engine.policy",
     "StepScorer": "penstock.search.step_scorer",
+    "TextPrompt": "penstock.generation.prompts",
     "TieredCache": "penstock.models.cache_adapter",
+    "TokensPrompt": "penstock.generation.prompts",
     "TunedConfig": "penstock.methods.tuned_config",
     "load": "penstock.models.loader",
     "tune": "penstock.tuner.tune",

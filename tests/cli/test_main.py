@@ -195,7 +195,7 @@ def test_what_nobody_foresaw_is_one_line_too(monkeypatch: pytest.MonkeyPatch) ->
     def explode(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("a\nb")
 
-    monkeypatch.setattr("penstock.generation.engine.load", explode)
+    monkeypatch.setattr("penstock.generation.model_choice.load", explode)
     line = error_line(run("generate", "recall", "--prompt", PROMPT), EXIT_FAILED)
     assert line == "error: unexpected ZeroDivisionError: a b (--debug shows where)"
     result = run("--debug", "generate", "recall", "--prompt", PROMPT)

@@ -23,7 +23,8 @@ from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-GREEDY = SamplingParams(temperature=0, max_tokens=5)
+NEW_TOKENS = 5
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 
 
@@ -61,7 +62,7 @@ def answers(document: Document, questions: Any = QUESTIONS[:2], **kwargs: Any) -
 def fresh(model: Any, document: Document, question: list[int], text: list[int] = TEXT) -> list[int]:
     """What a new cache of the same policy says, text and question prefilled."""
     tokens = torch.tensor([[*text, *question]])
-    most = len(text) + len(question) + GREEDY.max_tokens
+    most = len(text) + len(question) + NEW_TOKENS
     with TieredCache(
         model, document.policy, None, "memory", max_tokens=most, must_tier=True,
         prompt_tokens=len(text),

@@ -197,17 +197,20 @@ def test_text_is_streamed_and_stopped() -> None:
 
 def test_refusals(model: Any) -> None:
     llm = LLM(model, store="memory", memory=None)
-    with pytest.raises(PromptError, match="500 tokens and 16 more"):
-        llm.generate([[5] * 500], SamplingParams())
+    with pytest.raises(PromptError, match=r"512 tokens and 1 more .* 512 positions"):
+        llm.generate([[5] * 512], SamplingParams())
     with pytest.raises(PromptError, match="zero tokens"):
         llm.generate([[5], []])
     with pytest.raises(PromptError, match="without a tokenizer"):
         llm.generate("text")
     with pytest.raises(ConfigError, match="stop needs a tokenizer"):
         llm.generate([5], SamplingParams(stop="a"))
-    several: Any = [GREEDY, GREEDY]
-    with pytest.raises(ConfigError, match="sampling_params is a list; give one"):
-        llm.generate([[5], [6]], several)
+    with pytest.raises(ConfigError, match="there are 2 prompts and 3 sampling_params"):
+        llm.generate([[5], [6]], [GREEDY] * 3)
+    settings: Any = {"temperature": 0}
+    for given in (settings, [settings]):
+        with pytest.raises(ConfigError, match="sampling_params is a dict; give SamplingParams"):
+            llm.generate([[5]], given)
     with pytest.raises(ConfigError, match="prefill_chunk_size=0"):
         LLM(model, prefill_chunk_size=0)
     with pytest.raises(BudgetError) as caught:
@@ -239,18 +242,21 @@ def test_a_models_own_look_ahead_loses_no_tokens(
     assert [output.token_ids for output in outputs] == [plain(model, each) for each in PROMPTS]
 
 
-def test_a_models_own_limit_of_time_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, text = LLM("recall", store="memory"), "The grass is green . The sky is blue . " * 5
-    [whole] = llm.generate(text, GREEDY)
-    monkeypatch.setattr(llm.model.generation_config, "max_time", 0.0)
-    told: list[str] = []
-    stop = f"{whole.text} and more"  # what comes first may be its beginning
-    [cut] = llm.generate(
-        text, replace(GREEDY, stop=stop), on_text=lambda row, piece: told.append(piece)
-    )
-    assert len(cut.token_ids) == 1
-    assert (cut.text, cut.finish_reason) == (whole.text.split()[0], "length")
-    assert "".join(told) == cut.text
+def test_of_a_models_own_generation_config_only_what_ends_an_answer_counts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vLLM: settings that are given are all settings."""
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    own: dict[str, Any] = {
+        "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 9, "max_time": 0.0,
+        "suppress_tokens": sorted(set(expected[0])), "forced_eos_token_id": 5, "do_sample": True,
+        "temperature": 0.3, "top_k": 2, "bad_words_ids": [[each] for each in set(expected[1])],
+    }  # fmt: skip
+    for name, value in own.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    outputs = LLM(model, store="memory", memory=None).generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert [each.token_ids for each in outputs] == expected
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": np.int64(5)}], ids=str)

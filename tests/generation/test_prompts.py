@@ -9,7 +9,7 @@ import torch
 from transformers import BatchEncoding
 
 from penstock.core.errors import PromptError
-from penstock.generation.prompts import as_prompt_list, make_batch, read_text_file
+from penstock.generation.prompts import as_prompt_list, make_batch, read_text_file, single_prompt
 from penstock.models.loader import LoadedModel, load
 
 
@@ -77,11 +77,59 @@ def test_whole_numbers_of_arrays_are_token_ids(recall: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        [{"prompt": "The grass"}, {"prompt_token_ids": [5, 6]}, "The sky", torch.tensor([7])],
+        ["The grass", {"prompt": None, "prompt_token_ids": [5, 6]}, {"prompt": "The sky"}, [7]],
+        ["The grass", torch.tensor([5, 6]), "The sky", {"input_ids": torch.tensor([[7]])}],
+        ["The grass", {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}, "The sky", (7,)],
+    ],
+    ids=["dicts", "mixed", "tensors", "encoding"],
+)
+def test_prompts_of_every_kind_beside_each_other(recall: LoadedModel, given: Any) -> None:
+    batch = make(recall, *as_prompt_list(given))
+    assert batch.texts == ["The grass", None, "The sky", None]
+    assert batch.token_ids[1::2] == [[5, 6], [7]]
+
+
+def test_token_ids_keep_the_text_that_they_came_with(recall: LoadedModel) -> None:
+    given: Any = {"prompt": "The grass", "prompt_token_ids": [5, 6], "multi_modal_data": None}
+    batch = make(recall, *as_prompt_list(given))
+    assert (batch.texts, batch.token_ids) == (["The grass"], [[5, 6]])
+
+
+@pytest.mark.parametrize("tensors", ["pt", "np", None])
+def test_what_a_tokenizer_makes_of_texts(recall: LoadedModel, tensors: str | None) -> None:
+    tokenizer: Any = recall.tokenizer
+    texts = ["The grass is green .", "The sky"]
+    plain = [tokenizer(text)["input_ids"] for text in texts]
+    options = {} if tensors is None else {"return_tensors": tensors, "padding": True}
+    assert make(recall, *as_prompt_list(tokenizer(texts, **options))).token_ids == plain
+    one = tokenizer(texts[0], **options)
+    assert make(recall, *as_prompt_list(one)).token_ids == plain[:1]
+    both = make(recall, *as_prompt_list([one, tokenizer(texts[1])]))
+    assert both.token_ids == plain
+
+
+def test_one_prompt_is_not_several() -> None:
+    assert single_prompt({"prompt": "a"}) == "a"
+    with pytest.raises(PromptError, match="there are 2 prompts; give one"):
+        single_prompt({"input_ids": [[1], [2]]})
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"prompt": "The grass"}, "not dict"),  # its keys would be the prompts
-        ([{"prompt_token_ids": [1, 2]}], "not dict"),
-        (BatchEncoding({"input_ids": [[1, 2]]}), "not BatchEncoding"),
+        ({"text": "The grass"}, "a dict with text is no prompt"),  # its keys would be the prompts
+        ({}, "an empty dict is no prompt"),
+        ([{"prompt": "a", "ids": [1]}], "a dict with ids is no prompt"),
+        ({"prompt": 5}, "prompt is a int"),
+        ({"prompt": None}, "prompt and prompt_token_ids of a dict are None"),
+        ({"prompt_token_ids": ["a"]}, "prompt_token_ids holds a str"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompts of multi_modal_data"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "different lengths"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 1], [1, 1]]}, "different lengths"),
+        (BatchEncoding({"input_ids": "text"}), "holds a str"),
         (["The grass", 5], "beside other prompts"),  # the 5 would be left out
         ([5, "The grass"], "beside other prompts"),
         (b"The grass", "not bytes"),  # they would be token ids

@@ -256,8 +256,8 @@ class Conversation:
         where it is asked once more.
 
         Args:
-            sampling_params: None for the defaults of `SamplingParams`; `max_tokens` is cut to what
-                fits the chat.
+            sampling_params: None: as the model's own generation config has them; `max_tokens` is
+                cut to what fits the chat.
             on_text: called with each piece of the answer.
             on_tokens: called with the tokens prefilled so far and all that are to be.
             on_index: called with the share of the index that is made, by policies that make one.
@@ -265,13 +265,12 @@ class Conversation:
 
         Raises:
             PromptError: the message is no text, or the chat is full.
+            ConfigError: `sampling_params` ask for several answers.
             StorageError: the disk is full, or failed.
         """
         message = self._history.message_of(text)
         prompt, ids = self._history.render(message)
-        params = self._fitting(
-            SamplingParams() if sampling_params is None else sampling_params, ids
-        )
+        params = self._fitting(sampling_params or self._llm.get_default_sampling_params(), ids)
         before, told = replace(self.counts), False
 
         def tell(row: int, piece: str) -> None:
@@ -345,8 +344,10 @@ class Conversation:
 
     def _fitting(self, params: SamplingParams, ids: list[int]) -> SamplingParams:
         """With no longer an answer than what fits."""
+        if params.num_answers > 1:
+            raise ConfigError("a chat goes on from one answer, not from several: set n=1")
         room = self._room_behind(ids)
-        return replace(params, max_tokens=min(params.max_tokens, room))
+        return replace(params, max_tokens=min(params.max_tokens or room, room))
 
     def _room_behind(self, ids: list[int]) -> int:
         """Tokens that fit behind a prompt.

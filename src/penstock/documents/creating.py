@@ -19,7 +19,7 @@ from penstock.documents.settings import (
     unit_tokens,
 )
 from penstock.documents.storing import OnBytes, document_shape, store_cache
-from penstock.generation.prompts import Prompt, make_batch
+from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
@@ -45,7 +45,7 @@ def create_document(
     loaded, settings = reader.loaded, reader.settings
     if policy.drops:
         raise ConfigError(f"{policy.name} forgets tokens and a document keeps all; take another")
-    batch = make_batch(loaded, [text], new_tokens=0, pad_token_id=0)
+    batch = make_batch(loaded, [single_prompt(text)], new_tokens=0, pad_token_id=0)
     [tokens] = batch.token_ids
     shape = inspect_model(loaded.model).kv
     group_tokens = unit_tokens(policy, shape)

@@ -14,7 +14,7 @@ from penstock.documents.chat_history import CHAT
 from penstock.documents.contents import About, needed
 from penstock.documents.creating import create_document
 from penstock.documents.opened import OpenDocument
-from penstock.documents.questions import Question, encode_questions
+from penstock.documents.questions import Params, Question, encode_questions
 from penstock.documents.recovery import (
     OnTokens,
     Ranges,
@@ -30,11 +30,10 @@ from penstock.documents.settings import (
     as_loaded,
 )
 from penstock.documents.storing import OnBytes, store_cache
-from penstock.generation.answer_watch import OnText
+from penstock.generation.batch_run import OnText
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
 from penstock.generation.prompts import Prompt
-from penstock.generation.sampling import SamplingParams
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_options import named_policy
@@ -207,8 +206,8 @@ class Document:
     # Asking -----------------------------------------------------------------------------------
 
     def ask(
-        self, questions: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None,
-        *, on_text: OnText | None = None, on_tokens: OnTokens = _unseen,
+        self, questions: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
+        on_text: OnText | None = None, on_tokens: OnTokens = _unseen,
         on_answer: Callable[[RequestOutput], object] = lambda answer: None, keep: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:  # fmt: skip
@@ -218,8 +217,11 @@ class Document:
         says so (`run.recomputed_tokens`).
 
         Args:
-            questions: texts or token ids, read behind the text with nothing between.
-            on_text: called with the number of the question and each piece of its answer.
+            questions: as the prompts of `LLM.generate`, read behind the text with nothing between.
+            sampling_params: one for all, or one for each; None: as the model's own generation
+                config has them.
+            on_text: called with the number of the answer and its next piece; without `n`, that is
+                the number of the question.
             on_tokens: called with the tokens that are prefilled again.
             on_answer: called with each answer when it is done, and kept if it is to be.
             keep: append question and answer to the document, so that the next question comes
@@ -234,45 +236,46 @@ class Document:
                 to the document, or after they did.
             ConfigError, StorageError: as for `cache`.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
         if keep and (options.get("policy") is not None or options.get("exact")):
             raise ConfigError("answers are kept under the document's own policy alone")
         if keep and CHAT in self._opened.stored.blob_names:
             raise ConfigError("the document is a chat; go on with it by penstock chat --resume")
-        answers = []
-        for number, question in enumerate(self.questions_of(questions, params, keep=keep)):
-            attempt = _Attempt(number, on_text)
-            answers.append(self._ask(question, params, attempt, on_tokens, keep, options))
+        answers, first = [], 0
+        for question in self.questions_of(questions, sampling_params, keep=keep):
+            attempt = _Attempt(first, on_text)
+            first += question.params.num_answers
+            answers.append(self._ask(question, attempt, on_tokens, keep, options))
             on_answer(answers[-1])
         return answers
 
     def _ask(
-        self, question: Question, params: SamplingParams, attempt: "_Attempt", on_tokens: OnTokens,
-        keep: bool, options: dict[str, Any],
+        self, question: Question, attempt: "_Attempt", on_tokens: OnTokens, keep: bool,
+        options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         recomputed = 0
         for _ in range(_MOST_RECOVERIES):
             try:
-                return self._ask_once(question, params, attempt, recomputed, keep, options)
+                return self._ask_once(question, attempt, recomputed, keep, options)
             except DocumentDamagedError:
                 if attempt.has_text:
                     raise
                 recovery = self.recover(on_tokens=on_tokens)
                 recomputed += recovery.recomputed_tokens
-        return self._ask_once(question, params, attempt, recomputed, keep, options)
+        return self._ask_once(question, attempt, recomputed, keep, options)
 
     def _ask_once(
-        self, question: Question, params: SamplingParams, attempt: "_Attempt", recomputed: int,
-        keep: bool, options: dict[str, Any],
+        self, question: Question, attempt: "_Attempt", recomputed: int, keep: bool,
+        options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
-        opened = self._opened
+        opened, params = self._opened, question.params
         llm = LLM(opened.loaded, prefill_chunk_size=opened.settings.prefill_chunk_size)
         ids = [*opened.about.pending, *question.token_ids]  # first what a kept answer left
         batch = llm.batch_of([[*opened.tokens, *ids]], params)
         batch = replace(batch, texts=[question.text])
         with ExitStack() as stack:
             writer = stack.enter_context(self._extend()) if keep else None  # or refused at once
-            cache = self.cache(new_tokens=len(ids) + params.max_tokens, **options)
+            room = {"new_tokens": len(ids) + question.max_tokens, "batch_size": params.num_answers}
+            cache = self.cache(**{**room, **options})
             with cache:
                 [output] = llm.answer(
                     batch, params, cache, on_text=attempt.pass_on,
@@ -285,18 +288,17 @@ class Document:
         return output
 
     def questions_of(
-        self, questions: Prompt | Sequence[Prompt], params: SamplingParams, *, keep: bool = False
+        self, questions: Prompt | Sequence[Prompt], params: Params, *, keep: bool = False
     ) -> list[Question]:
         """Encode questions and check them all, as `ask` does before it answers the first.
 
         Raises:
-            PromptError: as for `ask`.
+            PromptError, ConfigError: as for `ask`.
         """
         held = self.about.tokens + len(self.about.pending)
         return encode_questions(
-            self._opened.loaded, questions, held_tokens=held, new_tokens=params.max_tokens,
-            adds_up=keep,
-        )  # fmt: skip
+            self._opened.loaded, questions, params, held_tokens=held, adds_up=keep
+        )
 
     def _extend(self) -> DocumentWriter:
         opened = self._opened
@@ -394,12 +396,12 @@ class Document:
 class _Attempt:
     """Passes an answer on, and remembers whether it has begun."""
 
-    def __init__(self, number: int, on_text: OnText | None) -> None:
-        self._number, self._on_text = number, on_text
+    def __init__(self, first: int, on_text: OnText | None) -> None:
+        self._first, self._on_text = first, on_text
         self.has_text = False
 
     def pass_on(self, row: int, piece: str) -> None:
         """A piece of the answer is there."""
         if self._on_text is not None:
             self.has_text = True
-            self._on_text(self._number, piece)
+            self._on_text(self._first + row, piece)

@@ -26,7 +26,7 @@ from penstock.documents.settings import (
     unit_tokens,
 )
 from penstock.documents.storing import OnBytes, document_shape
-from penstock.generation.prompts import Prompt, make_batch
+from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_options import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
@@ -94,7 +94,8 @@ class DocumentLibrary:
         """
         folder = self.require_free(name)
         loaded, chosen = as_loaded(model), named_policy(policy)
-        [tokens] = make_batch(loaded, [text], new_tokens=0, pad_token_id=0).token_ids
+        batch = make_batch(loaded, [single_prompt(text)], new_tokens=0, pad_token_id=0)
+        [tokens] = batch.token_ids
         need = _need_bytes(loaded, chosen, len(tokens))
         self.documents.write_budget.require(need)
         limit = self.documents.settings.max_disk_bytes

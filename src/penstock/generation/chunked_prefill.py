@@ -1,18 +1,25 @@
-"""read_ahead(): a prompt's chunks but the last, read into a cache before `generate` goes on.
+"""prefill(): prompts read into a cache chunk by chunk; read_ahead(): all chunks but the last.
 
 `generate(prefill_chunk_size=...)` of transformers before 5.21 loses count of chunks behind the
 first, and then says nonsense without a word; so nothing here depends on it.
 """
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from penstock.generation.prompts import PromptBatch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
+from penstock.models.weight_access import model_device
+
+OnLogits: TypeAlias = Callable[[int, Tensor], None]
+"""Called with the number of a chunk's first token, padding counted, and the logits at its tokens.
+[rows, tokens, vocabulary]"""
 
 
 @torch.no_grad()
@@ -24,18 +31,68 @@ def read_ahead(model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: i
         batch: padded on the left, as `generate` will get it.
         chunk: tokens per forward pass, at least 2: a single one would be a decode step.
     """
+    called = _Forward(model, cache, batch)
+    for begin, end in _chunks(cache.get_seq_length(), batch.padded_tokens, chunk):
+        if end < batch.padded_tokens:
+            called(begin, end)
+
+
+@torch.no_grad()
+def prefill(
+    model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: int,
+    on_logits: OnLogits | None = None,
+) -> Tensor:  # fmt: skip
+    """Prefill what the cache does not hold yet, at least a token.
+
+    Args:
+        cache: may hold tokens that the batch begins with.
+        batch: padded on the left.
+        chunk: tokens per forward pass, at least 2: a single one would be a decode step.
+        on_logits: gets the logits at every token, of a chunk at a time.
+
+    Returns:
+        Logits behind the last token. float32 [rows, vocabulary]
+    """
+    called = _Forward(model, cache, batch)
+    last = torch.empty(0)
+    for begin, end in _chunks(cache.get_seq_length(), batch.padded_tokens, chunk):
+        logits = called(begin, end, keeps_all=on_logits is not None)
+        if on_logits is not None:
+            on_logits(begin, logits)
+        last = logits[:, -1].to(torch.float32, copy=True)
+        del logits  # or two chunks' would be there at once
+    return last
+
+
+def _chunks(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Parts of a range, of which the last may be a token longer."""
     assert chunk >= 2, chunk
-    called: Any = model
-    ids, mask = batch.input_ids.to(called.device), batch.attention_mask.to(called.device)
-    positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-    is_padded = not bool(mask.all())
-    takes_last = "logits_to_keep" in inspect.signature(called.forward).parameters
-    last: dict[str, Any] = {"logits_to_keep": 1} if takes_last else {}
-    done = cache.get_seq_length()
-    while batch.padded_tokens - done > chunk + 1:
-        end = done + chunk
-        padding = {}
-        if is_padded:
-            padding = {"attention_mask": mask[:, :end], "position_ids": positions[:, done:end]}
-        called(ids[:, done:end], **cache_argument(model, cache), **padding, **last, use_cache=True)
-        done = end
+    while end - begin > chunk + 1:
+        yield begin, begin + chunk
+        begin += chunk
+    yield begin, end
+
+
+class _Forward:
+    """A model's forward pass over a range of a batch's tokens."""
+
+    def __init__(self, model: CausalLM, cache: TieredCache, batch: PromptBatch) -> None:
+        self._called: Any = model
+        device = model_device(model)
+        self._ids, self._mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+        self._positions = (self._mask.cumsum(dim=1) - 1).clamp_min(0)
+        self._is_padded = not bool(self._mask.all())
+        self._takes_last = "logits_to_keep" in inspect.signature(self._called.forward).parameters
+        self._cache = cache_argument(model, cache)
+
+    def __call__(self, begin: int, end: int, *, keeps_all: bool = False) -> Tensor:
+        """Logits, of the last token at least. [rows, tokens, vocabulary]"""
+        options: dict[str, Any] = {}
+        if self._is_padded:
+            options["attention_mask"] = self._mask[:, :end]
+            options["position_ids"] = self._positions[:, begin:end]
+        if self._takes_last and not keeps_all:
+            options["logits_to_keep"] = 1
+        ids = self._ids[:, begin:end]
+        logits: Tensor = self._called(ids, **self._cache, **options, use_cache=True).logits
+        return logits

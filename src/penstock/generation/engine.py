@@ -1,48 +1,45 @@
 """LLM: prompts in, answers out, over `model.generate` with a TieredCache."""
 
-import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
 from penstock.engine.policy import SelectionPolicy
-from penstock.generation.answer_watch import AnswerWatch, OnText
+from penstock.generation.answer_stream import AnswerStream
+from penstock.generation.batch_run import BatchRun, Listeners, OnText
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.chat_template import ChatTemplate, ContentFormat, Message, as_conversations
-from penstock.generation.chunked_prefill import read_ahead
-from penstock.generation.output import RequestOutput, RunReport
-from penstock.generation.prompts import Prompt, PromptBatch, as_prompt_list, encode, make_batch
+from penstock.generation.default_params import default_sampling_params
+from penstock.generation.engine_arguments import check_arguments, check_generate_arguments
+from penstock.generation.model_choice import chosen_model
+from penstock.generation.output import RequestOutput
+from penstock.generation.progress_bar import ProgressBar
+from penstock.generation.prompts import (
+    Prompt,
+    PromptBatch,
+    TokenIds,
+    as_prompt_list,
+    encode,
+    make_batch,
+)
+from penstock.generation.requests import Batch, RequestMaker
+from penstock.generation.sampler import Sampler
 from penstock.generation.sampling import SamplingParams
-from penstock.generation.seeded import Seeded
-from penstock.generation.token_text import own_stop_texts
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_argument import cache_argument
 from penstock.models.fetch import OnBytes
 from penstock.models.fingerprint import fingerprint
-from penstock.models.loader import (
-    BUNDLED,
-    CausalLM,
-    LoadedModel,
-    Tokenizer,
-    check_own_tokenizer,
-    load,
-)
+from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer
 from penstock.storage.store import Sealing
 
 OnProgress = Callable[[int, int], None]
 """Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
-
-_OURS = ("cache_implementation", "stop_strings", "prompt_lookup_num_tokens")
-"""Of a model's own generation config: the cache is ours, and `AnswerWatch` knows the strings and
-takes one token a step (looking ahead gives several, the same ones). What is None in a config of a
-call is taken from the model's, unless it is an argument too."""
 
 
 class LLM:
@@ -56,7 +53,8 @@ class LLM:
     Args:
         model: "recall" (the bundled model), a model folder, a name on the Hugging Face hub, a model
             that `load` returned, or a transformers model.
-        tokenizer: only for a transformers model; without one, prompts are token ids.
+        tokenizer: a name or folder, in place of the model's own; or an object, only for a
+            transformers model. Without one, prompts are token ids.
         policy: a name of `penstock.POLICIES` or a policy object; None for the config's pick, or
             "kvswap" without a config. With a config, a name means that policy's own solution there,
             and "auto" is the pick.
@@ -69,22 +67,32 @@ class LLM:
             plain model at any budget.
         adapter: path of a low-rank adapter that `penstock calibrate` made; default: the config's,
             else a shipped one.
-        dtype: of weights and cache, when a model is loaded here; None as stored.
+        dtype: of weights and cache, when a model is loaded here; "auto" or None as stored.
         device: where to load the model, "cpu" or "cuda".
-        revision, hf_token, offline, trust_remote_code, on_bytes: of a model that is loaded here, as
-            `load` has them (`hf_token` is its `token`).
         prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory. A single
             token would be a decode step, so that with 1 it is two.
         config: what `penstock tune` found, or the path of its file. Each call to `generate` takes
             the solution for its batch and length.
         seal: encrypt what the cache writes to a disk, with a key that is never written; "auto":
             where AES is fast. `RunReport.store` says which.
+        max_model_len: most tokens of a prompt and its answer; default: the model's positions.
+            A longer prompt is refused, an answer ends there ("length").
+        quantization: the format of the weights, to be sure of it; None: whatever it is.
+        revision, hf_token, offline, trust_remote_code, on_bytes: of a model that is loaded here, as
+            `load` has them (`hf_token` is its `token`).
+        seed: makes answers repeatable whose settings have no seed; None: torch's global generator.
+        enforce_eager: record no CUDA graph.
+        max_logprobs: vLLM's limit of `logprobs`; there is none here.
+        generation_config: where the settings of a call without any come from: "auto": the model's
+            own generation config; "vllm": the defaults of `SamplingParams`.
+        left_out: other arguments of vLLM's, taken at values that change nothing, and refused at all
+            others with what to take instead.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         UnsupportedModelError: it is no causal language model.
-        ConfigError: a setting is impossible, or the config cannot be read or is another model's;
-            or a tokenizer was given where the model brings one.
+        ConfigError: a setting is impossible or left out, or the config cannot be read or is another
+            model's; or a tokenizer object was given where the model brings one.
         AdapterError: the adapter that the config names is not beside it.
     """
 
@@ -92,7 +100,7 @@ class LLM:
         self,
         model: str | Path | LoadedModel | CausalLM = BUNDLED,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
         policy: str | SelectionPolicy | None = None,
         memory: int | float | str | None = "auto",
         store: str | Path = "auto",
@@ -100,35 +108,43 @@ class LLM:
         adapter: str | Path | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
+        prefill_chunk_size: int = 1024,
+        config: TunedConfig | str | Path | None = None,
+        seal: Sealing = "auto",
+        max_model_len: int | None = None,
+        quantization: str | None = None,
         revision: str | None = None,
         hf_token: str | bool | None = None,
         offline: bool | None = None,
         trust_remote_code: bool = False,
         on_bytes: OnBytes | None = None,
-        prefill_chunk_size: int = 1024,
-        config: TunedConfig | str | Path | None = None,
-        seal: Sealing = "auto",
+        seed: int | None = None,
+        enforce_eager: bool = False,
+        max_logprobs: int | None = None,
+        generation_config: Literal["auto", "vllm"] = "auto",
+        **left_out: Any,
     ) -> None:
+        del max_logprobs
+        check_arguments(left_out)
         if prefill_chunk_size < 1:
             raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config={generation_config!r} is neither auto nor vllm")
         self._choices = CacheChoices.of(
             policy=policy, memory=memory, store=store, adapter=adapter, config=config
         )
-        check_own_tokenizer(model, tokenizer)
-        if isinstance(model, LoadedModel):
-            self._loaded = model
-        elif isinstance(model, str | Path):
-            self._loaded = load(
-                model, dtype=dtype, device=device, revision=revision, token=hf_token,
-                offline=offline, trust_remote_code=trust_remote_code, on_bytes=on_bytes,
-            )  # fmt: skip
-        else:
-            name = model.name_or_path or type(model).__name__
-            self._loaded = LoadedModel(model=model, tokenizer=tokenizer, name=name)
+        self._loaded = chosen_model(
+            model, tokenizer, dtype=dtype, device=device, quantization=quantization,
+            revision=revision, hf_token=hf_token, offline=offline,
+            trust_remote_code=trust_remote_code, on_bytes=on_bytes,
+        )  # fmt: skip
         if self._choices.config is not None:
             self._choices.config.check(fingerprint(self.model), self._loaded.name)
-        self._exact, self._seal = exact, seal
+        self._requests = RequestMaker.of(self._loaded, max_model_len)
+        self._sampler = Sampler.seeded(SamplingParams(seed=seed).seed, self.model)
+        self._exact, self._seal, self._graphs = exact, seal, not enforce_eager
         self._prefill_chunk_size = max(2, prefill_chunk_size)
+        self._has_own_defaults = generation_config == "auto"
 
     @property
     def model(self) -> CausalLM:
@@ -140,70 +156,127 @@ class LLM:
         """The tokenizer that encodes prompts and decodes answers."""
         return self._loaded.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ConfigError: the model came without one.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"{self._loaded.name} came without a tokenizer; give LLM tokenizer=")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The settings of a call that gives none: those of the model's own generation config, as
+        far as it has any, unless `generation_config` is "vllm"."""
+        return default_sampling_params(self.model) if self._has_own_defaults else SamplingParams()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
         on_text: OnText | None = None,
         on_progress: OnProgress | None = None,
         on_index: Callable[[float], None] | None = None,
         tracer: Tracer | None = None,
+        **left_out: Any,
     ) -> list[RequestOutput]:
-        """Answer prompts, all in one batch.
+        """Answer prompts, all in one batch where the model's positions hold it.
 
         Args:
-            prompts: one text, one list of token ids, or a list of these.
-            sampling_params: None for the defaults of `SamplingParams`.
+            prompts: one prompt or a list of prompts, each a text, token ids, a dict with `prompt`
+                or `prompt_token_ids`, or what a tokenizer made of a text, or of several.
+            sampling_params: one for all prompts, or one for each; None:
+                `get_default_sampling_params`.
+            use_tqdm: show a progress bar on stderr, where that is a terminal and no callback was
+                given; or what is called as tqdm is, to make one anywhere.
             on_text: called with each piece of an answer as soon as it is known.
             on_progress: called after each chunk of prefill.
             on_index: called with the share of the prompt's index that is made, from 0 to 1, by
                 policies that make one when the whole prompt is in (clusters, codes).
             tracer: collects spans of compute and I/O.
+            left_out: other arguments of vLLM's; refused but for None.
 
         Returns:
-            One answer per prompt, in their order.
+            One for each prompt, in their order.
 
         Raises:
             PromptError: a prompt is empty or does not fit the model.
             ConfigError: the prompts are longer or more than what the config was tuned for, or
-                `sampling_params` is something else.
+                the settings are something else, more or fewer than prompts, or impossible.
             BudgetError: `memory` is too small for these prompts; says how much would do.
             UnsupportedModelError: the model's attention cannot work with a tiered cache.
             StorageError: the store cannot be used, is full, or failed.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(
-                f"sampling_params is a {type(params).__name__}; give one SamplingParams for all "
-                "prompts"
-            )
-        batch = self.batch_of(as_prompt_list(prompts), params)
-        total, most = batch.padded_tokens, batch.padded_tokens + params.max_tokens
-        choices = self._choices.for_batch(len(batch.token_ids), most)
-        cache = TieredCache(
-            self.model,
-            policy=choices.policy,
-            memory=choices.memory,
-            store=choices.store,
-            max_tokens=most,
-            batch_size=len(batch.token_ids),
-            exact=self._exact,
-            sealed=self._seal,
-            adapter=choices.adapter,
-            tracer=tracer,
-            progress=None if on_progress is None else lambda done: on_progress(done, total),
-            prompt_tokens=total,
-            index_progress=on_index,
-        )
-        with cache:
-            return self.answer(batch, params, cache, on_text=on_text, notices=choices.notices)
+        check_generate_arguments("generate", left_out)
+        has_callback = not (on_text is None and on_progress is None)
+        bar = ProgressBar(False if has_callback else use_tqdm)
+        if bar.is_shown:
+            on_progress = bar.on_prefill
+        try:
+            params = self._params(sampling_params)
+            batches = self._requests.batches(prompts, params)
+            on_step = bar.counting(sum(batch.most_new_tokens for batch in batches))
+            return self._run_all(
+                batches, Listeners(on_text=on_text, on_step=on_step), on_progress=on_progress,
+                on_index=on_index, tracer=tracer,
+            )  # fmt: skip
+        finally:
+            bar.close()
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **left_out: Any,
+    ) -> AnswerStream:
+        """Answer prompts, and yield what is new of each answer with every token.
+
+            with llm.stream("The sky is", SamplingParams(max_tokens=64)) as stream:
+                for news in stream:
+                    print(news.text, end="", flush=True)
+
+        The answers are made by a thread, whether they are read or not.
+
+        Args:
+            prompts, sampling_params, on_progress: as for `generate`; `on_progress` is called in
+                that thread.
+
+        Returns:
+            An iterator. `text` and `token_ids` of what it yields are new; several prompts or
+            answers come between each other, told apart by `prompt_index` and `outputs[0].index`.
+
+        Raises:
+            ConfigError: `best_of` is more than `n`: the best are known at the end.
+            As for `generate`: settings and prompts at once, others from the iterator.
+        """
+        check_generate_arguments("stream", left_out)
+        params = self._params(sampling_params)
+        for each in [params] if isinstance(params, SamplingParams) else params:
+            if each.num_answers > each.n:
+                raise ConfigError("best_of cannot be streamed: which are best is known at the end")
+        batches = self._requests.batches(prompts, params)
+
+        def run(on_news: Any, check: Callable[[], None]) -> list[RequestOutput]:
+            def progress(done: int, total: int) -> None:
+                check()
+                if on_progress is not None:
+                    on_progress(done, total)
+
+            listeners = Listeners(on_news=on_news, on_step=lambda count: check())
+            return self._run_all(batches, listeners, on_progress=progress)
+
+        return AnswerStream(run)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
-        use_tqdm: bool = False,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -247,8 +320,6 @@ class LLM:
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not supported by LLM.chat; leave it out")
-        if use_tqdm:
-            options["use_tqdm"] = use_tqdm
         template = ChatTemplate(
             text=chat_template, content_format=chat_template_content_format, tools=tools,
             kwargs=chat_template_kwargs or {},
@@ -260,23 +331,21 @@ class LLM:
             )
             for conversation in as_conversations(messages)
         ]  # fmt: skip
-        ids = [encode(self._loaded, prompt, alone=False) for prompt in prompts]
-        outputs = self.generate(ids, sampling_params, **options)
-        return [replace(each, prompt=text) for each, text in zip(outputs, prompts, strict=True)]
+        ids = [TokenIds(encode(self._loaded, each, alone=False), each) for each in prompts]
+        return self.generate(ids, sampling_params, use_tqdm=use_tqdm, **options)
 
     def batch_of(self, prompts: Sequence[Prompt], params: SamplingParams) -> PromptBatch:
-        """Encode prompts as one batch.
+        """Encode prompts as one batch, for `answer`.
 
         Raises:
             PromptError: a prompt is empty or does not fit the model.
             ConfigError: `params` have stop strings, and there is no tokenizer.
         """
-        if params.stop_texts and self.tokenizer is None:
-            raise ConfigError("stop needs a tokenizer to know the text of an answer")
-        config, _ = self._generation_config(params)
+        self._requests.check(params)
         return make_batch(
-            self._loaded, prompts, new_tokens=params.max_tokens, pad_token_id=config.pad_token_id
-        )
+            self._loaded, as_prompt_list(prompts), new_tokens=params.max_tokens or 1,
+            pad_token_id=self._requests.pad_token_id,
+        )  # fmt: skip
 
     def answer(
         self, batch: PromptBatch, params: SamplingParams, cache: TieredCache, *,
@@ -286,117 +355,98 @@ class LLM:
         """Answer a batch with a cache that is the caller's; it may hold the prompts' first tokens.
 
         Args:
-            cache: with room for the prompts and their answers; stays open.
+            cache: with room for the prompts and their answers; stays open. With `n` answers it has
+                as many rows of each prompt afterwards.
             notices: for the report.
             recomputed_tokens: of what the cache holds, for the report.
             should_stop: asked behind each token; true ends the answers ("abort"). The cache holds
                 all of them but their last tokens.
 
         Raises:
+            ConfigError: logprobs of a prompt are asked for whose tokens the cache holds already.
             StorageError: the store is full, or failed.
         """
-        config, end_token_ids = self._generation_config(params)
-        params = self._with_own_stops(params)
-        watch = AnswerWatch(
-            self.tokenizer, params, num_rows=len(batch.token_ids), end_token_ids=end_token_ids,
-            on_text=on_text, should_stop=should_stop,
-        )  # fmt: skip
-        started_s, held = time.perf_counter(), cache.get_seq_length()
-        self._run(batch, params, config, watch, cache)
-        watch.end()
-        report = self._report(batch, watch, cache, started_s, notices)
-        report = replace(
-            report, restored_tokens=held - recomputed_tokens, recomputed_tokens=recomputed_tokens
+        params = params.clone()
+        if params.prompt_logprobs is not None and cache.get_seq_length():
+            raise ConfigError(
+                "prompt_logprobs needs the prompt to be read, and its KV is stored; set it to None"
+            )
+        most = params.max_tokens or cache.max_tokens - batch.padded_tokens
+        requests = self._requests.of_batch(batch, params, most)
+        listeners = Listeners(on_text=on_text, should_stop=should_stop)
+        return self._answer(
+            Batch(batch, requests), cache, listeners, notices=notices, recomputed=recomputed_tokens
         )
-        return _outputs(batch, watch, report)
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | list[SamplingParams]:
+        """Copies that are checked: fields may have been assigned since, and may be again."""
+        if given is None:
+            return self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return given.clone()
+        several = list(given) if isinstance(given, Sequence) else [given]
+        for each in several:
+            if not isinstance(each, SamplingParams):
+                raise ConfigError(
+                    f"sampling_params is a {type(each).__name__}; give SamplingParams, one for all "
+                    "prompts or a list with one for each"
+                )
+        return [each.clone() for each in several]
+
+    def _run_all(
+        self, batches: Sequence[Batch], listeners: Listeners, **options: Any
+    ) -> list[RequestOutput]:
+        """Run batches one behind the other; answers are counted over all of them."""
+        outputs: list[RequestOutput] = []
+        on_text, first = listeners.on_text, 0
+        for batch in batches:
+            if on_text is not None:
+                listeners = replace(listeners, on_text=partial(_numbered_from, first, on_text))
+            outputs += self._run(batch, listeners, **options)
+            first += batch.num_answers
+        return outputs
 
     def _run(
-        self,
-        batch: PromptBatch,
-        params: SamplingParams,
-        config: Any,
-        watch: AnswerWatch,
-        cache: TieredCache,
-    ) -> None:
-        model: Any = self.model
-        read_ahead(self.model, cache, batch, self._prefill_chunk_size)
-        model.generate(
-            input_ids=batch.input_ids.to(model.device),
-            attention_mask=batch.attention_mask.to(model.device),
-            **cache_argument(model, cache),
-            generation_config=config,
-            logits_processor=[] if params.seed is None else [Seeded(params.seed, model.device)],
-            stopping_criteria=[watch],
-            **{name: None for name in _OURS if getattr(model.generation_config, name, None)},
+        self, batch: Batch, listeners: Listeners, *, on_progress: OnProgress | None = None,
+        on_index: Callable[[float], None] | None = None, tracer: Tracer | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answer a batch over a cache of its own."""
+        total = batch.prompts.padded_tokens
+        choices = self._choices.for_batch(batch.num_answers, batch.most_tokens)
+        cache = TieredCache(
+            self.model,
+            policy=choices.policy,
+            memory=choices.memory,
+            store=choices.store,
+            max_tokens=batch.most_tokens,
+            batch_size=batch.num_answers,
+            exact=self._exact,
+            sealed=self._seal,
+            adapter=choices.adapter,
+            cuda_graphs=self._graphs,
+            tracer=tracer,
+            progress=None if on_progress is None else lambda done: on_progress(done, total),
+            prompt_tokens=total,
+            index_progress=on_index,
         )
+        with cache:
+            return self._answer(batch, cache, listeners, notices=choices.notices)
 
-    def _generation_config(self, params: SamplingParams) -> tuple[Any, frozenset[int]]:
-        """The model's own generation config with `params` in it, and the ids that end an answer."""
-        config: Any = copy.deepcopy(self.model.generation_config)
-        ends = config.eos_token_id
-        if ends is None and self.tokenizer is not None:
-            ends = self.tokenizer.eos_token_id
-        end_token_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
-        config.eos_token_id = sorted(end_token_ids) or None
-        # It fills short rows and those that are done; what it is changes nothing, but some models
-        # name one that they do not have (-1, or the first behind their vocabulary).
-        known = range(int(self.model.get_input_embeddings().weight.shape[0]))
-        wanted = (config.pad_token_id, *sorted(end_token_ids))
-        config.pad_token_id = next((each for each in wanted if each in known), 0)
-        config.max_length = None
-        config.max_new_tokens = params.max_tokens
-        config.num_beams = 1
-        config.num_return_sequences = 1
-        config.return_dict_in_generate = False
-        config.use_cache = True
-        config.cache_implementation = None
-        config.prefill_chunk_size = None  # the prompt is read before, see `read_ahead`
-        config.do_sample = not params.is_greedy
-        config.temperature = None if params.is_greedy else params.temperature
-        config.top_p = None if params.is_greedy else params.top_p
-        config.top_k = None if params.is_greedy else max(params.top_k, 0)
-        return config, end_token_ids
-
-    def _with_own_stops(self, params: SamplingParams) -> SamplingParams:
-        """With the strings that end an answer by the model's own generation config."""
-        if self.tokenizer is None:
-            return params
-        return replace(params, stop=(*params.stop_texts, *own_stop_texts(self.model)))
-
-    def _report(
-        self,
-        batch: PromptBatch,
-        watch: AnswerWatch,
-        cache: TieredCache,
-        started_s: float,
-        notices: tuple[str, ...],
-    ) -> RunReport:
-        new_tokens = sum(len(ids) for ids in watch.token_ids)
-        return RunReport(
-            policy=cache.policy.name,
-            exact=cache._config.exact,
-            prompt_tokens=sum(len(ids) for ids in batch.token_ids),
-            new_tokens=new_tokens,
-            prefill_s=watch.first_token_s - started_s,
-            decode_s=watch.last_token_s - watch.first_token_s,
-            decode_tokens=new_tokens - len(watch.token_ids),
-            stats=cache.stats,
-            memory=cache.report(),
-            store=cache.store_description,
-            simulated=cache.simulated,
-            notices=(*notices, *cache.notices),
-        )
+    def _answer(
+        self, batch: Batch, cache: TieredCache, listeners: Listeners, *,
+        notices: tuple[str, ...], recomputed: int = 0,
+    ) -> list[RequestOutput]:  # fmt: skip
+        held = cache.get_seq_length()
+        run = BatchRun(
+            self._loaded, batch.prompts, batch.requests, cache, sampler=self._sampler,
+            chunk=self._prefill_chunk_size, listeners=listeners,
+        )  # fmt: skip
+        run.run()
+        return run.outputs(run.report(notices, restored=held - recomputed, recomputed=recomputed))
 
 
-def _outputs(batch: PromptBatch, watch: AnswerWatch, report: RunReport) -> list[RequestOutput]:
-    return [
-        RequestOutput(
-            prompt=batch.texts[row],
-            prompt_token_ids=batch.token_ids[row],
-            text=watch.text(row),
-            token_ids=watch.token_ids[row],
-            finish_reason=watch.finish_reasons[row] or "length",
-            run=report,
-        )
-        for row in range(len(batch.token_ids))
-    ]
+def _numbered_from(first: int, on_text: OnText, number: int, piece: str) -> None:
+    """Pass on a piece of an answer by its number in the call."""
+    on_text(first + number, piece)

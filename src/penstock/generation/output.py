@@ -1,10 +1,11 @@
-"""What a call to `LLM.generate` hands back: one answer per prompt, one report per run."""
+"""What a call to `LLM.generate` hands back: answers by prompt, one report per run."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import RunStats
+from penstock.generation.logprobs import LogprobsOnePosition
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,26 +53,91 @@ class RunReport:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOutput:
-    """The answer to one prompt."""
+@dataclass(kw_only=True, slots=True)
+class CompletionOutput:
+    """One answer to a prompt, or what is new of it."""
 
+    index: int
+    """Among the answers to the prompt."""
+    text: str
+    token_ids: list[int]
+    """New tokens, the token that ended the answer included."""
+    cumulative_logprob: float | None = None
+    """Sum of the logarithms of the tokens' probabilities; None without `logprobs` or `best_of`."""
+    logprobs: list[LogprobsOnePosition] | None = None
+    """By token of `token_ids`; None if none were asked for."""
+    finish_reason: FinishReason | None = None
+    """ "stop": an end token or a stop string; "length": `max_tokens` was reached, or the room that
+    the model has; "abort": the caller has stopped it; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for the end-of-sequence token."""
+
+    def finished(self) -> bool:
+        """Whether the answer is over."""
+        return self.finish_reason is not None
+
+
+@dataclass(kw_only=True, slots=True)
+class Answers:
+    """A prompt and answers to it. Shortcuts are those of the first answer."""
+
+    request_id: str
+    """Counts up over the calls of an `LLM`."""
     prompt: str | None
     """The prompt's text, or None when it was given as token ids."""
     prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    """New tokens, the end-of-sequence token included when there was one."""
-    finish_reason: FinishReason
-    """ "stop": end-of-sequence token or a stop string; "length": `max_tokens` was reached;
-    "abort": the caller has stopped it."""
-    run: RunReport
-    """Of the whole batch, shared by its answers."""
+    prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+    """By token of the prompt, the first is None; None if none were asked for."""
+    outputs: list[CompletionOutput]
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first answer."""
+        return self.outputs[0].token_ids
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt in tokens."""
         return len(self.prompt_token_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamedOutput(Answers):
+    """What is new of one answer, as `LLM.stream` yields it: `outputs` has one item."""
+
+    prompt_index: int
+    """Number of the prompt in the call."""
+    finished: bool
+    """Whether all answers to the prompt are over."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is over; None while it goes on."""
+        return self.outputs[0].finish_reason
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestOutput(Answers):
+    """The answers to one prompt."""
+
+    run: RunReport
+    """Of the whole batch, shared by its prompts."""
+    finished: bool = True
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first answer is over: "stop", "length" or "abort"."""
+        return self.outputs[0].finish_reason or "length"
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read, because their KV was stored before."""
+        return self.run.restored_tokens
 
     @property
     def stats(self) -> RunStats:

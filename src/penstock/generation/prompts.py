@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,7 +14,37 @@ from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Tensor
+"""A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or what a tokenizer makes of
+a text: `{"input_ids": ids, "attention_mask": mask}`, ids in one more list or not."""
+
+_OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds",
+                 "encoder_prompt", "decoder_prompt", "cache_salt")  # fmt: skip
+_UNREAD = ("token_type_ids", "special_tokens_mask", "length")
+"""What tokenizers add, and no decoder reads."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """The text that they are of; only handed back."""
+
+
+class TokenIds(list[int]):
+    """Token ids that came with their text."""
+
+    def __init__(self, ids: Iterable[int], text: str | None) -> None:
+        """Keep both."""
+        super().__init__(ids)
+        self.text = text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +62,16 @@ class PromptBatch:
     def padded_tokens(self) -> int:
         """Length of every row."""
         return int(self.input_ids.shape[1])
+
+    def take(self, rows: Tensor) -> "PromptBatch":
+        """The batch whose row i is row `rows[i]` of this one."""
+        numbers = rows.tolist()
+        return PromptBatch(
+            texts=[self.texts[row] for row in numbers],
+            token_ids=[self.token_ids[row] for row in numbers],
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+        )
 
 
 def read_text_file(path: str | Path, what: str = "prompt file") -> str:
@@ -71,14 +111,16 @@ def require_text(text: str, what: str) -> None:
         raise PromptError(f"{what} is not UTF-8 text") from error
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one was given or several.
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+    """A list of texts and lists of token ids, whether one prompt was given or several.
 
     Raises:
         PromptError: the list is empty, or what was given is no prompt.
     """
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return _in_mapping(prompts)
     _require_list(prompts)
     items: list[Any] = list(prompts)
     if not items:
@@ -87,7 +129,70 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [items]
     if any(map(_is_token, items)):
         raise PromptError("token ids stand beside other prompts; give them in a list of theirs")
-    return items
+    parts = [_in_mapping(item) if isinstance(item, Mapping) else [item] for item in items]
+    return [one for part in parts for one in part]
+
+
+def single_prompt(prompt: Prompt) -> str | Sequence[int]:
+    """What was given as one prompt, as an item of a prompt list.
+
+    Raises:
+        PromptError: it is none, or several.
+    """
+    items = as_prompt_list([prompt])
+    if len(items) != 1:
+        raise PromptError(f"there are {len(items)} prompts; give one")
+    return items[0]
+
+
+def text_in(prompt: str | Sequence[int]) -> str | None:
+    """The text of an item of a prompt list, where it came with one."""
+    return prompt if isinstance(prompt, str) else getattr(prompt, "text", None)
+
+
+def _in_mapping(given: Mapping[str, Any]) -> list[str | Sequence[int]]:
+    """The prompts of a mapping: several where it is what a tokenizer makes of several texts.
+
+    Raises:
+        PromptError: it has something else, or too much.
+    """
+    kind = type(given).__name__
+    for name in given:
+        if name in _OTHER_INPUTS and given[name] is not None:
+            raise PromptError(f"prompts of {name} are not supported; give text or token ids")
+    has = [name for name in ("prompt", "prompt_token_ids", "input_ids") if name in given]
+    known = {*has, *_OTHER_INPUTS, *_UNREAD, "attention_mask"}
+    unknown = next((name for name in given if name not in known), None)
+    if not has or unknown is not None:
+        what = f"a {kind} with {unknown}" if unknown is not None else f"an empty {kind}"
+        raise PromptError(f"{what} is no prompt; it has prompt, prompt_token_ids or input_ids")
+    if "input_ids" in given:
+        return _in_encoding(given["input_ids"], given.get("attention_mask"))
+    text = given.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"prompt is a {type(text).__name__}; it must be a text")
+    if given.get("prompt_token_ids") is None:
+        if text is None:
+            raise PromptError(f"prompt and prompt_token_ids of a {kind} are None")
+        return [text]
+    return [TokenIds(_ids(given["prompt_token_ids"], "prompt_token_ids"), text)]
+
+
+def _in_encoding(input_ids: Any, attention_mask: Any) -> list[str | Sequence[int]]:
+    """Rows of token ids, without what the mask leaves out."""
+    _require_list(input_ids)
+    rows = list(input_ids)
+    is_one = all(map(_is_token, rows))
+    rows = [rows] if is_one else rows
+    if attention_mask is None:
+        return [_ids(row, "input_ids") for row in rows]
+    masks = [attention_mask] if is_one else list(attention_mask)
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise PromptError("input_ids and attention_mask are of different lengths")
+    return [
+        [token for token, kept in zip(_ids(row, "input_ids"), mask, strict=True) if kept]
+        for row, mask in zip(rows, masks, strict=True)
+    ]
 
 
 def _require_list(prompt: Any) -> None:
@@ -112,8 +217,9 @@ def _is_token(item: Any) -> bool:
 
 
 def encode(
-    loaded: LoadedModel, prompt: Prompt, *, what: str = "the prompt", alone: bool = True
-) -> list[int]:
+    loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "the prompt",
+    alone: bool = True,
+) -> list[int]:  # fmt: skip
     """Token ids of a prompt; none for blank text.
 
     Args:
@@ -125,11 +231,7 @@ def encode(
             something among its token ids is none.
     """
     if not isinstance(prompt, str):
-        _require_list(prompt)
-        for token in prompt:
-            if not _is_token(token):
-                raise PromptError(f"{what} holds a {type(token).__name__} among its token ids")
-        return [int(token) for token in prompt]
+        return _ids(prompt, what)
     require_text(prompt, what)
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer; give {what} as token ids")
@@ -140,9 +242,19 @@ def encode(
     return [int(token) for token in encoded["input_ids"]]
 
 
+def _ids(prompt: Any, what: str) -> list[int]:
+    """Token ids as whole numbers of Python."""
+    _require_list(prompt)
+    for token in prompt:
+        if not _is_token(token):
+            raise PromptError(f"{what} holds a {type(token).__name__} among its token ids")
+    return [int(token) for token in prompt]
+
+
 def make_batch(
-    loaded: LoadedModel, prompts: Sequence[Prompt], *, new_tokens: int, pad_token_id: int
-) -> PromptBatch:
+    loaded: LoadedModel, prompts: Sequence[str | Sequence[int]], *, new_tokens: int,
+    pad_token_id: int,
+) -> PromptBatch:  # fmt: skip
     """Encode prompts and pad them on the left.
 
     Args:
@@ -159,6 +271,13 @@ def make_batch(
     for row, ids in enumerate(token_ids):
         which = "the prompt" if len(token_ids) == 1 else f"prompt {row}"
         check_prompt(loaded, which, ids, new_tokens=new_tokens)
+    return padded([text_in(prompt) for prompt in prompts], token_ids, pad_token_id)
+
+
+def padded(
+    texts: Sequence[str | None], token_ids: Sequence[list[int]], pad_token_id: int
+) -> PromptBatch:
+    """Prompts that are encoded and checked, as one batch."""
     longest = max(len(ids) for ids in token_ids)
     input_ids = torch.full((len(token_ids), longest), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
@@ -166,21 +285,23 @@ def make_batch(
         input_ids[row, longest - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
         attention_mask[row, longest - len(ids) :] = 1
     return PromptBatch(
-        texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
-        token_ids=token_ids,
+        texts=list(texts),
+        token_ids=list(token_ids),
         input_ids=input_ids,
         attention_mask=attention_mask,
     )
 
 
 def check_prompt(
-    loaded: LoadedModel, which: str, ids: Sequence[int], *, new_tokens: int, held_tokens: int = 0
-) -> None:
+    loaded: LoadedModel, which: str, ids: Sequence[int], *, new_tokens: int, held_tokens: int = 0,
+    most_tokens: int | None = None,
+) -> None:  # fmt: skip
     """Refuse what cannot be run, by name.
 
     Args:
         which: prompt it is, for the message.
         held_tokens: of a stored text in front of it.
+        most_tokens: of prompt and answer, if less than the model has positions (`max_model_len`).
 
     Raises:
         PromptError: it has no tokens, holds an unknown token id, or does not fit the positions.
@@ -192,9 +313,12 @@ def check_prompt(
     if wrong is not None:
         raise PromptError(f"{which} holds token id {wrong}, but {loaded.name} has {vocabulary}")
     limit, total = inspect_model(loaded.model).max_positions, held_tokens + len(ids)
+    room = f"{loaded.name} has {limit:,} positions"
+    if most_tokens is not None and most_tokens < limit:
+        limit, room = most_tokens, f"max_model_len is {most_tokens:,}"
     if total + new_tokens > limit:
         behind = f" behind {held_tokens:,} of the text" if held_tokens else ""
         raise PromptError(
             f"{which} has {len(ids):,} tokens{behind} and {new_tokens:,} more are asked for, but "
-            f"{loaded.name} has {limit:,} positions; take away {total + new_tokens - limit:,}"
+            f"{room}; take away {total + new_tokens - limit:,}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.generation.prompts import Prompt, make_batch
+from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.generation.token_text import own_stop_texts
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
 from penstock.models.loader import (
@@ -148,7 +148,9 @@ class BeamSearcher:
         # its group, without effect, one token behind its end.
         ragged = params.delimiter is not None
         new_tokens = params.max_new_tokens + ragged
-        batch = make_batch(self._loaded, [prompt], new_tokens=new_tokens, pad_token_id=0)
+        batch = make_batch(
+            self._loaded, [single_prompt(prompt)], new_tokens=new_tokens, pad_token_id=0
+        )
         [token_ids] = batch.token_ids
         check_step(len(token_ids), params, inspect_model(self._loaded.model).max_positions)
         stops, ends = params.stop_texts, frozenset[int]()

@@ -153,7 +153,7 @@ def _fresh(case: Case, text: str, questions: list[str], params: SamplingParams) 
     asked = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in questions]
     with Document.open(loaded, case.folder) as document:
         policy = document.policy
-    most = len(ids) + max(map(len, asked)) + params.max_tokens
+    most = len(ids) + max(map(len, asked)) + case.answer_tokens
     llm = LLM(loaded, prefill_chunk_size=case.chunk)
     answers = []
     told: list[float] = []
