@@ -1,31 +1,37 @@
-"""POLICIES, the table of methods: a folder for each, and one for those that they compare with."""
+"""A folder for each method, and one for those that they compare with.
 
-from penstock.engine.policy import SelectionPolicy
-from penstock.methods.baselines.arkvale import ArkVale
-from penstock.methods.baselines.clusterkv import ClusterKV
-from penstock.methods.baselines.flexgen import FlexGen
-from penstock.methods.baselines.full import Full
-from penstock.methods.baselines.h2o import H2O
-from penstock.methods.baselines.infinigen import InfiniGen, InfiniGenStar, InfiniGenStarReuse
-from penstock.methods.baselines.leoam import LeoAM
-from penstock.methods.baselines.loki import Loki
-from penstock.methods.baselines.pqcache import PQCache
-from penstock.methods.baselines.quest import Quest
-from penstock.methods.baselines.raas import RaaS
-from penstock.methods.baselines.shadowkv import ShadowKV
-from penstock.methods.baselines.snapkv import SnapKV
-from penstock.methods.baselines.streaming_llm import StreamingLLM
-from penstock.methods.dynakv.policy import DynaKV
-from penstock.methods.hillinfer.policy import HillInfer
-from penstock.methods.kvswap.policy import KVSwap
-from penstock.methods.louiskv.policy import LouisKV
-from penstock.methods.policy_table import PolicyTable
+The names are loaded when they are first used: a near-storage device, which is a process of a module
+far below, starts without torch.
+"""
 
-_ALL: tuple[type[SelectionPolicy], ...] = (
-    KVSwap, Full, FlexGen, ShadowKV, Loki, InfiniGenStarReuse, InfiniGenStar, InfiniGen, Quest,
-    ArkVale, PQCache, ClusterKV, LeoAM, LouisKV, DynaKV, HillInfer, SnapKV, H2O, RaaS, StreamingLLM,
-)  # fmt: skip
-POLICIES = PolicyTable(_ALL)
-"""Every method by the name that the command line uses."""
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.policy import SelectionPolicy
+    from penstock.methods.baselines.flexgen import FlexGen
+    from penstock.methods.baselines.full import Full
+    from penstock.methods.baselines.quest import Quest
+    from penstock.methods.kvswap.policy import KVSwap
+    from penstock.methods.policies import POLICIES
 
 __all__ = ["POLICIES", "FlexGen", "Full", "KVSwap", "Quest", "SelectionPolicy"]
+
+_HOMES = {
+    "POLICIES": "penstock.methods.policies",
+    "FlexGen": "penstock.methods.baselines.flexgen",
+    "Full": "penstock.methods.baselines.full",
+    "KVSwap": "penstock.methods.kvswap.policy",
+    "Quest": "penstock.methods.baselines.quest",
+    "SelectionPolicy": "penstock.engine.policy",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -38,6 +39,14 @@ def kill(process: int) -> None:
     os.kill(process, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # that one was faster
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_device_needs_no_torch() -> None:
+    """Its start and its memory are numpy's."""
+    code = f"import runpy, sys; runpy.run_module({NearDevice.program[0]!r}, run_name='near'); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("how", NONSENSE)
