@@ -34,13 +34,14 @@ SEARCH = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of data with files that are called as modules are; each leaves a mark."""
-    (tmp_path / "prompt.txt").write_text("The grass is green . The sky is blue .")
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "prompt.txt").write_text("The grass is green . The sky is blue .")
     for name in NAMES:
-        (tmp_path / f"{name}.py").write_text(f"print({RAN!r}); open('ran-{name}', 'w').close()\n")
-    return tmp_path
+        (folder / f"{name}.py").write_text(f"print({RAN!r}); open('ran-{name}', 'w').close()\n")
+    return folder
 
 
 def assert_nothing_ran(folder: Path) -> None:
@@ -60,12 +61,21 @@ def run(folder: Path, *commands: tuple[str, ...]) -> "subprocess.CompletedProces
     )  # fmt: skip
 
 
-def test_commands_run_nothing_of_the_folder(hostile: Path) -> None:
-    """With processes beside them: of near-storage attention, of a scorer, of a benchmark."""
+@pytest.fixture(scope="module")
+def done(hostile: Path) -> "subprocess.CompletedProcess[str]":
+    """With processes beside them: of near-storage attention, of a scorer, of a benchmark.
+
+    The last two commands have a scorer from a file; the file of the very last is not there.
+    """
     (hostile / "mine.py").write_text(
         "import json, torch\ndef rate(texts):\n    return [1.0 for _ in texts]\n"
     )
-    done = run(
+    (elsewhere := hostile / "elsewhere").mkdir()
+    (elsewhere / "beside.py").write_text("RATING = 2.0\n")
+    (elsewhere / "json.py").write_text(
+        "import beside\ndef rate(texts):\n    return [beside.RATING for _ in texts]\n"
+    )
+    return run(
         hostile,
         ("generate", "recall", "--prompt-file", "prompt.txt", "--max-new-tokens", "2",
          "--disk", "memory", "--policy", "hillinfer"),
@@ -73,9 +83,29 @@ def test_commands_run_nothing_of_the_folder(hostile: Path) -> None:
         (*SEARCH, "--scorer", "mine:rate"),
         ("bench", "accuracy", "--samples", "1", "--tokens", "256", "--tasks", "multi_key_few",
          "--settings", "full", "--workers", "2"),
+        (*SEARCH, "--scorer", "elsewhere/json.py:rate", "--json"),
+        (*SEARCH, "--scorer", "elsewhere/none.py:rate"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+
+
+def test_commands_run_nothing_of_the_folder(
+    hostile: Path, done: "subprocess.CompletedProcess[str]"
+) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "elsewhere/none.py" in done.stderr.splitlines()[-1], "the last one alone fails"
+    assert RAN not in done.stdout + done.stderr
     assert_nothing_ran(hostile)
+
+
+def test_a_scorer_of_a_file_has_its_folder_behind_all_others(
+    done: "subprocess.CompletedProcess[str]",
+) -> None:
+    """A file is found where its name leads, also when it is called as an installed module is."""
+    assert done.stdout.count('"scorer": "elsewhere/json.py:rate"') == 1
+    assert done.stdout.count('"scorer"') == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: scorer elsewhere/none.py:rate")
+    assert done.stderr.endswith(f"{line}\n")
 
 
 def test_nor_does_a_process_that_a_program_starts(hostile: Path) -> None:
@@ -106,24 +136,3 @@ def test_a_process_has_the_path_and_the_words_that_it_was_given(tmp_path: Path) 
         sys.path[:] = former
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "['one', '-c', ''] __main__\n"
-
-
-def test_a_scorer_of_a_file_has_its_folder_behind_all_others(tmp_path: Path) -> None:
-    """A file is found where its name leads, also when it is called as an installed module is."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    (folder / "beside.py").write_text("RATING = 2.0\n")
-    (folder / "json.py").write_text(
-        "import beside\ndef rate(texts):\n    return [beside.RATING for _ in texts]\n"
-    )
-    done = run(
-        tmp_path,
-        (*SEARCH, "--scorer", "elsewhere/json.py:rate", "--json"),
-        (*SEARCH, "--scorer", "elsewhere/none.py:rate"),
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout.count('"scorer": "elsewhere/json.py:rate"') == 1
-    assert done.stdout.count('"scorer"') == 1
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: scorer elsewhere/none.py:rate")
-    assert done.stderr.endswith(f"{line}\n")

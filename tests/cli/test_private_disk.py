@@ -19,60 +19,73 @@ TEXT = "The patient said on the phone that " + " ".join(
     f"item {i} is {i * 37}." for i in range(120)
 )
 RUN = "import sys; from penstock.cli.entry import main; sys.argv[0] = 'penstock'; main()"
-API = """
+RUNS = """
 import sys
+from pathlib import Path
 from penstock import LLM, SamplingParams
-text, disk, new = sys.argv[1:]
-llm = LLM("recall", policy="quest", memory="1/2", store=disk, seal=True)
-llm.generate(text, SamplingParams(temperature=0, max_tokens=int(new)))
+from penstock.cli.entry import main
+text, disks = sys.argv[1], Path(sys.argv[2])
+llm = LLM("recall", policy="quest", memory="1/2", store=disks / "sealed api", seal=True)
+llm.generate(text, SamplingParams(temperature=0, max_tokens=8))
+for disk, option, new in ("open", "--no-seal", 8), ("sealed and killed", "--seal", 4000):
+    sys.argv[:] = [
+        "penstock", "generate", "recall", "--prompt", text, "--disk", str(disks / disk), "--policy",
+        "quest", "--memory", "1/2", "--max-new-tokens", str(new), option,
+    ]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
 """
-TIMEOUT_S = 120
+KILLED = "sealed and killed"
+TIMEOUT_S = 240
 ENOUGH_BYTES = 100_000
 
 
-def start(kind: str, disk: Path, seal: str, new_tokens: int) -> "subprocess.Popen[bytes]":
-    if kind == "api":
-        call = [API, TEXT, str(disk), str(new_tokens)]
-    else:
-        call = [
-            RUN, "generate", "recall", "--prompt", TEXT, "--disk", str(disk), "--policy", "quest",
-            "--memory", "1/2", "--max-new-tokens", str(new_tokens), *([seal] if seal else []),
-        ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-c", *call], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-
-def hold_new(process: "subprocess.Popen[bytes]", disk: Path, held: dict[int, int]) -> None:
-    """Open for ourselves the files that another process has open in a folder, by inode."""
+def hold_new(process: "subprocess.Popen[bytes]", disks: Path, held: dict[int, int]) -> None:
+    """Open for ourselves the files that another process has open below a folder, by inode."""
     for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             inode = os.stat(entry).st_ino
-            if inode not in held and os.readlink(entry).startswith(f"{disk}/"):
+            if inode not in held and os.readlink(entry).startswith(f"{disks}/"):
                 held[inode] = os.open(entry, os.O_RDONLY)
 
 
-def content(held: dict[int, int]) -> bytes:
-    return b"".join(os.pread(number, os.fstat(number).st_size, 0) for number in held.values())
+def contents(disks: Path, held: dict[int, int]) -> dict[str, bytes]:
+    """What lies in the held files, by the folder that they were made in."""
+    found: dict[str, bytes] = {}
+    for number in held.values():
+        disk = Path(os.readlink(f"/proc/self/fd/{number}")).relative_to(disks).parts[0]
+        found[disk] = found.get(disk, b"") + os.pread(number, os.fstat(number).st_size, 0)
+    return found
 
 
-def capture(kind: str, disk: Path, seal: str, *, kill: bool) -> bytes:
-    """What lies in the files of a run that is killed in its middle, or that has ended."""
-    disk.mkdir()
-    process = start(kind, disk, seal, 4000 if kill else 8)
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What lies in the files of two runs that have ended and of one that is killed in its middle.
+
+    One process has all three: most of what it takes is to start.
+    """
+    disks = tmp_path_factory.mktemp("disks")
+    for name in ("sealed api", "open", KILLED):
+        (disks / name).mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNS, TEXT, str(disks)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     held: dict[int, int] = {}
     deadline = time.monotonic() + TIMEOUT_S
     try:
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, PermissionError):  # it is ending
-                hold_new(process, disk, held)
-            if kill and len(content(held).strip(b"\0")) > ENOUGH_BYTES:
+                hold_new(process, disks, held)
+            if len(contents(disks, held).get(KILLED, b"").strip(b"\0")) > ENOUGH_BYTES:
                 process.send_signal(signal.SIGKILL)
                 break
-            time.sleep(0.005)
+            time.sleep(0.01)
         process.wait(TIMEOUT_S)
-        assert process.returncode == (-signal.SIGKILL if kill else 0)
-        return content(held)
+        assert process.returncode == -signal.SIGKILL
+        return contents(disks, held)
     finally:
         process.kill()
         process.wait()
@@ -93,12 +106,11 @@ def rows_found(disk: bytes) -> int:
     return sum(row[:width].tobytes() in disk for row in raw)
 
 
-@pytest.mark.parametrize(("kind", "kill"), [("command", True), ("api", False)])
-def test_a_sealed_run_leaves_noise(kind: str, kill: bool, tmp_path: Path) -> None:
-    disk = capture(kind, tmp_path / "disk", "--seal", kill=kill)
-    assert len(disk.strip(b"\0")) > ENOUGH_BYTES
-    assert rows_found(disk) == 0
+@pytest.mark.parametrize("run", [KILLED, "sealed api"])
+def test_a_sealed_run_leaves_noise(run: str, left: dict[str, bytes]) -> None:
+    assert len(left[run].strip(b"\0")) > ENOUGH_BYTES
+    assert rows_found(left[run]) == 0
 
 
-def test_an_open_run_leaves_the_prompts_values(tmp_path: Path) -> None:
-    assert rows_found(capture("command", tmp_path / "disk", "--no-seal", kill=False)) > 128
+def test_an_open_run_leaves_the_prompts_values(left: dict[str, bytes]) -> None:
+    assert rows_found(left["open"]) > 128
