@@ -1,7 +1,12 @@
 """ "auto" is never below what a cache cannot do without, whatever the length and the policy."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from penstock import TieredCache
 from penstock.core.errors import BudgetError
@@ -14,25 +19,44 @@ LONG = [1, 17, 64, 300]
 """Of a policy that starts processes for each cache."""
 
 
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: PreTrainedModel) -> Callable[[int], Tensor]:
+    """The model's own logits of so many tokens."""
+
+    @cache
+    def logits(length: int) -> Tensor:
+        found: Tensor = model(torch.arange(3, 3 + length)[None]).logits
+        return found
+
+    return logits
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("must_tier", [False, True])
 @pytest.mark.parametrize("store", ["memory", "host"])
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_auto_refuses_nothing(name: str, store: str, must_tier: bool) -> None:
+def test_auto_refuses_nothing(
+    name: str, store: str, must_tier: bool, model: PreTrainedModel, plain: Callable[[int], Tensor]
+) -> None:
     policy = POLICIES[name]()
     if store == "host" and not (policy.device_tier or policy.stays_resident):
         pytest.skip("not for the device tier")
-    model = tiny_model("llama")
     for length in LONG if name == "hillinfer" else LENGTHS:
         for batch in (1, 3):
             with TieredCache(
                 model, policy, "auto", store, max_tokens=length, batch_size=batch,
                 must_tier=must_tier,
-            ) as cache:  # fmt: skip
+            ) as tiers:  # fmt: skip
                 if length in (1, 17, 64):
                     ids = torch.arange(3, 3 + length)[None].repeat(batch, 1)
-                    found = model(ids, **cache_argument(model, cache)).logits
-                    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
+                    found = model(ids, **cache_argument(model, tiers)).logits
+                    expected = plain(length).expand_as(found)
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_budget_that_somebody_set_is_kept() -> None:

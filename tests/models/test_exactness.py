@@ -97,12 +97,15 @@ def references(models: dict[str, PreTrainedModel]) -> dict[tuple[str, int], list
 
 
 def cases() -> list[tuple[str, str, int, int | None]]:
-    """Every setting on every family, with batches and chunks in turn; all of them on llama."""
+    """All of them on llama. A setting meets every other family elsewhere, with batches and chunks
+    in turn; a sweep over policies and families is in tests/conformance."""
     found = []
     ways = list(product((1, 3), sorted({None, CHUNK}, key=str)))
     for number, family in enumerate(FAMILIES):
         for place, setting in enumerate(SETTINGS):
-            way = ways[(number + place) % len(ways)]
+            if family != "llama" and (number + place) % 2:
+                continue
+            way = ways[(number // 2 + place) % len(ways)]
             for batch, chunk in ways if family == "llama" else [way]:
                 found.append((family, setting, batch, chunk))
     return found
