@@ -89,7 +89,7 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
 
 
 WHOLE = (
-    "--tokens=280,300", "--samples=3", "--batch=2", "--tasks=single_essay,multi_value",
+    "--tokens=280,300", "--samples=2", "--batch=2", "--tasks=single_essay,multi_value",
     "--settings=full,kvswap@1/2,kvswap@1/999", "--disk=memory",
 )  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_a_run(whole: tuple[dict[str, Any], str]) -> None:
     saved, printed = whole
     assert json.loads(printed.splitlines()[-1]) == saved
     cells = saved["figures"]["cells"]
-    assert [len(cell["scores"]) for cell in cells] == [3, 3, 3, 3, 0, 0] * 2
+    assert [len(cell["scores"]) for cell in cells] == [2, 2, 2, 2, 0, 0] * 2
     assert saved["figures"]["summary"][0]["mean"] >= 0.5
     assert "too little" in cells[-1]["refused"]
     assert {cell["setting"] for cell in saved["figures"]["not_run"]} == {"kvswap@1/999"}
@@ -154,16 +154,26 @@ def test_an_interrupted_run_is_taken_up(
 
 
 def test_workers_answer_as_one_process_does(
-    whole: tuple[dict[str, Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: tuple[dict[str, Any], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And they say how far prompts are read before the first answer."""
+    """And they say how far prompts are read before the first answer.
+
+    The libraries are imported once for both; tests/cli/test_current_folder.py starts one anew.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([accuracy_workers.__name__])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forks)
     out = tmp_path / "spread.json"
     spread = accuracy.run([*WHOLE, "--workers=2", f"--out={out}"]).figures["cells"]
     told = capsys.readouterr().err.splitlines()
     for task in ("single_essay", "multi_value"):
         ours = [line for line in told if task in line]
         assert "the prompts are being read" in ours[0]
-        assert "took" in ours[-1]
+        assert "took" in ours[-2]
+        assert "is refused" in ours[-1]
     timeless = [
         [{**c, "seconds": 0, "ledger_bytes": 0} for c in cells]
         for cells in (whole[0]["figures"]["cells"], spread)
@@ -261,7 +271,7 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
 def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
     """A file with fewer samples than a batch; then more samples than half a batch, gone on with."""
     data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
-    samples = draw_samples(load(), "single_essay", 0, 2, tokens=300, seed=3)
+    samples = draw_samples(load(), "single_essay", 0, 2, tokens=280, seed=3)
     records = [{"context": s.prompt, "question": "", "answers": [s.answer]} for s in samples]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = ["--tokens=400", "--batch=5", "--settings=full", "--disk=memory", f"--out={out}"]

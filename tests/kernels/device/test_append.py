@@ -57,14 +57,16 @@ def test_prefill_is_stored(
     assert (host[:, first + new :] == -9).all()
 
 
-@pytest.mark.parametrize("prompt", [0, 7, 30])
 @pytest.mark.parametrize(
-    ("group", "sinks", "newest", "dtype"),
+    ("group", "sinks", "newest", "dtype", "prompt"),
     [
-        (4, 2, 2, torch.float32),
-        (1, 3, 5, torch.bfloat16),
-        (3, 0, 3, torch.float16),
-        (4, 1, 4, torch.bfloat16),
+        (4, 2, 2, torch.float32, 0),
+        (4, 2, 2, torch.float32, 30),
+        (1, 3, 5, torch.bfloat16, 7),
+        (1, 3, 5, torch.bfloat16, 30),
+        (3, 0, 3, torch.float16, 0),
+        (3, 0, 3, torch.float16, 7),
+        (4, 1, 4, torch.bfloat16, 7),
     ],
 )
 def test_steps_are_the_rolling_window_s(
