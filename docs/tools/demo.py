@@ -19,7 +19,7 @@ from penstock.cli.main import app
 
 PICTURE = Path(__file__).parents[1] / "images" / "demo.svg"
 WIDTH = 104
-SHOWN = ("policy", "KV cache lies on", "full KV cache", "held in memory")
+SHOWN = ("policy", "KV cache lies on", "KV cache", "weights")
 # rich's own frame asks a server for its font; here the reader's is taken.
 FRAME = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img"
   aria-label="penstock demo in a terminal">

@@ -22,7 +22,7 @@ def answered(seed: int) -> Any:
 def test_a_correct_answer(seed: int) -> None:
     result = answered(seed)
     assert result.exit_code == 0, result.output
-    for said in ("at token", "Question : ", "Answer : ", "Correct", "held in memory", "stall"):
+    for said in ("at token", "Question : ", "Answer : ", "Correct", "of the full", "stall"):
         assert said in result.stdout
 
 

@@ -38,7 +38,7 @@ def test_the_answer_alone_is_on_stdout(prompt_file: Path, sample: Sample) -> Non
     result = run("recall", "--prompt-file", prompt_file, "--memory", "1/4")
     assert result.stdout == f"{sample.answer}\n"
     assert "prefill 100 %" in result.stderr
-    for figure in ("full KV cache", "held in memory", "hit rate", "stall share"):
+    for figure in ("KV cache", "weights", "process", "of the full", "hit rate", "stall share"):
         assert figure in result.stderr
 
 
@@ -55,6 +55,9 @@ def test_json_is_one_document(prompt_file: Path, sample: Sample) -> None:
     assert memory["peak_bytes"] <= memory["limit_bytes"] == memory["full_cache_bytes"] // 4
     assert document["decode"]["read_bytes"] > 0
     assert document["simulated"] is None
+    assert document["weights_bytes"] > 10 << 20
+    assert document["process_peak_bytes"] > document["weights_bytes"]
+    assert document["device_peak_bytes"] is None
 
 
 def test_a_simulated_disk_is_called_so(prompt_file: Path, sample: Sample) -> None:

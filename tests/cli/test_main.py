@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from penstock.cli.entry import main
-from penstock.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, app
+from penstock.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, app, next_step
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.kernels.native import compiled
 
 RECALL = Path(__file__).parents[2] / "src" / "penstock" / "models" / "recall"
@@ -33,8 +34,8 @@ def error_line(result: Any, code: int = EXIT_BAD_INPUT) -> str:
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     lines = result.stderr.splitlines()
-    # Progress may have been shown before the error.
-    [line] = [line for line in lines if not line.startswith("prefill")]
+    # Progress may have been shown before the error, and what to try stands behind it.
+    [line] = [line for line in lines if not line.startswith(("prefill", "try: "))]
     assert line.startswith("error: ")
     return str(line)
 
@@ -93,6 +94,20 @@ def test_unsupported_family(tmp_path: Path, model_type: str, sizes: dict[str, in
 def test_budget_too_small_says_how_much_would_do() -> None:
     line = error_line(run("generate", "recall", "--prompt", PROMPT * 50, "--memory", "20KiB"))
     assert "smallest budget that would do" in line
+    assert "1 sequence of" in line
+    result = run("generate", "recall", "--prompt", PROMPT * 50, "--memory", "20KiB")
+    step = result.stderr.splitlines()[-1]
+    found = re.match(r"try: --memory (\S+iB)", step)
+    assert found is not None, step
+    again = run("generate", "--prompt", PROMPT * 50, "--memory", found[1], "--max-new-tokens", 1)
+    assert again.exit_code == 0, again.output
+    error = BudgetError("too little", needed_bytes=5 << 20)
+    error.adapter_bytes, error.fitting = 4 << 20, ("quest", "loki", "leoam", "arkvale")
+    assert next_step(error) == (
+        "--memory 5MiB; or penstock calibrate, with whose --adapter 4MiB would do; or --policy "
+        "quest or loki or leoam, which would fit"
+    )
+    assert next_step(BudgetError("?")) == next_step(ConfigError("?")) == ""
 
 
 @pytest.mark.parametrize("memory", ["much", "0", "1/0", "-5", "2"])
@@ -167,8 +182,8 @@ def test_prompt_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "either --prompt or --prompt-file"),
-        (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        ([], "one of --prompt, --prompt-file and --messages"),
+        (["--prompt", "a", "--prompt-file", "b"], "one of --prompt, --prompt-file"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1"),
         (["--prompt", "a", "--chunk", "0"], "prefill_chunk_size=0"),

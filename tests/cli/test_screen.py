@@ -3,15 +3,19 @@
 import io
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from penstock.cli.process_sizes import ProcessSizes
 from penstock.cli.screen import AnswerScreen, TokenProgress, report_rows, show_report
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.generation.output import RunReport
+
+SIZES = ProcessSizes(weights_bytes=257 << 20, process_peak_bytes=737 << 20, device_peak_bytes=None)
 
 
 def report(**changes: Any) -> RunReport:
@@ -59,14 +63,34 @@ def test_the_table_has_every_figure() -> None:
     assert rows == {
         "policy": "kvswap",
         "KV cache lies on": "/disk, direct I/O",
-        "full KV cache": "102 MiB",
-        "held in memory": "3 MiB of a budget of 4 MiB, 1/34.0 of the full cache",
+        "KV cache": "3 MiB of a budget of 4 MiB, 1/34.0 of the full 102 MiB",
         "prefill": "2,000 tokens/s, 8.0 s",
         "decode": "4.0 tokens/s, 2.50 s",
         "read per token": "1 MiB",
         "hit rate": "61 % of the wanted groups were in memory",
         "stall share": "5.0 % of decode waited for reads",
     }
+
+
+def test_weights_cache_and_process_stand_beside_each_other() -> None:
+    rows = report_rows(report(), SIZES)
+    names = [name for name, _ in rows]
+    at = names.index("KV cache")
+    assert names[at : at + 3] == ["KV cache", "weights", "process"]
+    assert dict(rows)["weights"] == "257 MiB"
+    assert dict(rows)["process"] == "737 MiB at its peak"
+    on_gpu = replace(SIZES, device_peak_bytes=2 << 30)
+    assert on_gpu.rows["process"] == "737 MiB at its peak, 2 GiB on the GPU"
+    assert "process" not in replace(SIZES, process_peak_bytes=None).rows
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_end_table_fits_the_terminal(width: int) -> None:
+    out = io.StringIO()
+    show_report(Console(file=out, width=width), report(notices=()), SIZES)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in out.getvalue()
 
 
 def test_a_simulated_disk_is_called_so_beside_each_of_its_figures() -> None:
@@ -96,7 +120,7 @@ def piped() -> tuple[Console, io.StringIO]:
 
 def test_notices_are_shown_as_written() -> None:
     console, out = piped()
-    show_report(console, report())
+    show_report(console, report(), SIZES)
     assert "note: adapter made from [the] prompt\n" in out.getvalue()
     assert "stall share" in out.getvalue()
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.byte_size import format_bytes, parse_bytes, parse_memory
+from penstock.core.byte_size import enough_size, format_bytes, parse_bytes, parse_memory
 from penstock.core.errors import ConfigError
 
 FULL, FREE = 13_000, 10_000
@@ -79,3 +79,10 @@ def test_format_bytes(size: int, expected: str) -> None:
 @given(st.integers(0, 1 << 50))
 def test_what_is_written_can_be_read(size: int) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.01, abs=1)
+
+
+@given(st.integers(min_value=1, max_value=1 << 42))
+def test_a_size_that_is_enough_is_read_back_as_enough(size: int) -> None:
+    written = enough_size(size)
+    assert size <= parse_bytes(written) <= size * 1.02 + 1024
+    assert len(written) <= 10

@@ -1,5 +1,7 @@
 """Arithmetic of shapes, sectors and refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +49,14 @@ def test_require() -> None:
     with pytest.raises(BudgetError, match=r"1000 B is too little for kvswap .*\(1001 bytes\)") as e:
         request(1000).require(1001, "kvswap")
     assert e.value.needed_bytes == 1001
+
+
+def test_a_refusal_counts_sequences_and_not_their_heads() -> None:
+    for rows, said in ((2, "1 sequence of"), (4, "2 sequences of"), (1, "1 sequence of")):
+        heads = 1 if rows == 1 else 2
+        asked = replace(request(1000), batch=rows, rows_per_sequence=heads, max_tokens=4104)
+        with pytest.raises(BudgetError, match=rf"{said} 4,104 tokens, prompt and answer"):
+            asked.require(1001, "louiskv")
 
 
 def test_rates_of_an_idle_phase_are_zero() -> None:

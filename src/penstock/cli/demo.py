@@ -9,6 +9,7 @@ from rich.text import Text
 
 from penstock.cli.console import PlainConsole
 from penstock.cli.options import DeviceOption, DiskOption, MemoryOption, PolicyOption
+from penstock.cli.process_sizes import ProcessSizes
 
 if TYPE_CHECKING:
     from penstock.evaluate.tasks.sample import Sample
@@ -58,7 +59,7 @@ def demo_command(
         console.print(Text("Correct: that is what the document says.\n", "bold green"))
     else:
         console.print(Text(f"Wrong: the document says {sample.answer}\n", "bold red"))
-    show_report(console, output.run)
+    show_report(console, output.run, ProcessSizes.of(llm.model))
     if not correct:
         raise typer.Exit(1)
 

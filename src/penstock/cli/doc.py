@@ -27,7 +27,7 @@ from penstock.cli.doc_shelf import (
     show_command,
     verify_command,
 )
-from penstock.cli.generate import as_document, read_stdin
+from penstock.cli.generate import as_document
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.options import (
@@ -48,11 +48,14 @@ from penstock.cli.options import (
     memory_option,
     unescaped,
 )
+from penstock.cli.process_sizes import ProcessSizes
+from penstock.cli.prompts import read_stdin
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from penstock.generation.output import RequestOutput
+    from penstock.models.loader import LoadedModel
 
 doc_app = typer.Typer(
     name="doc", no_args_is_help=True, rich_markup_mode=None,
@@ -183,7 +186,10 @@ def ask_command(
     called, loaded = load_model_of(
         shelf, name, model, console, device=device, dtype=dtype, source=source
     )
-    with _collected(called if as_json else None) as outputs, shelf.open(name, loaded) as document:
+    with (
+        _collected(called, loaded if as_json else None) as outputs,
+        shelf.open(name, loaded) as document,
+    ):
         document.questions_of(questions, params, keep=keep)  # before somebody has to go
         if keep:
             with _told_removed(console) as on_removed:
@@ -197,7 +203,7 @@ def ask_command(
                 on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
             )  # fmt: skip
     if not as_json:
-        show_report(console, outputs[-1].run)
+        show_report(console, outputs[-1].run, ProcessSizes.of(loaded.model))
 
 
 @contextmanager
@@ -212,23 +218,25 @@ def _told_removed(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _collected(model: str | None) -> Iterator["list[RequestOutput]"]:
+def _collected(model: str, loaded: "LoadedModel | None") -> Iterator["list[RequestOutput]"]:
     """Takes answers, and prints those that were done at the end, whatever came.
 
     Args:
-        model: what it is called in the JSON document; None: nothing is printed.
+        model: what it is called in the JSON document.
+        loaded: the same model; None: nothing is printed.
     """
     outputs: list[RequestOutput] = []
     try:
         yield outputs
     finally:
-        if model is not None and outputs:
-            typer.echo(json.dumps([_as_json(model, output) for output in outputs]))
+        if loaded is not None and outputs:
+            sizes = ProcessSizes.of(loaded.model)
+            typer.echo(json.dumps([_as_json(model, output, sizes) for output in outputs]))
 
 
-def _as_json(model: str, output: "RequestOutput") -> dict[str, object]:
+def _as_json(model: str, output: "RequestOutput", sizes: ProcessSizes) -> dict[str, object]:
     return {
-        **as_document(model, output),
+        **as_document(model, output, sizes),
         "question": output.prompt,
         "restored_tokens": output.run.restored_tokens,
         "recomputed_tokens": output.run.recomputed_tokens,

@@ -21,12 +21,15 @@ from penstock.cli.options import (
     JsonOption,
     MaxNewTokensOption,
     MemoryOption,
+    MessagesOption,
     ModelArgument,
     PromptFileOption,
     PromptOption,
+    RawOption,
     SealOption,
     SeedOption,
     StopOption,
+    SystemOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -35,7 +38,9 @@ from penstock.cli.options import (
     unescaped,
 )
 from penstock.cli.output_file import ForceOption, check_writable, written
-from penstock.core.errors import ConfigError, PromptError
+from penstock.cli.process_sizes import ProcessSizes
+from penstock.cli.prompts import Asked
+from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.core.stats import PhaseStats
@@ -44,7 +49,8 @@ if TYPE_CHECKING:
 
 def generate_command(
     model: ModelArgument = "recall", prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None, config: ConfigOption = None,
+    prompt_file: PromptFileOption = None, messages: MessagesOption = None,
+    system: SystemOption = None, raw: RawOption = False, config: ConfigOption = None,
     policy: TunedPolicyOption = None, memory: MemoryOption = "auto", disk: DiskOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
     adapter: AdapterOption = None, temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
@@ -54,7 +60,7 @@ def generate_command(
     trust_remote_code: TrustOption = False, as_json: JsonOption = False, trace: TraceOption = None,
     force: ForceOption = False,
 ) -> None:  # fmt: skip
-    """Answer a prompt.
+    """Answer a prompt, by the model's chat template where it has one.
 
     The answer goes to stdout, progress and the end table to stderr.
     """
@@ -71,7 +77,7 @@ def generate_command(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_new_tokens,
         stop=tuple(map(unescaped, stop or ())),
     )  # fmt: skip
-    text = read_prompt(prompt, prompt_file)
+    asked = Asked.of(prompt, prompt_file, messages, system=system, raw=raw)
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace", TRACE, force=force)
@@ -85,14 +91,15 @@ def generate_command(
         )  # fmt: skip
     quiet = as_json and not console.is_terminal
     with AnswerScreen(None if quiet else console, None if as_json else sys.stdout) as screen:
-        [output] = llm.generate(
-            text, params, on_text=screen.on_text, on_progress=screen.on_progress,
+        [output] = asked.put_to(
+            llm, params, on_text=screen.on_text, on_progress=screen.on_progress,
             on_index=screen.on_index, tracer=tracer,
         )  # fmt: skip
+    sizes = ProcessSizes.of(llm.model)
     if as_json:
-        typer.echo(json.dumps(as_document(model, output)))
+        typer.echo(json.dumps(as_document(model, output, sizes)))
     else:
-        show_report(console, output.run)
+        show_report(console, output.run, sizes)
     if tracer is not None and trace is not None:
         written(tracer.write, trace, "the trace")
 
@@ -109,7 +116,7 @@ def in_home(path: Path, option: str) -> Path:
         raise ConfigError(f"{option} {path}: there is no such home folder") from error
 
 
-def as_document(model: str, output: "RequestOutput") -> dict[str, object]:
+def as_document(model: str, output: "RequestOutput", sizes: ProcessSizes) -> dict[str, object]:
     """The run as plain data for `--json`; bytes and seconds, as the names say."""
     run = output.run
     return {
@@ -128,6 +135,7 @@ def as_document(model: str, output: "RequestOutput") -> dict[str, object]:
         "prefill": _phase(run.stats.prefill),
         "decode": _phase(run.stats.decode),
         "memory": asdict(run.memory),
+        **asdict(sizes),
         "store": run.store,
         "simulated": run.simulated,
         "notices": list(run.notices),
@@ -141,36 +149,3 @@ def _phase(stats: "PhaseStats") -> dict[str, object]:
         "stall_share": stats.stall_share,
         "read_bytes_per_token": stats.read_bytes_per_token,
     }
-
-
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from whichever option was given.
-
-    Raises:
-        ConfigError: both were given, or neither.
-        PromptError: the file cannot be read, or it is no text.
-    """
-    from penstock.generation.prompts import read_text_file, require_text
-
-    if (prompt is None) == (prompt_file is None):
-        raise ConfigError("give the prompt with either --prompt or --prompt-file")
-    if prompt is not None:
-        require_text(prompt, "the prompt")
-        return prompt
-    assert prompt_file is not None
-    if str(prompt_file) == "-":
-        return read_stdin("the prompt")
-    return read_text_file(prompt_file)
-
-
-def read_stdin(what: str) -> str:
-    """All of stdin; `what` names it in errors.
-
-    Raises:
-        PromptError: it is closed, or no text.
-    """
-    from penstock.generation.prompts import decode_text
-
-    if sys.stdin is None:
-        raise PromptError(f"{what} was to come on stdin, which is closed")
-    return decode_text(sys.stdin.buffer.read(), f"{what} on stdin")

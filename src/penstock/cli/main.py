@@ -25,9 +25,11 @@ from penstock.cli.plan import plan_command
 from penstock.cli.search import SearchCommand, search_command
 from penstock.cli.settings import SettingsFile, name_variables, settings_path
 from penstock.cli.tune import tune_command
-from penstock.core.errors import ConfigError, PenstockError, StorageError
+from penstock.core.byte_size import enough_size
+from penstock.core.errors import BudgetError, ConfigError, PenstockError, StorageError
 from penstock.kernels.native import compiled
 
+_MOST_POLICIES = 3
 KERNELS = "PENSTOCK_KERNELS"
 """Environment variable: how much of the compiled kernels may be used."""
 EXIT_FAILED = 1
@@ -61,7 +63,7 @@ class PenstockGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             if isinstance(error, PenstockError):
-                _say_error(str(error))
+                _say_error(str(error), next_step(error))
             elif type(error).__module__.startswith(("typer", "click")):
                 raise
             else:
@@ -164,13 +166,28 @@ def limit_kernels(level: str) -> None:
         raise ConfigError(f"{KERNELS}: {error}") from None
 
 
+def next_step(error: PenstockError) -> str:
+    """What to type next, where an error knows; else nothing."""
+    if not isinstance(error, BudgetError) or error.needed_bytes is None:
+        return ""
+    steps = [f"--memory {enough_size(error.needed_bytes)}"]
+    if error.adapter_bytes is not None:
+        least = enough_size(error.adapter_bytes)
+        steps.append(f"penstock calibrate, with whose --adapter {least} would do")
+    if error.fitting:
+        steps.append(f"--policy {' or '.join(error.fitting[:_MOST_POLICIES])}, which would fit")
+    return "; or ".join(steps)
+
+
 def _is_bad_input(error: Exception) -> bool:
     return isinstance(error, PenstockError) and not isinstance(error, StorageError)
 
 
-def _say_error(message: str) -> None:
+def _say_error(message: str, advice: str = "") -> None:
     line = " ".join(message.split())
     _say(Text.assemble(("error: ", "bold red"), (line, "red")))
+    if advice:
+        _say(Text.assemble(("try: ", "bold"), advice))
 
 
 def _say(line: Text) -> None:

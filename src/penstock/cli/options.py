@@ -132,6 +132,19 @@ PromptOption = Annotated[str | None, typer.Option(help="The prompt itself.")]
 PromptFileOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A UTF-8 file with the prompt; - is stdin.")
 ]
+MessagesOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A conversation as JSON, [{role, content}, ...], for the chat template; - is stdin.",
+    ),
+]
+SystemOption = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="A system message in front of the prompt.")
+]
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="Give the model the plain text, without its chat template.")
+]
 MaxNewTokensOption = Annotated[
     int, typer.Option(metavar="TOKENS", help="Longest answer, in tokens.")
 ]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import for_reader
+from penstock.cli.process_sizes import ProcessSizes
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
 from penstock.core.stats import PhaseStats
@@ -195,13 +196,18 @@ class AnswerScreen:
         self._out.flush()
 
 
-def report_rows(report: RunReport) -> list[tuple[str, str]]:
-    """The end table as (what, figure) pairs; says "simulated" wherever a simulated disk counts."""
+def report_rows(report: RunReport, sizes: ProcessSizes | None = None) -> list[tuple[str, str]]:
+    """The end table as (what, figure) pairs; says "simulated" wherever a simulated disk counts.
+
+    Args:
+        sizes: of weights and process, which stand beside the cache's.
+    """
     memory, decode = report.memory, report.stats.decode
     mark = " (simulated disk)" if report.simulated else ""
     held = f"{format_bytes(memory.peak_bytes)} of a budget of {format_bytes(memory.limit_bytes)}"
     if memory.full_cache_bytes > memory.peak_bytes > 0:
-        held += f", 1/{memory.full_cache_bytes / memory.peak_bytes:.1f} of the full cache"
+        share = memory.full_cache_bytes / memory.peak_bytes
+        held += f", 1/{share:.1f} of the full {format_bytes(memory.full_cache_bytes)}"
     prefill_rate, decode_rate = report.prefill_tokens_per_s, report.decode_tokens_per_s
     prefill = f"{prefill_rate:,.0f} tokens/s{mark}, {report.prefill_s:.1f} s"
     if stored := _stored(report):
@@ -211,8 +217,8 @@ def report_rows(report: RunReport) -> list[tuple[str, str]]:
     rows = {
         "policy": f"{report.policy}, exact" if report.exact else report.policy,
         "KV cache lies on": report.store,
-        "full KV cache": format_bytes(memory.full_cache_bytes),
-        "held in memory": held,
+        "KV cache": held,
+        **({} if sizes is None else sizes.rows),
         "prefill": prefill,
         "decode": "the only token came out of prefill",
     }
@@ -245,13 +251,13 @@ def _hit_rate(decode: PhaseStats) -> str:
     return "none: every step reads the whole past" if decode.read_bytes else "nothing to fetch"
 
 
-def show_report(console: Console, report: RunReport) -> None:
+def show_report(console: Console, report: RunReport, sizes: ProcessSizes) -> None:
     """Print the notices and the end table of a run."""
     for notice in report.notices:
         console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
     table = Table(show_header=False, border_style="dim")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for what, figure in report_rows(report):
+    for what, figure in report_rows(report, sizes):
         table.add_row(what, figure)
     print_table(console, table)

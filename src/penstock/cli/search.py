@@ -30,6 +30,7 @@ from penstock.cli.options import (
     unescaped,
 )
 from penstock.cli.output_file import ForceOption, check_writable
+from penstock.cli.process_sizes import ProcessSizes
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def search_command(
 
     The best answer goes to stdout, the live view and the end table to stderr.
     """
-    from penstock.cli.generate import read_prompt
+    from penstock.cli.prompts import read_prompt
     from penstock.search.beam_searcher import BeamSearcher, SearchMemory
     from penstock.search.search_params import SearchParams
 
@@ -169,7 +170,7 @@ def search_command(
     if not as_json:
         from penstock.cli.search_screen import show_search
 
-        show_search(console, output)
+        show_search(console, output, ProcessSizes.of(loaded.model))
     if tree is not None:  # when the answer has been told, whatever happens to the picture
         from penstock.evaluate.search_tree import write_search_tree
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import plain
+from penstock.cli.process_sizes import ProcessSizes
 from penstock.cli.screen import TokenProgress
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes
@@ -193,7 +194,7 @@ def tail(text: str, width: int) -> str:
     return line if len(line) <= width else "…" + line[-(width - 1) :]
 
 
-def search_rows(output: SearchOutput) -> list[tuple[str, str]]:
+def search_rows(output: SearchOutput, sizes: ProcessSizes | None = None) -> list[tuple[str, str]]:
     """The end table as (what, figure) pairs; says "simulated" wherever a simulated disk counts."""
     place, traffic = output.place, output.traffic
     mark = " (simulated disk)" if place is not None and place.simulated else ""
@@ -219,7 +220,8 @@ def search_rows(output: SearchOutput) -> list[tuple[str, str]]:
         limit = format_bytes(memory.limit_bytes)
         rows |= {
             "strategy": f"{place.strategy}, at most {_groups(groups)} in a step",
-            "fast memory": f"{format_bytes(memory.peak_bytes)} of a budget of {limit}",
+            "KV cache": f"{format_bytes(memory.peak_bytes)} of a budget of {limit} in fast memory",
+            **({} if sizes is None else sizes.rows),
             "slow tier": place.store,
         }
     rows |= {
@@ -232,7 +234,7 @@ def search_rows(output: SearchOutput) -> list[tuple[str, str]]:
     return list(rows.items())
 
 
-def show_search(console: Console, output: SearchOutput) -> None:
+def show_search(console: Console, output: SearchOutput, sizes: ProcessSizes) -> None:
     """Print the notices, the beams and the end table of a search."""
     for notice in () if output.place is None else output.place.notices:
         console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
@@ -242,6 +244,6 @@ def show_search(console: Console, output: SearchOutput) -> None:
     table = Table(show_header=False, border_style="dim")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for what, figure in search_rows(output):
+    for what, figure in search_rows(output, sizes):
         table.add_row(what, figure)
     print_table(console, table)

@@ -82,6 +82,15 @@ def enough_bytes(num_bytes: int) -> str:
     return f"{num_bytes} ({format_bytes(num_bytes)})"
 
 
+def enough_size(num_bytes: int) -> str:
+    """A short size that is enough, as one writes it: 1.21MiB."""
+    unit = next((each for each in ("gib", "mib") if num_bytes >= _UNITS[each]), "kib")
+    hundredths = -(-100 * num_bytes // _UNITS[unit])
+    if hundredths >= 10_000:
+        hundredths += -hundredths % 100
+    return f"{hundredths / 100:g}{unit[0].upper()}iB"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Write a size for people, in binary units: 7.53 MiB."""
     size = float(num_bytes)

@@ -37,11 +37,15 @@ class BudgetError(ConfigError):
 
     Attributes:
         needed_bytes: the smallest budget that would do, in bytes, when it is known.
+        adapter_bytes: what would do with a calibrated adapter, where that is less.
+        fitting: names of policies that the budget that was refused would do for.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.adapter_bytes: int | None = None
+        self.fitting: tuple[str, ...] = ()
 
 
 class AdapterError(ConfigError):

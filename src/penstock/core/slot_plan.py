@@ -142,10 +142,12 @@ class SizingRequest:
         """
         if self.limit_bytes is not None and needed_bytes > self.limit_bytes:
             full = self.shape.full_cache_bytes(self.batch, self.max_tokens)
+            count = self.batch // self.rows_per_sequence
+            sequences = "1 sequence" if count == 1 else f"{count:,} sequences"
             raise BudgetError(
                 f"memory={format_bytes(self.limit_bytes)} is too little for {what} with "
-                f"{self.batch} x {self.max_tokens} tokens (full cache {format_bytes(full)}); the "
-                f"smallest budget that would do is {format_bytes(needed_bytes)} "
-                f"({needed_bytes} bytes)",
+                f"{sequences} of {self.max_tokens:,} tokens, prompt and answer (full cache "
+                f"{format_bytes(full)}); the smallest budget that would do is "
+                f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)",
                 needed_bytes=needed_bytes,
             )

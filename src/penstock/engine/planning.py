@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.core.errors import AdapterError, BudgetError
+from penstock.core.errors import AdapterError, BudgetError, ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.adapter import widest_ranks
 from penstock.engine.head_rows import HeadRows
@@ -33,14 +33,7 @@ def plan_cache(
         AdapterError: the policy wants more components a token than the adapter has.
     """
     goes_on = current is not None and not current[1].is_resident
-    request = SizingRequest(
-        shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
-        limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
-        sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
-        widest_ranks=widest_ranks(config.adapter or ()),
-        must_tier=goes_on or config.shares_past or config.must_tier,
-        rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
-    )  # fmt: skip
+    request = _request(config, rows, batch, sector_bytes=sector_bytes, must_tier=goes_on)
     if current is not None and current[1].is_resident:
         plan = resident_plan(request)
         request.require(plan.total_bytes, "a larger batch of a resident cache")
@@ -59,6 +52,40 @@ def plan_cache(
     if not config.device_tier:
         plan = plan.with_predictor(config.predictor_bytes, config.limit_bytes)
     return policy, plan
+
+
+def _request(
+    config: RuntimeConfig, rows: HeadRows, batch: int, *, sector_bytes: int, must_tier: bool
+) -> SizingRequest:
+    return SizingRequest(
+        shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=config.max_tokens,
+        limit_bytes=config.limit_bytes, device_is_cpu=config.device.type == "cpu",
+        sector_bytes=sector_bytes, has_adapter=config.adapter is not None,
+        widest_ranks=widest_ranks(config.adapter or ()),
+        must_tier=must_tier or config.shares_past or config.must_tier,
+        rows_per_sequence=rows.per_sequence, device_tier=config.device_tier,
+    )  # fmt: skip
+
+
+def fits(config: RuntimeConfig, batch: int, *, sector_bytes: int) -> bool:
+    """Whether a cache that holds nothing yet could be planned; opens no store."""
+    rows = HeadRows(config.shape, per_head=config.policy.per_head and not config.exact)
+    try:
+        plan_cache(config, rows, batch, sector_bytes=sector_bytes, current=None)
+    except (BudgetError, ConfigError):
+        return False
+    return True
+
+
+def least_bytes_with_adapter(config: RuntimeConfig, batch: int, *, sector_bytes: int) -> int | None:
+    """The smallest budget of the policy if it had an adapter, in bytes; None: not known."""
+    rows = HeadRows(config.shape, per_head=config.policy.per_head)
+    request = _request(config, rows, batch, sector_bytes=sector_bytes, must_tier=False)
+    try:
+        config.policy.plan(replace(request, has_adapter=True, limit_bytes=1))
+    except BudgetError as error:
+        return error.needed_bytes
+    return None
 
 
 def _as_current(wanted: SelectionPolicy, made: SelectionPolicy) -> SelectionPolicy:

@@ -102,12 +102,13 @@ class BaselinePolicy(SelectionPolicy):
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """Smaller selections are tried when the smallest index is too
         large beside a full one."""
+        smallest: list[int] = []
         if self.selected_tokens is None and not request.must_tier and not self.drops:
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
+            smallest.append(everything.total_bytes)  # of a short text it is less than an index
         rest, whole = whole_layers_apart(request, self.full_layers)
-        smallest: list[int] = []
         sizes = self.index_sizes(rest)
         for selected in self._selections(rest):
             for shared in self._sharing:

@@ -1,5 +1,6 @@
 """TieredCache: the tiers as a transformers Cache, for plain `model.generate`."""
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from penstock.core.byte_size import format_bytes
 from penstock.core.closing import DeferredInterrupts, close_all
 from penstock.core.errors import BudgetError, CacheStateError, ConfigError, UnsupportedModelError
 from penstock.core.ledger import MemoryReport
@@ -30,6 +32,7 @@ from penstock.models.attention_adapter import (
     mark_window,
 )
 from penstock.models.attention_scaling import attention_scaling
+from penstock.models.budget_advice import add_advice
 from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
 from penstock.models.cache_options import (
     find_basis,
@@ -47,6 +50,7 @@ from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.rotary import rotary_of
 from penstock.storage.store import Sealing
 
+_LOG = logging.getLogger(__name__)
 LIMIT_TRIES = 8
 """How often "auto" asks what would do; each answer is for what was wanted first."""
 
@@ -165,7 +169,11 @@ class TieredCache(Cache):  # type: ignore[misc]
                 # What a part of the cache needs may be less than the limit of all of it.
                 more = needed if needed > limit else 2 * limit
                 self._config = replace(self._config, limit_bytes=more)
-        self._runtime = TieredRuntime(self._config, batch)
+        try:
+            self._runtime = TieredRuntime(self._config, batch)
+        except BudgetError as error:
+            add_advice(error, self._config, batch)
+            raise
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
@@ -181,6 +189,9 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._release()
             raise
         self._open = True
+        if self._runtime.plan.is_resident:
+            self.notices.clear()  # they are about how tokens are selected
+        _LOG.info("%r", self)
 
     def _restore(self, past: StoredPast | None, batch: int, tokens: int | None) -> None:
         if past is None:
@@ -445,6 +456,20 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Policy, budget, store, and how much is held of how much."""
+        runtime = getattr(self, "_runtime", None)
+        if runtime is None:
+            return "TieredCache(not made)"
+        memory, exact = runtime.report(), ", exact" if self._config.exact else ""
+        held = f"{format_bytes(memory.used_bytes)} of {format_bytes(memory.limit_bytes)}"
+        rows = f" in {runtime.batch} rows" if runtime.batch > 1 else ""
+        store = runtime.describe_store() if self._open else "closed"
+        return (
+            f"TieredCache({self.policy.name}{exact}, memory {held}, store {store}, "
+            f"{runtime.length:,} of {self.max_tokens:,} tokens{rows})"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

@@ -133,12 +133,13 @@ class KVSwap(SelectionPolicy):
         will do. Otherwise (or with `reuse_tokens` 0) two preload buffers serve all layers in turn
         (appendix A.2), and what that frees goes to the index.
         """
+        smallest: list[int] = []
         if self.selected_tokens is None and self.reuse_tokens is None and not request.must_tier:
             everything = resident_plan(request)
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
+            smallest.append(everything.total_bytes)  # of a short text it is less than an index
         candidates, lesser = self._candidates(request)
-        smallest: list[int] = []
         for group in (candidates, *([candidate] for candidate in lesser)):
             for shared in (False, True) if self.reuse_tokens != 0 else (True,):
                 for candidate in group:

@@ -241,6 +241,8 @@ class LouisKV(AheadPolicy):
             if plan.total_bytes <= limit:
                 return policy, plan
             found.append((policy, plan))
+        if self.selected_tokens is None and not request.must_tier:
+            found.append((self, resident_plan(request)))  # less than an index, of a short text
         smallest = min(found, key=lambda pair: pair[1].total_bytes)
         request.require(smallest[1].total_bytes, self.name)
         return smallest
