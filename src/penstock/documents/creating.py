@@ -34,7 +34,7 @@ def create_document(
     title: str, name: str | None, base: OpenDocument | None, on_tokens: OnTokens, on_bytes: OnBytes,
     before_storing: Callable[[], object],
 ) -> int:  # fmt: skip
-    """See `Document.create`.
+    """Read a text and store it; `Document.create` calls this.
 
     Args:
         base: a document whose beginning may be the text's.

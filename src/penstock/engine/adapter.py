@@ -109,7 +109,7 @@ class LowRankAdapter:
         ]
 
     def widest_ranks(self) -> tuple[int, ...]:
-        """See `widest_ranks` below, of `shared_layers`."""
+        """Most components that a layer has in `shared_layers`, for each mean rank."""
         return widest_ranks(self.shared_layers())
 
     def save(self, path: str | Path) -> None:

@@ -101,6 +101,7 @@ class LayerCache(Layer):
 
     # Attention ------------------------------------------------------------------------------
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to everything, then take the new tokens in.
 
@@ -183,12 +184,14 @@ class LayerCache(Layer):
         phase.reads += read.num_reads
         phase.read_bytes += read.read_bytes
 
+    @override
     def forget_slots(self) -> None:
         """Give up what the slots hold; they are about to be used as stream buffers."""
         self.pool.hide_slots()
 
     # Taking tokens in -----------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
         """Take new tokens in: units that close go to the store and the index, the rest stays.
 
@@ -296,6 +299,7 @@ class LayerCache(Layer):
 
     # What is on disk already ------------------------------------------------------------------
 
+    @override
     def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Go on as if the tokens before `length` had been taken in: their units are in the store.
 
@@ -319,6 +323,7 @@ class LayerCache(Layer):
             self._reload(unit, slot=unit)
         self.window.refresh(length, None)
 
+    @override
     def read_tokens(self, start: int, end: int) -> Tensor:
         """Keys and values of tokens that are held, from the store and the window.
 
@@ -351,6 +356,7 @@ class LayerCache(Layer):
 
     # Changes of shape -------------------------------------------------------------------------
 
+    @override
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`; the window is read back from the store."""
         touched = max(self._touched, self.length)
@@ -378,10 +384,12 @@ class LayerCache(Layer):
             slots = self.slot_numbers(np.array([plan.num_slots + slot]))
         self._window_transfer.read(self.setup.units.table[:, unit].copy(), slots).land()
 
+    @override
     def drain(self) -> None:
         """Wait for every write of this layer. Raises what the writes raised."""
         self.drain_writes()
 
+    @override
     def drain_writes(self) -> None:
         """The part of `drain` that is about tokens alone."""
         self.transfer.drain()
@@ -397,6 +405,7 @@ class LayerCache(Layer):
         copy_rows(self.window.mask, other.window.mask, rows)
         self.window.take_rows_from(other.window, rows)
 
+    @override
     def reset(self) -> None:
         """Forget every token, and errors of writes that will not be read."""
         with contextlib.suppress(StorageError):
@@ -405,5 +414,6 @@ class LayerCache(Layer):
         self.forget_slots()
         self.window.mask.fill_(NEGATIVE_INFINITY)
 
+    @override
     def close(self) -> None:
         """Let pending transfers end; errors that were not asked for stay unsaid."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall, AttentionSum
@@ -28,6 +29,7 @@ class ResidentLayer(Layer):
         keys = torch.empty(size, dtype=shape.dtype, device=device)
         return keys, torch.empty_like(keys)
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
         """Take the new tokens in and attend to everything.
 
@@ -51,6 +53,7 @@ class ResidentLayer(Layer):
             total.add(self._keys[:, :, :start], self._values[:, :, :start], past_mask)
         return total.result()
 
+    @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
         """Take new tokens in; both [batch, kv_heads, new_tokens, head_dim]."""
         end = self.length + keys.shape[2]
@@ -58,15 +61,18 @@ class ResidentLayer(Layer):
         self._values[:, :, self.length : end] = values
         self.length = end
 
+    @override
     def read_tokens(self, start: int, end: int) -> Tensor:
         """Keys and values of tokens that are held. [rows, end - start, 2, kv_heads, head_dim]"""
         parts = (self._keys[:, :, start:end], self._values[:, :, start:end])
         return torch.stack(parts, dim=1).permute(0, 3, 1, 2, 4)
 
+    @override
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
         self.length = min(self.length, length)
 
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
         assert isinstance(other, ResidentLayer)
@@ -74,9 +80,11 @@ class ResidentLayer(Layer):
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             copy_rows(mine[:, :, :end].transpose(1, 2), theirs[:, :, :end].transpose(1, 2), rows)
 
+    @override
     def reset(self) -> None:
         """Forget every token."""
         self.length = 0
 
+    @override
     def close(self) -> None:
         """Nothing to give back; memory goes with the object."""

@@ -80,6 +80,7 @@ class RetrievalLayer(LayerCache):
     def can_begin(self, policy: SelectionPolicy) -> bool:
         return policy.predicts and not self.fetch_begun and self.length > 0
 
+    @override
     def begin(self, query: Tensor) -> None:
         """Select for the next decode step and submit what is missing.
 
@@ -249,6 +250,7 @@ class RetrievalLayer(LayerCache):
         self._visible = visible
         super().append(keys, values, visible)
 
+    @override
     def _set_start_units(self, start_unit: Tensor) -> None:
         super()._set_start_units(start_unit)
         first = start_unit.cpu().numpy()
@@ -261,6 +263,7 @@ class RetrievalLayer(LayerCache):
         if self.index.ready:
             self.index.append(keys, first_unit * self.setup.plan.group_tokens)
 
+    @override
     def make_index(self, query: Tensor | None = None) -> None:
         """Make the index from the prompt's own keys when there is none, and count the time.
 
@@ -338,6 +341,7 @@ class RetrievalLayer(LayerCache):
         elif self.index.ready:
             self._index_units(first, length // self.setup.plan.group_tokens)
 
+    @override
     def index_state(self) -> dict[str, Tensor] | None:
         """What `restore` goes on from; the index is made first where there is none."""
         self.make_index()
@@ -357,6 +361,7 @@ class RetrievalLayer(LayerCache):
         if self.setup.plan.shared_pools:
             self.pool.hide_slots()
 
+    @override
     def drop_fetch(self) -> None:
         """Give up a fetch that will not be attended to."""
         if self._fetch is not None:

@@ -12,7 +12,7 @@ _GROUPS = 64
 
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
-    """See `kernels.group_products.group_products`; products are of float32, as three of TF32."""
+    """`group_products.group_products` in Triton; products are of float32, as three of TF32."""
     batch, blocks, group_tokens, groups, width = codes.shape
     assert codes.stride()[2:] == (groups * width, width, 1), "a block lies as one"
     heads, rank = queries.shape[1:]

@@ -72,7 +72,7 @@ class LogProbabilityScorer:
         self._length_penalty = length_penalty
 
     def score(self, candidates: Sequence[Candidate]) -> list[float]:
-        """See `StepScorer`."""
+        """Log probability by the length to a power. [candidates]"""
         return [one.log_probability / one.num_tokens**self._length_penalty for one in candidates]
 
 
@@ -93,7 +93,7 @@ class CallableScorer:
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
 
     def score(self, candidates: Sequence[Candidate]) -> Sequence[float]:
-        """See `StepScorer`; what the function returns is passed on unchecked."""
+        """What the function returns, unchecked."""
         texts = [one.text for one in candidates]
         returned: Sequence[float] = (
             self._function(candidates[0].prompt, texts)

@@ -27,12 +27,14 @@ class DirectFile(KVFile):
         self._queue = queue
         self._num_bytes = 0
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Allocate blocks for [0, num_bytes): growing by writes is slow and blocks."""
         if num_bytes > self._num_bytes:
             allocate(self._open_descriptor(), self._num_bytes, num_bytes)
             self._num_bytes = num_bytes
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -48,6 +50,7 @@ class DirectFile(KVFile):
     def request_queue(self) -> tuple[AioQueue, int] | None:
         return None if self._descriptor < 0 else (self._queue, self._descriptor)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write past the page cache; returns when the device has the bytes."""
         address = int(data.__array_interface__["data"][0])
@@ -56,6 +59,7 @@ class DirectFile(KVFile):
         write_all(self._open_descriptor(), offset, data)
         self._num_bytes = max(self._num_bytes, offset + len(data))
 
+    @override
     def sync(self) -> None:
         """Flush the device's own cache."""
         try:
@@ -63,6 +67,7 @@ class DirectFile(KVFile):
         except OSError as error:
             raise write_error(error, "flush the KV cache") from error
 
+    @override
     def close(self) -> None:
         """Close the descriptor; the kernel keeps the file until reads under way have ended."""
         descriptor, self._descriptor = self._descriptor, -1

@@ -5,6 +5,7 @@ import threading
 import time
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import FetchError, StorageError, StoreFullError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, read_error
@@ -22,10 +23,12 @@ class FinishedTicket(Ticket):
         self.finished_ns = time.perf_counter_ns()
         self._error = error
 
+    @override
     def done(self) -> bool:
         """Always true."""
         return True
 
+    @override
     def wait(self) -> None:
         """Return at once, or raise the FetchError of the batch."""
         if self._error is not None:
@@ -42,6 +45,7 @@ class MemoryFile(KVFile):
         self._bytes: ByteArray | None = np.zeros(0, dtype=np.uint8)
         self._growing = threading.Lock()  # one thread makes room while another one writes
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Grow the memory; it is taken from the system page by page as it is written."""
         with self._growing:
@@ -58,6 +62,7 @@ class MemoryFile(KVFile):
         grown[: len(present)] = present
         self._bytes = grown
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -75,15 +80,18 @@ class MemoryFile(KVFile):
                 copy(address, base + offset, length)
         return FinishedTicket(int(lengths.sum()), len(offsets), submitted_ns, error)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Copy `data` in, growing the file if it ends beyond."""
         with self._growing:
             self._grow(offset + len(data))
             self._open_bytes(StorageError)[offset : offset + len(data)] = data
 
+    @override
     def sync(self) -> None:
         """Nothing to do."""
 
+    @override
     def close(self) -> None:
         """Give the memory back."""
         self._bytes = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.native.compiled import address, kernel
@@ -106,12 +107,14 @@ class AioTicket(Ticket):
         self._keep_alive = None
         self.is_complete = True
 
+    @override
     def done(self) -> bool:
         """Whether every read has ended; looks at the kernel's queue, never blocks."""
         if not self.is_complete:
             self._queue.poll()
         return self.is_complete
 
+    @override
     def wait(self) -> None:
         """Block until every read has ended, crediting other tickets on the way.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
@@ -21,10 +22,12 @@ class JoinedTicket(Ticket):
         self.submitted_ns = min(part.submitted_ns for part in parts)
         self.finished_ns = 0
 
+    @override
     def done(self) -> bool:
         """Whether every part has ended."""
         return all(part.done() for part in self._parts) and self._note_end()
 
+    @override
     def wait(self) -> None:
         """Block until every part has ended, also when one has failed.
 
@@ -73,10 +76,12 @@ class OverlayFile(KVFile):
         self.simulated = base.simulated or own.simulated
         self._closed = False
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Make room behind the shared part."""
         self._own.reserve(max(0, num_bytes - self._base_bytes))
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -107,6 +112,7 @@ class OverlayFile(KVFile):
             raise
         return JoinedTicket([base, own])
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write behind the shared part."""
         if self._closed:
@@ -114,10 +120,12 @@ class OverlayFile(KVFile):
         assert offset >= self._base_bytes, "what is shared is never written to"
         self._own.write_at(offset - self._base_bytes, data)
 
+    @override
     def sync(self) -> None:
         """Return when all that was written is on the device."""
         self._own.sync()
 
+    @override
     def close(self) -> None:
         """Give the private part back; the shared one is not its own."""
         self._closed = True

@@ -28,6 +28,7 @@ class SealedTicket(Ticket):
         self._failure: BaseException | None = None
         self._opening = threading.Lock()
 
+    @override
     def done(self) -> bool:
         """Whether every read has ended; `wait` then has only the decrypting left to do."""
         finished = self._inner.done()
@@ -73,15 +74,18 @@ class SealedFile(KVFile):
         self._cipher = BlockCipher()
         self._written = _Written()
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Reserve in the wrapped file."""
         self.inner.reserve(num_bytes)
 
     @property
+    @override
     def request_queue(self) -> tuple[AioQueue, int] | None:
         """The wrapped file's: what is read by it must go through `opened`."""
         return self.inner.request_queue
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -106,6 +110,7 @@ class SealedFile(KVFile):
             for offset, run in zip(offsets.tolist(), runs, strict=True):
                 self._written.clear_others(offset, run, self.sector_bytes)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Encrypt and write."""
         size = len(data)
@@ -116,10 +121,12 @@ class SealedFile(KVFile):
         self.inner.write_at(offset, buffer.array[0])
         self._written.note(offset, size, self.sector_bytes)
 
+    @override
     def sync(self) -> None:
         """Flush the wrapped file."""
         self.inner.sync()
 
+    @override
     def close(self) -> None:
         """Close the wrapped file."""
         self.inner.close()

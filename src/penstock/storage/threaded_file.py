@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, read_error, write_error
@@ -30,6 +31,7 @@ class ThreadedTicket(Ticket):
         self.finished_ns = 0 if chunks else submitted_ns
         self._chunks = chunks
 
+    @override
     def done(self) -> bool:
         """Whether every thread has ended its share."""
         finished = all(chunk.done() for chunk in self._chunks)
@@ -37,6 +39,7 @@ class ThreadedTicket(Ticket):
             self.finished_ns = time.perf_counter_ns()
         return finished
 
+    @override
     def wait(self) -> None:
         """Block until every thread has ended its share.
 
@@ -88,12 +91,14 @@ class ThreadedFile(KVFile):
         self._seeking = threading.Lock()  # where the system cannot read at an offset
         self._has_preadv = hasattr(os, "preadv")
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Allocate blocks for [0, num_bytes) where the system can, else only set the length."""
         if num_bytes > self._num_bytes:
             allocate(self._open_descriptor(), self._num_bytes, num_bytes)
             self._num_bytes = num_bytes
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -114,6 +119,7 @@ class ThreadedFile(KVFile):
             raise FetchError("the store is closed") from error
         return ThreadedTicket(int(lengths.sum()), len(reads), chunks, submitted_ns)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write, and keep what the page cache holds of it small."""
         descriptor = self._open_descriptor()
@@ -128,6 +134,7 @@ class ThreadedFile(KVFile):
         if self._dirty_bytes > _DIRTY_BYTES_MAX and not self._skips_cache:
             self.sync()
 
+    @override
     def sync(self) -> None:
         """Flush to the device and drop the pages that the system kept."""
         descriptor = self._open_descriptor()
@@ -139,6 +146,7 @@ class ThreadedFile(KVFile):
         if not self._skips_cache:
             _drop_pages(descriptor, 0, 0)
 
+    @override
     def close(self) -> None:
         """Close the descriptor. Close only when no read is under way, or after the pool."""
         descriptor, self._descriptor = self._descriptor, -1

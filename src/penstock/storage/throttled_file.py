@@ -2,6 +2,8 @@
 
 import time
 
+from typing_extensions import override
+
 from penstock.devices.throttle import Throttle
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
 
@@ -18,10 +20,12 @@ class ThrottledTicket(Ticket):
         self._throttle = throttle
         self._answer_at = answer_at
 
+    @override
     def done(self) -> bool:
         """Whether both have ended."""
         return self._inner.done() and self._throttle.is_due(self._answer_at)
 
+    @override
     def wait(self) -> None:
         """Block until both have ended.
 
@@ -47,10 +51,12 @@ class ThrottledFile(KVFile):
         self.inner = inner
         self.throttle = throttle
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Reserve in the wrapped file; takes no simulated time."""
         self.inner.reserve(num_bytes)
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -59,16 +65,19 @@ class ThrottledFile(KVFile):
         inner = self.inner.submit_reads(offsets, lengths, addresses, keep_alive)
         return ThrottledTicket(inner, self.throttle, answer_at)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write, and return when the simulated device would have."""
         answer_at = self.throttle.start_write(offset, len(data))
         self.inner.write_at(offset, data)
         self.throttle.hold_until(answer_at)
 
+    @override
     def sync(self) -> None:
         """Flush the wrapped file; takes no simulated time."""
         self.inner.sync()
 
+    @override
     def close(self) -> None:
         """Close the wrapped file."""
         self.inner.close()

@@ -20,6 +20,7 @@ class BadDevice(Device):
 
     HOW = ""
 
+    @override
     def _send_blocks(self, request: int, i: int, blocks: Iterator[ScoredBlock]) -> None:
         how, area, at = self.HOW, self.areas[i], 0
         if how == "dies":

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from penstock.storage.documents.disk import Disk, DiskFile, Folder
 from penstock.storage.documents.pread_file import PreadFile
 from penstock.storage.file import KVFile
@@ -154,6 +156,7 @@ class CrashDisk(Disk):
         """Names of the folders."""
         return sorted(self._root.entries)
 
+    @override
     def make_folder(self, path: Path) -> Folder:
         """Make a folder."""
         self.count()
@@ -163,6 +166,7 @@ class CrashDisk(Disk):
         self._root.change(None, path.name, made)
         return _CrashFolder(self, made)
 
+    @override
     def open_folder(self, path: Path) -> Folder:
         """Open a folder."""
         self.count()
@@ -171,6 +175,7 @@ class CrashDisk(Disk):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return _CrashFolder(self, found)
 
+    @override
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
         self.count()
@@ -180,6 +185,7 @@ class CrashDisk(Disk):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
         self._root.change(path.name, None, found)
 
+    @override
     def sync_parent(self, path: Path) -> None:
         """Sync the folder of folders."""
         self.count()
@@ -210,6 +216,7 @@ class _CrashFolder(Folder):
         self._is_open = True
         disk.open_files += 1
 
+    @override
     def create(self, name: str) -> DiskFile:
         self._disk.count()
         if name in self._directory.entries:
@@ -218,26 +225,32 @@ class _CrashFolder(Folder):
         self._directory.change(None, name, made)
         return _CrashFile(self._disk, made, writable=True)
 
+    @override
     def open(self, name: str, *, writable: bool = False) -> DiskFile:
         self._disk.count()
         return _CrashFile(self._disk, self._file(name), writable=writable)
 
+    @override
     def replace(self, source: str, target: str) -> None:
         self._disk.count()
         self._directory.change(source, target, self._file(source))
 
+    @override
     def unlink(self, name: str) -> None:
         self._disk.count()
         self._directory.change(name, None, self._file(name))
 
+    @override
     def sizes(self) -> dict[str, int]:
         self._disk.count()
         return {name: len(self._file(name).content) for name in sorted(self._directory.entries)}
 
+    @override
     def sync(self) -> None:
         self._disk.count()
         self._directory.sync()
 
+    @override
     def lock(self, name: str, *, exclusive: bool, create: bool = False) -> Callable[[], None]:
         self._disk.count()
         if create and name not in self._directory.entries:
@@ -255,6 +268,7 @@ class _CrashFolder(Folder):
 
         return release
 
+    @override
     def kv_files(self, names: Sequence[str]) -> FileSet:
         opened = [self.open(name) for name in names]
         files: list[KVFile] = [PreadFile(file) for file in opened]
@@ -265,6 +279,7 @@ class _CrashFolder(Folder):
 
         return FileSet(files, "a simulated disk in memory", close)
 
+    @override
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
@@ -285,29 +300,35 @@ class _CrashFile(DiskFile):
         self._is_open = True
         disk.open_files += 1
 
+    @override
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         self._disk.count()
         return bytes(self._file.content[offset : offset + num_bytes])
 
+    @override
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         assert self._writable
         whole = bytes(data)
         self._disk.count(lambda share: self._file.change(offset, whole[: int(share * len(whole))]))
         self._file.change(offset, whole)
 
+    @override
     def size_bytes(self) -> int:
         self._disk.count()
         return len(self._file.content)
 
+    @override
     def truncate(self, num_bytes: int) -> None:
         assert self._writable
         self._disk.count()
         self._file.change(num_bytes, None)
 
+    @override
     def sync(self) -> None:
         self._disk.count(lambda share: self._file.lose())
         self._file.sync()
 
+    @override
     def close(self) -> None:
         if self._is_open:
             self._is_open = False

@@ -4,6 +4,8 @@ import errno
 import os
 from collections.abc import Collection
 
+from typing_extensions import override
+
 from penstock.core.errors import FetchError
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, write_error
 
@@ -19,10 +21,12 @@ class FaultyTicket(Ticket):
         self._inner = inner
         self._error = error
 
+    @override
     def done(self) -> bool:
         """Whether the real reads have ended."""
         return self._inner.done()
 
+    @override
     def wait(self) -> None:
         """Wait for the real reads, then raise FetchError, every time."""
         self._inner.wait()
@@ -62,10 +66,12 @@ class FaultyFile(KVFile):
         self._read_errno = read_errno
         self._write_errno = write_errno
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Reserve in the wrapped file."""
         self.inner.reserve(num_bytes)
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -75,6 +81,7 @@ class FaultyFile(KVFile):
         ticket = self.inner.submit_reads(offsets, lengths, addresses, keep_alive)
         return FaultyTicket(ticket, self._read_errno) if number in self.failing_reads else ticket
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write, or raise for a chosen one."""
         number = self.num_writes
@@ -84,10 +91,12 @@ class FaultyFile(KVFile):
             raise write_error(cause, "write the KV cache") from cause
         self.inner.write_at(offset, data)
 
+    @override
     def sync(self) -> None:
         """Flush the wrapped file."""
         self.inner.sync()
 
+    @override
     def close(self) -> None:
         """Close the wrapped file."""
         self.inner.close()

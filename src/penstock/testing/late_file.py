@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from penstock.storage.file import ByteArray, Int64Array, Ticket
 from penstock.storage.memory_file import MemoryFile
 
@@ -18,10 +20,12 @@ class LateTicket(Ticket):
         self._start = start
         self._ended: Ticket | None = None
 
+    @override
     def done(self) -> bool:
         """Whether a thread has waited."""
         return self._ended is not None
 
+    @override
     def wait(self) -> None:
         """Read now, the first time; see `Ticket.wait`."""
         self._ended = self._ended or self._start()
@@ -42,6 +46,7 @@ class LateFile(MemoryFile):
         self.writes: list[tuple[int, int]] = []
         self.reads: list[tuple[int, int]] = []
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Grow; what is new holds rubbish."""
         super().reserve(num_bytes)
@@ -50,6 +55,7 @@ class LateFile(MemoryFile):
             self._bytes[self.present :] = 0xAA
             self.present = num_bytes
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -63,6 +69,7 @@ class LateFile(MemoryFile):
             int(lengths.sum()), len(offsets),
         )  # fmt: skip
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Write inside what is reserved."""
         address = data.__array_interface__["data"][0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from penstock.core.errors import BudgetError, CacheStateError
 from penstock.core.ledger import MemoryReport
@@ -20,6 +21,7 @@ class PlainBeam(Beam):
         self.token_ids = list(token_ids)
 
     @property
+    @override
     def length(self) -> int:  # type: ignore[override]
         """Tokens of the sequence, prompt included."""
         return len(self.token_ids)
@@ -63,7 +65,7 @@ class PlainDecoder:
     def prefill(
         self, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None
     ) -> Beam:
-        """See `BeamDecoder`."""
+        """A beam of the prompt."""
         self._check_open()
         if len(token_ids) > self.max_tokens:
             raise BudgetError(f"{len(token_ids)} tokens do not fit into {self.max_tokens}")
@@ -72,12 +74,12 @@ class PlainDecoder:
         return self._hold(PlainBeam(token_ids))
 
     def fork(self, beam: Beam, count: int) -> list[Beam]:
-        """See `BeamDecoder`."""
+        """Beams with the same tokens."""
         token_ids = self._own(beam).token_ids
         return [self._hold(PlainBeam(token_ids)) for _ in range(count)]
 
     def run_step(self, beams: Sequence[Beam], request: StepRequest) -> StepResult:
-        """See `BeamDecoder`."""
+        """Extend the beams one by one, in groups of `group_size`."""
         began_s = time.perf_counter()
         own = [self._own(beam) for beam in beams]
         assert len({id(beam) for beam in own}) == len(own), "a beam stands twice in a step"
@@ -104,7 +106,7 @@ class PlainDecoder:
         )
 
     def release(self, beam: Beam) -> None:
-        """See `BeamDecoder`.
+        """Forget a beam.
 
         Raises:
             CacheStateError: it was released before, or is none of this decoder's.
@@ -114,7 +116,7 @@ class PlainDecoder:
         self.num_released += 1
 
     def close(self) -> None:
-        """See `BeamDecoder`."""
+        """Forget all beams; nothing runs any more."""
         self.alive = []
         self.is_closed = True
 

@@ -212,8 +212,9 @@ class _RecordedLayer(LayerStream):
         if not self.units:
             self.context = end_token
 
+    @override
     def take_rows_from(self, other: LayerStream, rows: NDArray[np.int64]) -> None:
-        """See `LayerStream.take_rows_from`; what was recorded stays."""
+        """What was recorded stays."""
 
 
 # Playing ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
@@ -23,6 +24,7 @@ class _Copied(Move):
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
+    @override
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
@@ -39,11 +41,13 @@ class PinnedTier(SlowTier):
         self._slabs: list[Tensor] = []
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @override
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Copy to the device behind what was computed and moved so far."""
         pairs = [(self.slots[slot], self._place(b)) for b, slot in zip(blocks, slots, strict=True)]
         return self._copy(pairs)
 
+    @override
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Copy to the host behind what was computed and moved so far.
 
@@ -67,6 +71,7 @@ class PinnedTier(SlowTier):
         slab, row = divmod(block, self._slab_blocks)
         return self._slabs[slab][row]
 
+    @override
     def reserve(self, num_blocks: int) -> None:
         """Have pinned memory for blocks below this number.
 
@@ -83,6 +88,7 @@ class PinnedTier(SlowTier):
                     "take fewer beams, or a store on disk"
                 ) from error
 
+    @override
     def close(self) -> None:
         """Let the copies end and give the memory back."""
         self._stream.synchronize()
@@ -116,6 +122,7 @@ class DiskTier(SlowTier):
         self.description = self._store.describe()
         self.simulated = self._store.simulated
 
+    @override
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Read and copy in the background, behind what was computed so far."""
         computed = self._computed()
@@ -133,6 +140,7 @@ class DiskTier(SlowTier):
 
         return self._thread.submit("load", len(blocks), job)
 
+    @override
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Copy and write in the background, as computed so far."""
         computed = self._computed()
@@ -161,10 +169,12 @@ class DiskTier(SlowTier):
             part = slice(first, first + most)
             yield np.array(blocks[part], dtype=np.int64), np.array(slots[part], dtype=np.int64)
 
+    @override
     def check(self) -> None:
         """Raise the error of a move that failed."""
         self._thread.check()
 
+    @override
     def close(self) -> None:
         """Let the move under way end, and give file, thread and memory back."""
         close_all(self._thread.close, self._store.close)

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
@@ -24,6 +25,7 @@ class MoveJob(Move):
     def __init__(self, future: "Future[None]") -> None:
         self._future = future
 
+    @override
     def wait(self) -> None:
         """Block until the thread is done with it."""
         self._future.result()
@@ -113,6 +115,7 @@ class FileTier(SlowTier):
         self.description = self._store.describe()
         self.simulated = self._store.simulated
 
+    @override
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Read in the background; the moves before it have ended then."""
         region, buffer = self._blocks.region, self._buffer
@@ -121,6 +124,7 @@ class FileTier(SlowTier):
             "load", len(units), lambda: region.submit_read(units, buffer, rows).wait()
         )
 
+    @override
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Write from the slots in the background."""
         units, rows = _array(blocks), _array(slots)
@@ -128,15 +132,18 @@ class FileTier(SlowTier):
             "save", len(units), lambda: self._blocks.write(units, self._buffer, rows)
         )
 
+    @override
     def give_back(self, slots: Sequence[int]) -> Move | None:
         """Give the memory of empty slots back to the system, behind the moves under way."""
         rows = list(slots)
         return self._thread.submit("give back", len(rows), lambda: self._buffer.give_back(rows))
 
+    @override
     def check(self) -> None:
         """Raise the error of a move that failed."""
         self._thread.check()
 
+    @override
     def close(self) -> None:
         """Let the move under way end, and give file and thread back."""
         close_all(self._thread.close, self._store.close)

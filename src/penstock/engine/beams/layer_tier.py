@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import StoreFullError
@@ -70,6 +71,7 @@ class FileLayers(LayerTier):
         self.slots = self._buffer.tensor
         self.description, self.simulated = self._store.describe(), self._store.simulated
 
+    @override
     def load(self, layer: int, blocks: Int64Array, slots: Int64Array) -> Move:
         """Read in the background; the moves before it have ended then."""
         region = self._layers[layer].region
@@ -77,6 +79,7 @@ class FileLayers(LayerTier):
             "load", len(blocks), lambda: region.submit_read(blocks, self._buffer, slots).wait()
         )
 
+    @override
     def save(self, layer: int, blocks: Int64Array, slots: Int64Array) -> Move:
         """Write from the slots in the background."""
         region = self._layers[layer]
@@ -84,6 +87,7 @@ class FileLayers(LayerTier):
             "save", len(blocks), lambda: region.write(blocks, self._buffer, slots)
         )
 
+    @override
     def close(self) -> None:
         """Let the move under way end, and give files and thread back."""
         close_all(self._thread.close, self._store.close)
@@ -93,6 +97,7 @@ class _Queued(Move):
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
+    @override
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
@@ -115,10 +120,12 @@ class PinnedLayers(LayerTier):
         self._bases = np.empty(0, dtype=np.int64)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @override
     def load(self, layer: int, blocks: Int64Array, slots: Int64Array) -> Move:
         """Gather on the tier's stream."""
         return self._move(layer, blocks, slots, to_host=False)
 
+    @override
     def save(self, layer: int, blocks: Int64Array, slots: Int64Array) -> Move:
         """Scatter on the tier's stream.
 
@@ -141,6 +148,7 @@ class PinnedLayers(LayerTier):
             event.record(self._stream)
         return _Queued(event)
 
+    @override
     def reserve(self, num_blocks: int) -> None:
         """Have pinned memory for blocks below this number.
 
@@ -158,6 +166,7 @@ class PinnedLayers(LayerTier):
                 ) from error
             self._bases = np.append(self._bases, self._slabs[-1].data_ptr())
 
+    @override
     def close(self) -> None:
         """Let the moves end and give the memory back."""
         self._stream.synchronize()

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError
@@ -75,11 +76,13 @@ class LayerwiseMemory(BeamMemory):
 
     is_static = False
 
+    @override
     def _slots(self, layer: int) -> Tensor:
         return self._pieces
 
     # The prompt: blocks of all layers stay -----------------------------------------------------
 
+    @override
     def begin_chunk(self, path: Path, num_tokens: int) -> None:
         """Make room for the next tokens of a prompt, in every layer."""
         self.tree.grow(path, path.length + num_tokens)
@@ -100,6 +103,7 @@ class LayerwiseMemory(BeamMemory):
 
     # A step -----------------------------------------------------------------------------------
 
+    @override
     def begin_step(self, paths: Sequence[Path], num_tokens: int) -> list[list[int]]:
         """All beams are one group."""
         if len(paths) > self._beams:
@@ -108,6 +112,7 @@ class LayerwiseMemory(BeamMemory):
         self._num_tokens = num_tokens
         return [list(range(len(paths)))]
 
+    @override
     def begin_group(self, index: int) -> None:
         """Give every beam a block of its own to write in, with what its last block holds."""
         self._lengths = [path.length for path in self._paths]
@@ -124,6 +129,7 @@ class LayerwiseMemory(BeamMemory):
         )  # fmt: skip
         self._make_tables()
 
+    @override
     def attend(self, layer: int, call: AttentionCall) -> Tensor:
         """As `BeamMemory.attend`; the layer comes in before, and the next one is on its way."""
         if self._chunk is not None:
@@ -143,6 +149,7 @@ class LayerwiseMemory(BeamMemory):
         finally:
             self._group = group
 
+    @override
     def token_done(self, lengths: Sequence[int]) -> None:
         """Blocks that the token has filled go where their layer is: they stay, or are saved."""
         tokens, before = self.shape.block_tokens, self._lengths
@@ -165,6 +172,7 @@ class LayerwiseMemory(BeamMemory):
             self._unsaved.update(blocks)
         self._make_tables()
 
+    @override
     def end_group(self, lengths: Sequence[int]) -> None:
         """Take the new lengths over and the blocks behind them away."""
         for row, (path, length) in enumerate(zip(self._paths, lengths, strict=True)):
@@ -174,11 +182,13 @@ class LayerwiseMemory(BeamMemory):
                 self._open_row_of[path.blocks[-1]] = row
         self._group = None
 
+    @override
     def end_step(self) -> StepTraffic:
         """What the step moved, and how long it waited."""
         self.traffic.stall_s = self._clock.take()
         return self.traffic
 
+    @override
     def lengthen(self, path: Path, num_tokens: int) -> None:
         """As if so many tokens had been decoded and saved."""
         length = path.length + num_tokens
@@ -190,10 +200,12 @@ class LayerwiseMemory(BeamMemory):
         self._tier.reserve(self.tree.end)
         self._lengthened.update(path.blocks[first:])
 
+    @override
     def release(self, path: Path) -> None:
         """Let a sequence go, and what no other holds."""
         self._forget(self.tree.release(path))
 
+    @override
     def close(self) -> None:
         """Give files and memory back."""
         self._tier.close()

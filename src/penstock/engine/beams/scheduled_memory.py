@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError
@@ -72,11 +73,13 @@ class ScheduledMemory(BeamMemory):
         self._order: list[list[int]] = []
         self._index = -1
 
+    @override
     def _slots(self, layer: int) -> Tensor:
         return self._layers[:, layer]
 
     # The prompt -------------------------------------------------------------------------------
 
+    @override
     def begin_chunk(self, path: Path, num_tokens: int) -> None:
         """Make room for the next tokens of a prompt; all of its blocks stay in fast memory."""
         length = path.length + num_tokens
@@ -90,6 +93,7 @@ class ScheduledMemory(BeamMemory):
 
     # A step -----------------------------------------------------------------------------------
 
+    @override
     def begin_step(self, paths: Sequence[Path], num_tokens: int) -> list[list[int]]:
         """Group the beams by what they share, so that each group fits to the step's end."""
         self._paths = list(paths)
@@ -127,6 +131,7 @@ class ScheduledMemory(BeamMemory):
     def _resident(self) -> NDArray[np.int64]:
         return np.fromiter(self._fast.resident(), dtype=np.int64)
 
+    @override
     def begin_group(self, index: int) -> None:
         """Bring a group in; then start to load what the next one needs into free slots."""
         self._index = index
@@ -194,6 +199,7 @@ class ScheduledMemory(BeamMemory):
             queries_per_kv_head=self.shape.kv.queries_per_kv_head, share=self._options.share,
         )  # fmt: skip
 
+    @override
     def token_done(self, lengths: Sequence[int]) -> None:
         """Write back the blocks that the token has filled, where another block needs the room."""
         if len(self._order) < 2:
@@ -206,6 +212,7 @@ class ScheduledMemory(BeamMemory):
         ]
         self._save(block for block in full if block in self._fast.unsaved)
 
+    @override
     def end_group(self, lengths: Sequence[int]) -> None:
         """Take the new lengths over and the blocks behind them away."""
         for i, length in zip(self._order[self._index], lengths, strict=True):
@@ -213,6 +220,7 @@ class ScheduledMemory(BeamMemory):
             self._drop(self.tree.trim(self._paths[i]))
         self._group = None
 
+    @override
     def end_step(self) -> StepTraffic:
         """What the step moved, and how long it waited.
 
@@ -224,6 +232,7 @@ class ScheduledMemory(BeamMemory):
         self.traffic.stall_s = self._clock.take()
         return self.traffic
 
+    @override
     def lengthen(self, path: Path, num_tokens: int) -> None:
         """As if so many tokens had been decoded and saved."""
         length = path.length + num_tokens
@@ -234,10 +243,12 @@ class ScheduledMemory(BeamMemory):
         path.length = length
         self._slow.reserve(self.tree.end)
 
+    @override
     def release(self, path: Path) -> None:
         """Let a sequence go, and what no other holds out of both tiers."""
         self._drop(self.tree.release(path))
 
+    @override
     def close(self) -> None:
         """Give files and memory back."""
         self._slow.close()

@@ -89,15 +89,15 @@ class DeviceIndex(ABC):
         return True
 
     def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
-        """See `KeyIndex.fit`."""
+        """Learn from a sample of the prompt's own keys; arguments as in `KeyIndex.fit`."""
 
     @property
     def refits(self) -> bool:
-        """See `KeyIndex.refits`."""
+        """Whether a `fit` to few tokens is made again while tokens are decoded."""
         return False
 
     def forget_fit(self) -> None:  # noqa: B027 - optional
-        """See `KeyIndex.forget_fit`."""
+        """What `fit` learnt is of another text, or of too little."""
 
     @abstractmethod
     def take(self, keys: Tensor, first_token: int) -> None:

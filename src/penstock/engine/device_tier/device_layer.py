@@ -106,6 +106,7 @@ class DeviceLayer(Layer):
 
     # Attention --------------------------------------------------------------------------------
 
+    @override
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and take the new tokens in; one new token decodes over the selection.
 
@@ -124,6 +125,7 @@ class DeviceLayer(Layer):
         self.append(call.keys, call.values, call.visible)
         return total.result()
 
+    @override
     def prepare_step(self) -> bool:
         """Make ready for decode steps after a prompt; false if there can be none (no index)."""
         if self.index is None or self.length == 0:
@@ -153,6 +155,7 @@ class DeviceLayer(Layer):
     def is_recordable(self) -> bool:
         return self.index is not None
 
+    @override
     def begin(self, query: Tensor) -> None:
         """Select and fetch for the next decode step, with a query that is there before its layer.
 
@@ -176,10 +179,12 @@ class DeviceLayer(Layer):
             self._landed.wait()
         self._begun = None
 
+    @override
     def recording_failed(self) -> None:
         """What was begun has not run, and there is nothing to wait for."""
         self._begun = None
 
+    @override
     def settle(self) -> None:
         """Between steps, now and then: let the index tidy up, and see more of the text."""
         if self.index is None or self.length == 0:
@@ -283,6 +288,7 @@ class DeviceLayer(Layer):
 
     # Taking tokens in -------------------------------------------------------------------------
 
+    @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
         """Take new tokens in without attending; both [rows, kv_heads, new_tokens, head_dim].
 
@@ -339,6 +345,7 @@ class DeviceLayer(Layer):
 
     # Reports ----------------------------------------------------------------------------------
 
+    @override
     def count_into(self, decode: PhaseStats) -> None:
         """Add what steps have asked for and fetched since the last call; waits for the device."""
         total = self.lists.traffic.sum(dim=0).cpu()
@@ -359,6 +366,7 @@ class DeviceLayer(Layer):
         self._heads.zero_()
         self.pool.hide_slots()
 
+    @override
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`; the window is read back from host memory."""
         if length >= max(self.length, self._touched):
@@ -394,6 +402,7 @@ class DeviceLayer(Layer):
         self._fit.take_rows_from(other._fit, rows)
         self._may_step = False
 
+    @override
     def reset(self) -> None:
         """Forget every token."""
         self.length = self._touched = 0
@@ -407,15 +416,18 @@ class DeviceLayer(Layer):
             self.index.forget_fit()
         self._may_step = False
 
+    @override
     def drop_fetch(self) -> None:
         """Give up a fetch that will not be attended to; what it brought is in its slots."""
         self._join()
 
+    @override
     def forget_slots(self) -> None:
         """Trust nothing that a failed step may have left in the slots."""
         self._empty_slots()
         self._may_step = False
 
+    @override
     def close(self) -> None:
         """Let what is under way end; memory goes with the object."""
         _wait(self.setup.device)

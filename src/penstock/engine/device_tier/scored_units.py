@@ -73,8 +73,9 @@ class ScoredUnits(DeviceIndex):
     def put(self, keys: Tensor, clock: StepClock) -> None:
         self.index.put(keys, clock.unit)
 
+    @override
     def crop(self, length: int) -> None:
-        """See `DeviceIndex.crop`: units that are gone are not looked at, and written again."""
+        """Units that are gone are not looked at, and written again."""
 
     @override
     def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:

@@ -32,6 +32,7 @@ class WholeLayer(ResidentLayer):
             (batch, max_tokens), NEGATIVE_INFINITY, dtype=shape.dtype, device=clock.position.device
         )
 
+    @override
     def _allocate(
         self, shape: KVShape, batch: int, max_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ def find_boundaries(
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
     rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
 ) -> None:  # fmt: skip
-    """See `boundaries.find_boundaries`: one program a sequence, all its heads in one tile."""
+    """`boundaries.find_boundaries` in Triton: one program a sequence, all its heads in one tile."""
     rows, heads, dim = query.shape
     together = triton.next_power_of_2(rows_per_sequence * heads)
     # Where nothing leaves, these are not looked at.
@@ -98,7 +98,7 @@ def grow_units(
     keys: Tensor, boundary: Tensor, means: Tensor, open_sum: Tensor, state: UnitState,
     unit_of: Tensor, position: Tensor, rows_per_sequence: int, spread: UnitSpread | None = None,
 ) -> None:  # fmt: skip
-    """See `boundaries.grow_units`: one program a row."""
+    """`boundaries.grow_units` in Triton: one program a row."""
     rows, dim = keys.shape
     # Without a spread, these are not looked at.
     halves, open_square = (

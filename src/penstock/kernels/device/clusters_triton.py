@@ -30,7 +30,8 @@ def can_take(points: Tensor, clusters: int) -> bool:
 def cluster_keys(
     points: Tensor, clusters: int, *, iterations: int, cosine: bool, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """See `clusters.cluster_keys`: 2 * iterations + 2 launches of kernels and a few short ones.
+    """`clusters.cluster_keys` in Triton: 2 * iterations + 2 launches of kernels and a few short
+    ones.
 
     Nothing waits for the device; all is launched on the current stream.
     """

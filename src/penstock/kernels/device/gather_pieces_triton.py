@@ -31,7 +31,7 @@ def _copy(
 
 
 def gather_pieces_triton(addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bool) -> None:
-    """See `gather_pieces`."""
+    """`gather_pieces` in Triton."""
     words = rows.view(torch.int64)
     tiles_of_piece = triton.cdiv(words.shape[1], _WORDS)
     tiles = addresses.shape[0] * tiles_of_piece

@@ -12,7 +12,7 @@ _TILE = 4096
 
 
 def group_shares_triton(logits: Tensor, end: Tensor) -> Tensor:
-    """See `group_shares.group_shares`."""
+    """`group_shares.group_shares` in Triton, in two passes over blocks."""
     batch, groups, heads = logits.shape
     assert logits.stride()[1:] == (heads, 1), "the heads of a group lie side by side"
     wide = triton.next_power_of_2(heads)

@@ -21,7 +21,8 @@ def score_units(
     query: Tensor, means: Tensor, sizes: Tensor, count: Tensor, scaling: float, due: Tensor,
     out: Tensor, scratch: UnitScratch | None = None, spread: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See `units.score_units`: logits block by block with each block's softmax, then all blocks.
+    """`units.score_units` in Triton: logits block by block with each block's softmax, then all
+    blocks.
 
     Products are of the dtype that query and means share, added up in float32; where they differ,
     of float32.
@@ -145,7 +146,8 @@ def select_tokens(
     scores: Tensor, first: Tensor, sizes: Tensor, count: Tensor, members: Tensor, due: Tensor,
     ids: Tensor, valid: Tensor, scratch: UnitScratch | None = None,
 ) -> None:  # fmt: skip
-    """See `units.select_tokens`: one program a row, bisection over the scores' bits, no sort."""
+    """`units.select_tokens` in Triton: one program a row, bisection over the scores' bits, no
+    sort."""
     rows, capacity = scores.shape
     ends = scores.new_empty(rows, capacity, dtype=torch.int32) if scratch is None else scratch.ends
     padded = triton.next_power_of_2(capacity)

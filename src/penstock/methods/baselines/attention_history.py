@@ -97,6 +97,7 @@ class AttentionHistoryIndex(KeyIndex):
     # The prompt -------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether the newest prompt has been valued."""
         return self._ready
@@ -266,17 +267,21 @@ class ObservationVotes(AttentionHistoryIndex):
         )  # fmt: skip
         self._kernel_tokens = kernel_tokens
 
+    @override
     def _begin(self, first: int, end: int) -> None:
         positions = torch.arange(first, end, device=self._values.device, dtype=torch.float32)
         self._values[:, first:end] = positions - LATER
 
+    @override
     def _begin_votes(self) -> None:
         prompt = self._values[:, : self._prompt_end]
         prompt.masked_fill_(prompt != DEAD, 0.0)
 
+    @override
     def _vote(self, weights: Tensor, first_token: int) -> None:
         self._values[:, first_token : first_token + weights.shape[3]] += weights.sum(dim=(1, 2))
 
+    @override
     def _end_prompt(self) -> None:
         if self._queries is None:
             return
@@ -299,16 +304,20 @@ class HeavyHitters(AttentionHistoryIndex):
     Source: H2O (arXiv 2306.14048), section 4, Algorithm 1.
     """
 
+    @override
     def _begin(self, first: int, end: int) -> None:
         positions = torch.arange(first, end, device=self._values.device, dtype=torch.float32)
         self._values[:, first:end] = (positions - LATER) / LATER
 
+    @override
     def _begin_votes(self) -> None:
         self._values[:, self._known : self._prompt_end] = 0.0
 
+    @override
     def _vote(self, weights: Tensor, first_token: int) -> None:
         self._values[:, first_token : first_token + weights.shape[3]] += weights.sum(dim=(1, 2))
 
+    @override
     def _enter(self, first: int, end: int) -> None:
         """Enter just above the least of the kept ones: a newcomer is tried against the weakest."""
         least = torch.zeros(len(self._values), device=self._values.device)
@@ -319,6 +328,7 @@ class HeavyHitters(AttentionHistoryIndex):
         above = torch.nextafter(least, torch.full_like(least, math.inf))
         self._values[:, first:end] = above[:, None]
 
+    @override
     def _learn(self, ids: Tensor, valid: Tensor, weights: Tensor) -> None:
         self._values.scatter_add_(1, ids, weights)
 
@@ -349,6 +359,7 @@ class TimeStamps(AttentionHistoryIndex):
         self._threshold = threshold
         self._pinned = 0
 
+    @override
     def _begin(self, first: int, end: int) -> None:
         positions = torch.arange(first, end, device=self._values.device, dtype=torch.float32)
         self._values[:, first:end] = positions
@@ -359,6 +370,7 @@ class TimeStamps(AttentionHistoryIndex):
         below = shares < self._threshold
         return rank.clamp_(0.0, 0.99).add_(steps).masked_fill_(below, DEAD)
 
+    @override
     def _vote(self, weights: Tensor, first_token: int) -> None:
         count, tokens = weights.shape[2:]
         steps = torch.arange(count, device=weights.device)[:, None] + self._prompt_end - count
@@ -366,6 +378,7 @@ class TimeStamps(AttentionHistoryIndex):
         values = self._values[:, first_token : first_token + tokens]
         values.copy_(torch.maximum(values, stamps).masked_fill_(values == DEAD, DEAD))
 
+    @override
     def _end_prompt(self) -> None:
         if self._known == 0:
             self._pinned = 0
@@ -374,10 +387,12 @@ class TimeStamps(AttentionHistoryIndex):
             self._values[:, self._known : self._prompt_end] = PINNED
             self._pinned += size
 
+    @override
     def _enter(self, first: int, end: int) -> None:
         """The window counts as attended to: a token leaves it with the stamp of this step."""
         self._values[:, first:end] = self._end
 
+    @override
     def _learn(self, ids: Tensor, valid: Tensor, weights: Tensor) -> None:
         stamps = self._stamps(weights / self._shape.num_query_heads, self._clock)
         self._values.scatter_(1, ids, torch.maximum(self._values.gather(1, ids), stamps))

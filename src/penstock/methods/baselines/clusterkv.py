@@ -50,6 +50,7 @@ class ClusterKV(BaselinePolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         per_cluster, together = self.tokens_per_cluster, self.recluster_tokens

@@ -31,6 +31,7 @@ class FlexGen(SelectionPolicy):
     def unit_tokens(self) -> int:
         return self.group_tokens
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """Two stream buffers, as large as the budget allows up to two full blocks."""
         return self, streaming_plan(request, self.group_tokens, "streaming the cache")

@@ -33,6 +33,7 @@ class ForgettingPolicy(BaselinePolicy):
 
     drops: ClassVar[bool] = True
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group_tokens != 1:
@@ -71,6 +72,7 @@ class HistoryPolicy(ForgettingPolicy):
     window_queries: int = 32
     """Newest queries of the prompt that value it, at most 32."""
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         most = AttentionHistoryIndex.num_prompt_queries

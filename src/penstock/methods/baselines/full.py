@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.sizing import resident_plan
@@ -19,6 +21,7 @@ class Full(SelectionPolicy):
     retrieves: ClassVar[bool] = False
     stays_resident: ClassVar[bool] = True
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """The whole cache in memory, no disk."""
         plan = resident_plan(request)

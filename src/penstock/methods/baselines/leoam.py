@@ -52,6 +52,7 @@ class LeoAM(BaselinePolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         fine = self.fine_tokens

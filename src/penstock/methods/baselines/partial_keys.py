@@ -39,6 +39,7 @@ class PartialKeysPolicy(BaselinePolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.key_ratio is not None and not 0 < self.key_ratio <= 1:

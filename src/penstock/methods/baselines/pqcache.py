@@ -48,6 +48,7 @@ class PQCache(BaselinePolicy):
     )
     """Parts and bits are chosen together, or both left to the plan."""
 
+    @override
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         if self.subvectors is not None and self.subvectors < 1:

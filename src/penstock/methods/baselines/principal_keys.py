@@ -74,6 +74,7 @@ class ProjectedKeysIndex(KeyIndex):
     # Basis ------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether there is a basis."""
         return self._basis is not None

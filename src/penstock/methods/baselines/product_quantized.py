@@ -89,6 +89,7 @@ class ProductQuantizedIndex(KeyIndex):
     # Keys -------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether there are centroids, or a sample to make them from."""
         return self._ready

@@ -32,6 +32,7 @@ class RaaS(HistoryPolicy):
     threshold: float = 1e-4
     """Least weight that renews a stamp, the paper's alpha."""
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.threshold < 1.0:

@@ -118,13 +118,14 @@ class ShadowKeyIndex(KeyIndex):
     # Basis ------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether `fit` has been called."""
         return self._ready
 
     @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
-        """See `KeyIndex.fit`; `look` replaces the sample by the prompt."""
+        """`look` replaces the sample by the prompt."""
         self._moment = None
         self._add_to_moment(sample, positions.to(sample.device))
         self._ready = True

@@ -68,6 +68,7 @@ class ShadowKV(BaselinePolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, least in (("rank", 1), ("landmark_units", 1), ("outlier_chunks", 0)):

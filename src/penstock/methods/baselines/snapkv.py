@@ -32,6 +32,7 @@ class SnapKV(HistoryPolicy):
     kernel_tokens: int = 7
     """Width of the pooling, odd."""
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel_tokens < 1 or self.kernel_tokens % 2 == 0:

@@ -108,6 +108,7 @@ class TokenClustersIndex(KeyIndex):
     # Keys -------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether there are clusters, or a sample to make them from."""
         return self._ready

@@ -202,6 +202,7 @@ class ClusterLayer(RetrievalLayer):
         units = self.table.unit_in[rows, slots].astype(np.int64)
         self._prefetched = self._submit(rows, units, slots, ahead=1)
 
+    @override
     def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None:
@@ -218,6 +219,7 @@ class ClusterLayer(RetrievalLayer):
 
     # Reading ----------------------------------------------------------------------------------
 
+    @override
     def update_replacement(self) -> None:
         """Say which clusters the slots hold, before some are chosen for eviction."""
         if isinstance(self.replacement, ClusterAligned):

@@ -23,12 +23,13 @@ class _OrderedEntries(ClusterFile):
     _total = 0
 
     @property
+    @override
     def end_bytes(self) -> int:
-        """See `ClusterFile`."""
         return self._sectors_end(self._total * self.entry_bytes)
 
+    @override
     def flush(self) -> None:
-        """See `ClusterFile`: nothing is kept back."""
+        """Nothing is kept back."""
 
     @abstractmethod
     def _slots(self, cluster: int) -> Int64Array:
@@ -37,8 +38,9 @@ class _OrderedEntries(ClusterFile):
     def _sectors_end(self, num_bytes: int) -> int:
         return -(-num_bytes // self.sector_bytes) * self.sector_bytes
 
+    @override
     def _locate(self, clusters: Int64Array) -> Located:
-        """See `Located`; one range per run of slots that follow each other."""
+        """One range per run of slots that follow each other."""
         each = [self._slots(cluster) for cluster in clusters.tolist()]
         counts = np.array([len(slots) for slots in each], dtype=np.int64)
         slots = np.concatenate([np.zeros(0, dtype=np.int64), *each])
@@ -96,19 +98,19 @@ class TokenOrder(_OrderedEntries):
         self, file: KVFile, entry_bytes: int, *, sector_bytes: int | None = None,
         num_buffers: int = 0, gap_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """See `ClusterFile`."""
+        """Lay clusters over the file; arguments as in `ClusterFile`."""
         super().__init__(
             file, entry_bytes, sector_bytes=sector_bytes, num_buffers=num_buffers,
             gap_bytes=gap_bytes,
         )  # fmt: skip
         self._slots_of: dict[int, Int64Array] = {}
 
+    @override
     def clusters(self) -> list[int]:
-        """See `ClusterFile`."""
         return sorted(self._slots_of)
 
+    @override
     def num_entries(self, cluster: int) -> int:
-        """See `ClusterFile`."""
         return len(self._slots_of[cluster])
 
     @override
@@ -152,6 +154,7 @@ class TokenOrder(_OrderedEntries):
     def free(self, cluster: int) -> None:
         del self._slots_of[cluster]
 
+    @override
     def _forget_all(self) -> None:
         self._slots_of.clear()
         self._total = 0
@@ -161,6 +164,7 @@ class TokenOrder(_OrderedEntries):
         self.counters.appended_bytes += count * self.entry_bytes
         return np.arange(first, self._total)
 
+    @override
     def _slots(self, cluster: int) -> Int64Array:
         return self._slots_of[cluster]
 
@@ -177,7 +181,7 @@ class PackedClusters(_OrderedEntries):
         self, file: KVFile, entry_bytes: int, *, sector_bytes: int | None = None,
         num_buffers: int = 0, gap_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """See `ClusterFile`."""
+        """Lay clusters over the file; arguments as in `ClusterFile`."""
         super().__init__(
             file, entry_bytes, sector_bytes=sector_bytes, num_buffers=num_buffers,
             gap_bytes=gap_bytes,
@@ -186,12 +190,12 @@ class PackedClusters(_OrderedEntries):
         self._count: dict[int, int] = {}
         self._first: dict[int, int] = {}
 
+    @override
     def clusters(self) -> list[int]:
-        """See `ClusterFile`."""
         return sorted(self._count)
 
+    @override
     def num_entries(self, cluster: int) -> int:
-        """See `ClusterFile`."""
         return self._count[cluster]
 
     @override
@@ -250,6 +254,7 @@ class PackedClusters(_OrderedEntries):
         del self._count[cluster], self._first[cluster]
         self._number()
 
+    @override
     def _forget_all(self) -> None:
         self._order.clear()
         self._count.clear()
@@ -278,6 +283,7 @@ class PackedClusters(_OrderedEntries):
             self._first[cluster] = self._total
             self._total += self._count[cluster]
 
+    @override
     def _slots(self, cluster: int) -> Int64Array:
         return self._first[cluster] + np.arange(self._count[cluster])
 

@@ -106,6 +106,7 @@ class DynaKV(BaselinePolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         for name, value, known in (
@@ -195,9 +196,11 @@ class DynaKV(BaselinePolicy):
         )
 
     @property
+    @override
     def _sharing(self) -> tuple[bool, ...]:
         return (True,) if self.virtual else super()._sharing
 
+    @override
     def _grow(
         self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
     ) -> SlotPlan:
@@ -209,6 +212,7 @@ class DynaKV(BaselinePolicy):
             selected, most,
         )  # fmt: skip
 
+    @override
     def _build(
         self, request: SizingRequest, size: IndexSize, selected: int, num_slots: int, *,
         shared: bool,

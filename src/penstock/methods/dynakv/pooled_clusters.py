@@ -30,7 +30,7 @@ class PooledClusters(ClusterFile):
         self, file: KVFile, entry_bytes: int, *, sector_bytes: int | None = None,
         num_buffers: int = 0, gap_bytes: int = 0, headroom: float = 1.0,
     ) -> None:  # fmt: skip
-        """See `ClusterFile`; `headroom` is for `ClusterPools`."""
+        """Arguments as in `ClusterFile`; `headroom` is for `ClusterPools`."""
         super().__init__(
             file, entry_bytes, sector_bytes=sector_bytes, num_buffers=num_buffers,
             gap_bytes=gap_bytes,
@@ -38,17 +38,17 @@ class PooledClusters(ClusterFile):
         self.pools = ClusterPools(entry_bytes, self.sector_bytes, headroom)
         self._buffers = WriteBuffers(num_buffers, self.sector_bytes)
 
+    @override
     def clusters(self) -> list[int]:
-        """See `ClusterFile`."""
         return self.pools.clusters()
 
+    @override
     def num_entries(self, cluster: int) -> int:
-        """See `ClusterFile`."""
         return int(self.pools.count[cluster])
 
     @property
+    @override
     def end_bytes(self) -> int:
-        """See `ClusterFile`."""
         return self.pools.end_bytes
 
     # Operations -------------------------------------------------------------------------------
@@ -146,6 +146,7 @@ class PooledClusters(ClusterFile):
         self._spoiled.discard(cluster)
         self.pools.free(cluster)
 
+    @override
     def _forget_all(self) -> None:
         self.pools.clear()
         self._buffers.clear()
@@ -331,8 +332,9 @@ class PooledClusters(ClusterFile):
         self.counters.num_moves += 1
         self.counters.moved_bytes += entries.size
 
+    @override
     def _locate(self, clusters: Int64Array) -> Located:
-        """See `Located`; one range per cluster."""
+        """One range per cluster."""
         pools, size, sector = self.pools, self.entry_bytes, self.sector_bytes
         count, base, side = pools.count[clusters], pools.base[clusters], pools.side[clusters]
         assert not len(side) or side.min() >= 0, "no such cluster"

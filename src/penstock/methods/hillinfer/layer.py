@@ -260,6 +260,7 @@ class NearLayer(RetrievalLayer):
         slots = torch.from_numpy(plan.slots[here])
         self.pool.tokens[rows, slots] = self.window.tokens[rows, places]
 
+    @override
     def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
         begun = self._fetch
         fetched = super()._finish_fetch()
@@ -308,6 +309,7 @@ class NearLayer(RetrievalLayer):
         super().forget_slots()
         self._left = None
 
+    @override
     def _clear_table(self) -> None:
         super()._clear_table()
         self.near.slots_forgotten()

@@ -97,6 +97,7 @@ class HillInfer(BaselinePolicy):
         Choice("bits", (8, 4), "bits of the keys that cold tokens are scored by"),
     )
 
+    @override
     def __post_init__(self) -> None:
         BaselinePolicy.__post_init__(self)
         for name, value, known in (
@@ -158,6 +159,7 @@ class HillInfer(BaselinePolicy):
             scratch += ColdKeys.scratch_bytes(settings)
         return IndexSize(held, scratch)
 
+    @override
     def _build(
         self, request: SizingRequest, size: IndexSize, selected: int, num_slots: int, *,
         shared: bool,
@@ -171,9 +173,11 @@ class HillInfer(BaselinePolicy):
         return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)
 
     @property
+    @override
     def _sharing(self) -> tuple[bool, ...]:
         return (False,)
 
+    @override
     def _selections(self, request: SizingRequest) -> list[int]:
         if self.selected_tokens is not None:
             return super()._selections(request)
@@ -182,6 +186,7 @@ class HillInfer(BaselinePolicy):
         alphas = ALPHAS if self.alpha is None else (self.alpha,)
         return [max(1, math.ceil(alpha * request.max_tokens)) for alpha in alphas]
 
+    @override
     def _grow(
         self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
     ) -> SlotPlan:

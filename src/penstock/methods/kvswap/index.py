@@ -150,10 +150,12 @@ class LowRankIndex(KeyIndex):
     # Basis ------------------------------------------------------------------------------------
 
     @property
+    @override
     def ready(self) -> bool:
         """Whether there is a basis."""
         return self._ready
 
+    @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
         """Make the basis from a sample of the prompt's own keys (when no adapter is at hand).
 

@@ -124,6 +124,7 @@ class KVSwap(SelectionPolicy):
 
     # Sizing -----------------------------------------------------------------------------------
 
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """Divide the budget: window and sinks first, then the index, then the slots.
 

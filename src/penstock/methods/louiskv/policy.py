@@ -103,6 +103,7 @@ class LouisKV(AheadPolicy):
         SELECTED,
     )
 
+    @override
     def __post_init__(self) -> None:
         AheadPolicy.__post_init__(self)
         self.stride  # noqa: B018 - reads the option

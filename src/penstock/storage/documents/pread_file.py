@@ -3,6 +3,8 @@
 import ctypes
 import time
 
+from typing_extensions import override
+
 from penstock.core.errors import FetchError, StorageError
 from penstock.storage.documents.disk import DiskFile
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, read_error
@@ -18,10 +20,12 @@ class PreadFile(KVFile):
     def __init__(self, file: DiskFile) -> None:
         self._file: DiskFile | None = file
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Refused: the file was opened for reading."""
         raise StorageError("the file is read-only")
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -42,13 +46,16 @@ class PreadFile(KVFile):
                 failure = failure or read_error(offset, length, len(data))
         return FinishedTicket(int(lengths.sum()), len(offsets), submitted_ns, failure)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Refused: the file was opened for reading."""
         raise StorageError("the file is read-only")
 
+    @override
     def sync(self) -> None:
         """Nothing to do."""
 
+    @override
     def close(self) -> None:
         """Close the file below."""
         file, self._file = self._file, None

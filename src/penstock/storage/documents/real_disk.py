@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from penstock.core.closing import DeferredInterrupts
 from penstock.core.errors import StorageError
 from penstock.storage.documents.disk import Disk, DiskFile, Folder
@@ -32,6 +34,7 @@ class RealFile(DiskFile):
         self._dirty_bytes = 0
         self._failure: OSError | None = None
 
+    @override
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read in as many calls as it takes."""
         parts = []
@@ -40,6 +43,7 @@ class RealFile(DiskFile):
             offset, num_bytes = offset + len(part), num_bytes - len(part)
         return b"".join(parts)
 
+    @override
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write in as many calls as it takes, and keep what the page cache holds of it small."""
         view = memoryview(data).cast("B")
@@ -50,14 +54,17 @@ class RealFile(DiskFile):
             if self._dirty_bytes > _DIRTY_BYTES_MAX:
                 self.sync()
 
+    @override
     def size_bytes(self) -> int:
         """Ask the system."""
         return os.fstat(self._descriptor).st_size
 
+    @override
     def truncate(self, num_bytes: int) -> None:
         """Cut; takes effect at once for every reader."""
         os.ftruncate(self._descriptor, num_bytes)
 
+    @override
     def sync(self) -> None:
         """Flush to the device, through its cache, and drop the pages that the system kept."""
         if self._failure is not None:
@@ -71,6 +78,7 @@ class RealFile(DiskFile):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._dirty_bytes = 0
 
+    @override
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
         self._descriptor = -1
@@ -87,33 +95,40 @@ class RealFolder(Folder):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BASE)
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
+    @override
     def create(self, name: str) -> DiskFile:
         """Make a file that no other user may read."""
         with DeferredInterrupts():
             return RealFile(self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
+    @override
     def open(self, name: str, *, writable: bool = False) -> DiskFile:
         """Open a plain file."""
         with DeferredInterrupts():
             return RealFile(self._open(name, os.O_RDWR if writable else os.O_RDONLY))
 
+    @override
     def replace(self, source: str, target: str) -> None:
         """Rename."""
         own = self._descriptor
         os.replace(source, target, src_dir_fd=own, dst_dir_fd=own)
 
+    @override
     def unlink(self, name: str) -> None:
         """Remove the name."""
         os.unlink(name, dir_fd=self._descriptor)
 
+    @override
     def sizes(self) -> dict[str, int]:
         """List the folder; links count with their own length."""
         return {name: self._size(name) for name in sorted(os.listdir(self._descriptor))}
 
+    @override
     def sync(self) -> None:
         """Flush the folder."""
         _sync(self._descriptor)
 
+    @override
     def lock(self, name: str, *, exclusive: bool, create: bool = False) -> Callable[[], None]:
         """Lock with flock: it belongs to this opening of the file, also within one process."""
         import fcntl
@@ -128,6 +143,7 @@ class RealFolder(Folder):
             raise
         return file.close
 
+    @override
     def kv_files(self, names: Sequence[str]) -> FileSet:
         """Direct I/O through native AIO where that works; else threads, at last page cache."""
         direct = hasattr(os, "O_DIRECT") and file_system(str(self._path)) not in ("tmpfs", "ramfs")
@@ -147,6 +163,7 @@ class RealFolder(Folder):
             opened = wrap_descriptors(Descriptors(place, numbers, direct=False))
         return opened._replace(description=opened.description.replace(place, str(self._path)))
 
+    @override
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
         self._descriptor = -1
@@ -185,21 +202,25 @@ class RealFolder(Folder):
 class RealDisk(Disk):
     """The operating system's files."""
 
+    @override
     def make_folder(self, path: Path) -> Folder:
         """Make a folder that only its owner may enter."""
         _require_posix()
         os.mkdir(path, 0o700)
         return RealFolder(path)
 
+    @override
     def open_folder(self, path: Path) -> Folder:
         """Open it by a descriptor."""
         _require_posix()
         return RealFolder(path)
 
+    @override
     def remove_folder(self, path: Path) -> None:
         """Remove it if it is empty."""
         os.rmdir(path)
 
+    @override
     def sync_parent(self, path: Path) -> None:
         """Flush the folder above."""
         descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from typing_extensions import override
 
 from penstock.core.errors import DocumentKeyError
 from penstock.storage.file import ByteArray
@@ -84,6 +85,7 @@ class Checksums(Sealer):
     seal_bytes = 8
     key_check = None
 
+    @override
     def seal_units(
         self, layer: int, first_unit: int, padded: ByteArray
     ) -> tuple[ByteArray, ByteArray]:
@@ -91,6 +93,7 @@ class Checksums(Sealer):
         sums = np.array(_unit_sums(layer, first_unit, padded), dtype="<u8")
         return padded, sums.view(np.uint8).reshape(-1, 8)
 
+    @override
     def open_units(
         self, layer: int, first_unit: int, padded: ByteArray, seals: ByteArray
     ) -> list[int]:
@@ -103,22 +106,27 @@ class Checksums(Sealer):
         padded[wrong] = 0
         return [first_unit + i for i in wrong]
 
+    @override
     def seal_chunk(self, place: bytes, chunk: bytes) -> tuple[bytes, bytes]:
         """The chunk as it is, and its checksum."""
         return chunk, _chunk_sum(place, chunk)
 
+    @override
     def open_chunk(self, place: bytes, stored: bytes, seal: bytes) -> bytes | None:
         """The chunk, if its checksum fits."""
         return stored if _chunk_sum(place, stored) == seal else None
 
+    @override
     def seal_text(self, generation: int, text: bytes) -> bytes:
         """Never called: a manifest without a key is plain."""
         raise AssertionError("there is no key")
 
+    @override
     def open_text(self, generation: int, sealed: bytes) -> bytes | None:
         """Never called: a manifest without a key is plain."""
         raise AssertionError("there is no key")
 
+    @override
     def tag(self, text: bytes) -> str | None:
         """None."""
         return None
@@ -151,6 +159,7 @@ class Encryption(Sealer):
         self._unit_about = self._about(b"unit", b"")
         self.key_check = _derive(key, document_id, b"check")[:8].hex()
 
+    @override
     def seal_units(
         self, layer: int, first_unit: int, padded: ByteArray
     ) -> tuple[ByteArray, ByteArray]:
@@ -167,6 +176,7 @@ class Encryption(Sealer):
             seals[i, _NONCE_BYTES:] = np.frombuffer(whole, np.uint8, _TAG_BYTES, padded_bytes)
         return stored, seals
 
+    @override
     def open_units(
         self, layer: int, first_unit: int, padded: ByteArray, seals: ByteArray
     ) -> list[int]:
@@ -186,28 +196,33 @@ class Encryption(Sealer):
                 one[:] = text
         return wrong
 
+    @override
     def seal_chunk(self, place: bytes, chunk: bytes) -> tuple[bytes, bytes]:
         """Encrypt under a new nonce."""
         nonce = os.urandom(_NONCE_BYTES)
         whole = self._aes.encrypt(nonce, chunk, self._about(b"blob", place))
         return whole[:-_TAG_BYTES], nonce + whole[-_TAG_BYTES:]
 
+    @override
     def open_chunk(self, place: bytes, stored: bytes, seal: bytes) -> bytes | None:
         """Decrypt."""
         whole = stored + seal[_NONCE_BYTES:]
         return self._decrypt(seal[:_NONCE_BYTES], whole, self._about(b"blob", place))
 
+    @override
     def seal_text(self, generation: int, text: bytes) -> bytes:
         """Nonce, encrypted text, tag."""
         nonce = os.urandom(_NONCE_BYTES)
         about = self._about(b"text", generation.to_bytes(8, "little"))
         return nonce + self._aes.encrypt(nonce, text, about)
 
+    @override
     def open_text(self, generation: int, sealed: bytes) -> bytes | None:
         """Decrypt."""
         about = self._about(b"text", generation.to_bytes(8, "little"))
         return self._decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], about)
 
+    @override
     def tag(self, text: bytes) -> str | None:
         """HMAC-SHA256."""
         return hmac.new(self._tag_key, text, hashlib.sha256).hexdigest()

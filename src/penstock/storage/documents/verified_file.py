@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.core.errors import DocumentDamagedError, FetchError, StorageError
 from penstock.storage.documents.manifest import UNIT_ALIGN_BYTES
@@ -53,12 +54,14 @@ class VerifiedTicket(Ticket):
         self._error = beyond
         self._checking = threading.Lock()
 
+    @override
     def done(self) -> bool:
         """Whether every read has ended; `wait` then has only the checking left to do."""
         finished = self._inner.done()
         self.finished_ns = self._inner.finished_ns
         return finished
 
+    @override
     def wait(self) -> None:
         """Block until every read has ended, and check what came.
 
@@ -121,10 +124,12 @@ class VerifiedFile(KVFile):
         self._end = len(units.seals) * units.padded_bytes
         self._is_closed = False
 
+    @override
     def reserve(self, num_bytes: int) -> None:
         """Refused: the document is read-only."""
         raise self._refusal()
 
+    @override
     def submit_reads(
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
@@ -152,13 +157,16 @@ class VerifiedFile(KVFile):
         layer, is_short = self._units.layer, self._units.is_short
         return VerifiedTicket(inner, check, layer, keep_alive, is_short, beyond)
 
+    @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         """Refused: the document is read-only."""
         raise self._refusal()
 
+    @override
     def sync(self) -> None:
         """Nothing to do."""
 
+    @override
     def close(self) -> None:
         """Refuse further reads; the file below is closed with the document."""
         self._is_closed = True

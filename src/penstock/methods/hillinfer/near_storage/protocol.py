@@ -79,6 +79,7 @@ class _Text(Message):
 
     values: dict[str, Any]
 
+    @override
     def body(self) -> bytes:
         """The values as JSON."""
         return json.dumps(self.values).encode()

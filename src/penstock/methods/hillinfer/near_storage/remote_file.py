@@ -51,10 +51,12 @@ class RemoteTicket(Ticket):
         if self._parts:
             self._begin(self._parts[0], wait=False)
 
+    @override
     def done(self) -> bool:
         """Whether `wait` has come to its end; answers are looked at there."""
         return self.finished_ns > 0
 
+    @override
     def wait(self) -> None:
         """Block until everything is where it goes.
 
@@ -224,6 +226,7 @@ class RemoteFile(KVFile):
         message = protocol.Sync(self.layer)
         self._insist(partial(self._call, message, SLOWEST_PATIENCE_S))
 
+    @override
     def close(self) -> None:
         """The device closes its files; nothing to do."""
 

@@ -109,9 +109,11 @@ class _LocalScoring(Scoring):
     def __init__(self, keys: ColdKeys, query: NDArray[np.float32], end: int) -> None:
         self._keys, self._query, self._end = keys, query, end
 
+    @override
     def log_sums(self) -> NDArray[np.float32]:
         return self._keys.log_sums(self._query, self._end)
 
+    @override
     def merge(self, normalisers: NDArray[np.float32] | None, out: NDArray[np.float32]) -> float:
         if normalisers is None:
             blocks = self._keys.blocks_of_products(self._query, self._end)
@@ -154,6 +156,7 @@ class _RemoteScoring(Scoring):
     def __init__(self, scorer: "RemoteScorer", area: int, exchanges: list[Exchange]) -> None:
         self._scorer, self._area, self._exchanges = scorer, area, exchanges
 
+    @override
     def log_sums(self) -> NDArray[np.float32]:
         parts = []
         for device, exchange in zip(self._scorer.devices, self._exchanges, strict=True):
@@ -167,6 +170,7 @@ class _RemoteScoring(Scoring):
         total: NDArray[np.float32] = np.logaddexp.reduce(np.stack(parts), axis=0)
         return total
 
+    @override
     def merge(self, normalisers: NDArray[np.float32] | None, out: NDArray[np.float32]) -> float:
         pairs = list(zip(self._scorer.devices, self._exchanges, strict=True))
         if normalisers is not None:
@@ -225,8 +229,8 @@ class RemoteScorer(Scorer):
             device.restore = partial(self._restore, i)
 
     @property
+    @override
     def generation(self) -> int:  # type: ignore[override]
-        """See `Scorer`."""
         return sum(device.generation for device in self.devices)
 
     @override
@@ -269,6 +273,7 @@ class RemoteScorer(Scorer):
         if layer in self._maps:
             self._maps[layer][:, token:] = UNMAPPED
 
+    @override
     def put(self, layer: int, unit_ids: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
         """Nothing to do: a device makes its codes of what is written to it."""
 

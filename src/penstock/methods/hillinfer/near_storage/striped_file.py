@@ -21,10 +21,12 @@ class StripedTicket(Ticket):
         self.submitted_ns = min((ticket.submitted_ns for ticket in tickets), default=0)
         self.finished_ns = 0
 
+    @override
     def done(self) -> bool:
         """Whether all have ended."""
         return all(ticket.done() for ticket in self._tickets)
 
+    @override
     def wait(self) -> None:
         """Block until all have ended; the first failure is raised then."""
         failure: Exception | None = None
