@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from penstock.core.errors import ConfigError
 from penstock.generation.engine import LLM
+from penstock.generation.logprobs import TopTokens, position_of
 from penstock.generation.output import CompletionOutput, RequestOutput
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_adapter import TieredCache
@@ -150,18 +153,21 @@ def check_logprobs(loaded: LoadedModel, output: RequestOutput, count: int) -> No
 
 def test_parts_of_a_character_have_no_text_but_the_last() -> None:
     """As in vLLM: a whole character stands beside the token that completes it."""
-    made = tiny_chat_model()
-    tokenizer: Any = made.tokenizer
-    text = "a€b"
-    ids = tokenizer(text)["input_ids"]
-    llm = LLM(made, memory=None, store="memory")
-    [output] = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    told = [
-        next(iter(each.values())).decoded_token
-        for each in (output.prompt_logprobs or [])[1:]
-        if each
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = tokenizer("a€b")["input_ids"]
+    texts = [
+        position_of(TopTokens(token, -1.0, 1, [], []), ids[:at], tokenizer)[token].decoded_token
+        for at, token in enumerate(ids)
     ]
-    assert told == ["a", "", "", "€", "b"]
+    assert texts == ["a", "", "", "€", "b"]
+    last = TopTokens(ids[3], -1.0, 2, [ids[4], ids[1]], [-0.5, -2.0])
+    position = position_of(last, ids[:3], tokenizer)
+    assert [each.decoded_token for each in position.values()] == ["€", "b", ""]
+    assert [each.rank for each in position.values()] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
@@ -273,7 +279,7 @@ def test_prompt_logprobs_of_what_is_stored_are_refused(loaded: LoadedModel, llm:
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
 def test_tokens_that_the_model_does_not_have(llm: LLM, name: str) -> None:
     given: Any = {name: {900: 1.0} if name == "logit_bias" else [900]}
-    with pytest.raises(ConfigError, match=f"{name} has token 900, but the model has 259"):
+    with pytest.raises(ConfigError, match=f"{name} has token 900, but the model has"):
         llm.generate(PROMPTS[0], SamplingParams(**given))
 
 
