@@ -161,6 +161,8 @@ def obstacle(line: Line, flags: Sequence[str]) -> str | None:
     )  # fmt: skip
     if lacking := sorted(needed - set(flags)):
         return f"the processor has no {', '.join(lacking)}"
+    if line.aten == "avx2" and not line.onednn and "amx_bf16" in flags:
+        return "torch's attention in bfloat16 takes AMX and refuses ATEN_CPU_CAPABILITY=avx2"
     if find_python(line.python) is None:
         return f"there is no Python {line.python}"
     return None

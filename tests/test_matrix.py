@@ -58,6 +58,12 @@ def test_every_pair_of_instruction_sets_and_every_setting_has_a_line() -> None:
         (Line(name="a", kernels="avx512"), ("avx2",), "the processor has no avx512f"),
         (Line(name="a", python="3.999"), ALL_FLAGS, "there is no Python 3.999"),
         (Line(name="a", kernels="plain"), (), None),
+        (
+            Line(name="a", aten="avx2"),
+            ("avx2", "amx_bf16"),
+            "torch's attention in bfloat16 takes AMX and refuses ATEN_CPU_CAPABILITY=avx2",
+        ),
+        (Line(name="a", aten="avx2", onednn="AVX2"), ("avx2", "amx_bf16"), None),
         (Line(name="a", aten="avx512", onednn="AVX2"), ALL_FLAGS, None),
     ],
 )

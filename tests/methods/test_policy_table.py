@@ -70,12 +70,14 @@ def test_an_outside_policy_is_used_by_its_name(folder: Path) -> None:
 
 def test_an_outside_policy_inherits_the_contract(folder: Path) -> None:
     (folder / "test_spread.py").write_text(CONTRACT)
+    # Options of this run, such as --shuffle, are unknown outside the project's tests.
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_spread.py"],
         capture_output=True, text=True, timeout=600, cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), SOURCE])},
+        env=env | {"PYTHONPATH": os.pathsep.join([str(folder), SOURCE])},
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout
+    assert found.returncode == 0, found.stdout + found.stderr
     assert "11 passed" in found.stdout
 
 

@@ -231,7 +231,7 @@ def test_no_growth_into_the_partner() -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [("base", "end"), ("count", "overlap"), ("gone", "two places"), ("pool", "nobody")],
+    [("base", "end"), ("count", "overlap"), ("gone", "two places"), ("pool", "to none")],
 )
 def test_the_integrity_check_sees_damage(damage: str, message: str) -> None:
     pools = pools_with(2, 2)
