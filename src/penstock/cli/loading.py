@@ -35,11 +35,14 @@ def load_model(
     from penstock.models.loader import load
 
     with loading(console, model) as progress:
-        return load(
+        loaded = load(
             model, dtype=dtype, device=device, revision=source.revision,
             offline=source.offline or None, trust_remote_code=source.trust_remote_code,
             on_bytes=progress.update,
         )  # fmt: skip
+    for notice in loaded.notices:
+        console.print(f"note: {model}: {notice}", soft_wrap=True)
+    return loaded
 
 
 @contextmanager

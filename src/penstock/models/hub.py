@@ -98,7 +98,7 @@ class HubModel:
         Args:
             check: called with the folder as soon as config.json is there, before any weights are
                 fetched; what it raises ends the fetch.
-            on_bytes: told of the progress.
+            on_bytes: called with the progress.
 
         Returns:
             The model's folder.
@@ -237,11 +237,11 @@ class _Fetch:
             if name not in there:
                 start = done
 
-                def tell(bytes: int, start: int = start) -> None:
+                def report(bytes: int, start: int = start) -> None:
                     now = min(start + bytes, total)
                     self._on_bytes(f"fetching {self._model.name}", now, total)
 
-                self._model._download(name, self._commit, _bar_for(tell))
+                self._model._download(name, self._commit, _bar_for(report))
                 done += sizes[name]
             if name not in there or self._all:
                 self._check(name)
@@ -282,8 +282,8 @@ class _Fetch:
         )
 
 
-def _bar_for(tell: Callable[[int], None]) -> Any:
-    """A progress bar that draws nothing, and tells how many bytes of one file are there.
+def _bar_for(report: Callable[[int], None]) -> Any:
+    """A progress bar that draws nothing, and reports how many bytes of one file are there.
 
     A file may have two bars, of what came over the network and of what was put together of it.
     """
@@ -298,7 +298,7 @@ def _bar_for(tell: Callable[[int], None]) -> Any:
 
         def update(self, n: float | None = 1) -> None:
             counts[id(self)] += int(n or 0)
-            tell(max(counts.values()))
+            report(max(counts.values()))
 
     return Bar
 

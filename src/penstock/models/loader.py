@@ -25,6 +25,8 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.fetch import OnBytes
+from penstock.models.gguf_file import SUFFIX as GGUF
+from penstock.models.gguf_file import converted_folder
 from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
 from penstock.models.load_errors import said_of
 from penstock.models.model_config import read_config
@@ -53,8 +55,10 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     """None only for a model object that came without one; then prompts are token ids."""
     name: str
-    """What the user called it: the bundled name, a released model's, a folder, or a name in the
-    local cache."""
+    """What the user called it: the bundled name, a released model's, a folder or GGUF file, or a
+    name on the hub."""
+    notices: tuple[str, ...] = ()
+    """What a user should know of how it was loaded."""
 
 
 def load(
@@ -72,8 +76,9 @@ def load(
 
     Args:
         name_or_path: "recall" (the bundled model, recall-2), the name of a released model that
-            has been fetched, a folder that `save_pretrained` wrote, or a name on the Hugging Face
-            hub, which is looked for in the local cache first.
+            has been fetched, a folder that `save_pretrained` wrote, a GGUF file (dequantised once,
+            and kept in the user's cache), or a name on the Hugging Face hub, which is looked for in
+            the local cache first.
         dtype: of weights and KV cache: a torch dtype, its name ("half" and "float" too), or "auto"
             or None for as stored. Quantised weights stay what the folder's `quantization_config`
             says.
@@ -99,13 +104,14 @@ def load(
     hub = HubModel(
         name=name, revision=revision, token=token, offline=bool(offline), own_code=trust_remote_code
     )
-    folder = _find_folder(hub, on_bytes or (lambda what, done, total: None))
+    folder, notices = _find_folder(hub, on_bytes or (lambda what, done, total: None))
     config = _checked_config(folder, name, own_code=trust_remote_code)
     if not any((folder / file).is_file() for file in TOKENIZERS):
         raise ModelLoadError(f"{name}: the folder has no tokenizer files ({TOKENIZERS[0]})")
     with _as_load_error(name), _no_progress_bars():
         tokenizer, model = _read(folder, config, wanted, own_code=trust_remote_code)
-    return LoadedModel(model=model.to(target).eval(), tokenizer=tokenizer, name=name)
+    model = model.to(target).eval()
+    return LoadedModel(model=model, tokenizer=tokenizer, name=name, notices=notices)
 
 
 def fetch_hub_model(
@@ -115,7 +121,7 @@ def fetch_hub_model(
     """Bring a model of the hub into the local cache, or what is new of it.
 
     Args:
-        on_bytes: told of the progress.
+        on_bytes: called with the progress.
         As for `load`.
 
     Returns:
@@ -144,15 +150,16 @@ def check_own_tokenizer(model: object, tokenizer: object) -> None:
 
 
 def lasting_name(name: str) -> str:
-    """A model's name for another day and another folder: the path of a folder in full, the name
-    of a bundled, fetched or cached model as it is."""
+    """A model's name for another day and another folder: the path of a folder or GGUF file in full,
+    the name of a bundled, fetched or cached model as it is."""
     if name in (BUNDLED, BUNDLED_NAME):
         return name
     released = released_models().get(name)
     if released is not None and released.is_fetched:
         return name
     folder = Path(os.path.expanduser(name))
-    return str(folder.absolute()) if os.path.isfile(folder / "config.json") else name
+    is_file = folder.suffix.lower() == GGUF and os.path.isfile(folder)
+    return str(folder.absolute()) if is_file or os.path.isfile(folder / CONFIG) else name
 
 
 def _checked_config(folder: Path, name: str, *, own_code: bool) -> PretrainedConfig:
@@ -253,28 +260,37 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     return DTYPES[known]
 
 
-def _find_folder(hub: HubModel, on_bytes: OnBytes) -> Path:
-    """The folder that a name stands for: ours, the user's, one in the hub's cache, or the hub's."""
+def _find_folder(hub: HubModel, on_bytes: OnBytes) -> tuple[Path, tuple[str, ...]]:
+    """The folder that a name stands for, and what to report of it.
+
+    It is ours, the user's, one that a GGUF file became, one in the hub's cache, or the hub's.
+    """
     name = hub.name
     if name in (BUNDLED, BUNDLED_NAME):
-        return Path(__file__).parent / BUNDLED
+        return Path(__file__).parent / BUNDLED, ()
     released = released_models().get(name)
     if released is not None and released.is_fetched:
-        return released.folder
+        return released.folder, ()
     # For any name: `Path`'s own raise for a home that is not there, or a name that is too long.
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         if not os.path.isfile(folder / CONFIG):
             raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
-        return folder
+        return folder, ()
+    if os.path.isfile(folder) and folder.suffix.lower() == GGUF:
+        with _as_load_error(name):
+            converted, notice = converted_folder(folder, on_bytes)
+        return converted, (notice,) if notice else ()
     if os.path.exists(folder):
-        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
+        raise ModelLoadError(
+            f"{name} is a file; give the folder that holds config.json, or a {GGUF} file"
+        )
     if released is not None:
         raise ModelLoadError(
             f"{name} has not been fetched; run: penstock fetch {name} (or train it: "
             f"{released.train})"
         )
-    return _find_on_hub(hub, on_bytes)
+    return _find_on_hub(hub, on_bytes), ()
 
 
 def _find_on_hub(hub: HubModel, on_bytes: OnBytes) -> Path:
