@@ -87,7 +87,7 @@ def predict(
     if not variant.overlap:
         made = step_by_step(request, "start")
     else:
-        made = with_shared_blocks(request, parents=parents, options=variant.schedule)
+        made = with_shared_blocks(request, parents=parents, settings=variant.schedule)
     return Prediction(case=case, groups=made.groups, step_bytes=made.loaded_bytes)
 
 

@@ -16,7 +16,7 @@ from penstock.evaluate.result import without_folder
 from penstock.evaluate.sitting import say
 from penstock.models.beam_cache import block_shape
 from penstock.models.beam_decoder import make_decoder
-from penstock.models.cache_options import limit_bytes
+from penstock.models.cache_settings import limit_bytes
 from penstock.models.loader import CausalLM
 from research.search.predictions import Prediction, predict
 from research.search.search_walk import SearchWalk, genealogy

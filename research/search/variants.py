@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.search.transfer_model import TransferRequest
 
 BASELINE, IN_MEMORY, BEYOND = "layerwise", "resident", "+share"
@@ -31,9 +31,9 @@ class Variant:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @property
-    def schedule(self) -> ScheduleOptions:
+    def schedule(self) -> ScheduleSettings:
         """How the engine groups beams for it, as `make_decoder` has it."""
-        return ScheduleOptions(
+        return ScheduleSettings(
             overlap=self.overlap, balance=self.balance, share=self.share, follow=self.share
         )
 

@@ -11,7 +11,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.device_layer import DeviceLayer
 from penstock.engine.retrieval_layer import RetrievalLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.plain_attention import attention_twin
 from penstock.methods import POLICIES, SelectionPolicy
@@ -48,7 +48,7 @@ class Watched:
     """A runtime fed with random tokens, twins of its keys and values, and what it tells."""
 
     def __init__(self, policy: SelectionPolicy, *, device_tier: bool = False) -> None:
-        config = RuntimeConfig(
+        config = RuntimeSettings(
             shape=SHAPE, policy=policy, limit_bytes=None, store="memory", max_tokens=200,
             exact=False, adapter=None, device=torch.device("cpu"), device_tier=device_tier,
         )  # fmt: skip

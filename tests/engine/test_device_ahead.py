@@ -12,7 +12,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier import device_layer, device_steps
 from penstock.engine.device_tier.device_layer import DeviceLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import Quest, SelectionPolicy
 from penstock.methods.baselines.arkvale import ArkVale
@@ -39,7 +39,7 @@ def make_runtime(policy: SelectionPolicy, **changes: Any) -> TieredRuntime:
         "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": DEVICE,
         "device_tier": True,
     }  # fmt: skip
-    return TieredRuntime(RuntimeConfig(**{**options, **changes}), 2)
+    return TieredRuntime(RuntimeSettings(**{**options, **changes}), 2)
 
 
 class Feed:

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.device_layer import DeviceLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import KVSwap, Quest, SelectionPolicy
 from penstock.methods.baselines.arkvale import ArkVale
@@ -43,7 +43,7 @@ def make_runtime(policy: SelectionPolicy, batch: int = 2, **changes: Any) -> Tie
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
         "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": DEVICE,
     }  # fmt: skip
-    return TieredRuntime(RuntimeConfig(**{**options, **changes}), batch)
+    return TieredRuntime(RuntimeSettings(**{**options, **changes}), batch)
 
 
 class Feed:

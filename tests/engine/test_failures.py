@@ -14,7 +14,7 @@ import torch
 from penstock.core.errors import CacheStateError, FetchError, StorageError, StoreFullError
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import FlexGen, KVSwap, SelectionPolicy
 from penstock.storage.memory_file import MemoryFile
@@ -39,14 +39,14 @@ from penstock.core.errors import CacheStateError, StoreFullError
 from penstock.core.shape import KVShape
 from penstock.methods import KVSwap
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 shape = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
 )
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 for prompt_tokens in (400, 30):  # the prompt is too long, or the answer
-    runtime = TieredRuntime(RuntimeConfig(
+    runtime = TieredRuntime(RuntimeSettings(
         shape=shape, policy=KVSwap(window_tokens=8, selected_tokens=16, rank=4),
         limit_bytes=1 << 22, store=sys.argv[1], max_tokens=500, exact=False, adapter=None,
         device=torch.device("cpu"),
@@ -95,7 +95,7 @@ class Rig:
             "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
             "max_tokens": 200, "exact": False, "adapter": None, "device": torch.device("cpu"),
         }  # fmt: skip
-        self.runtime = TieredRuntime(RuntimeConfig(**{**settings, **options}), 2)
+        self.runtime = TieredRuntime(RuntimeSettings(**{**settings, **options}), 2)
 
     def step(self, count: int, predict: bool = False) -> None:
         for layer in range(SHAPE.num_layers):

@@ -12,7 +12,7 @@ from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.device_steps import make_ready
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.retrieval_policy import BaselinePolicy
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.plain_attention import attention_twin
 from penstock.methods import POLICIES
@@ -43,7 +43,7 @@ def make_runtime(
     policy: SelectionPolicy, batch: int, *, store: str = "memory", limit: int | None = None,
     device_tier: bool = False,
 ) -> TieredRuntime:  # fmt: skip
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=policy, limit_bytes=limit, store=store, max_tokens=TOKENS, exact=False,
         adapter=None, device=torch.device("cpu"), device_tier=device_tier,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_padded_rows_of_real_models_on_the_device_tier(family: str, name: str) -
     policy = POLICIES[name](**everything)
     told = []
     with TieredCache(model, policy, store="host", max_tokens=160, batch_size=2) as cache:
-        assert cache._config.device_tier
+        assert cache._settings.device_tier
         for held in (cache, DynamicCache(config=model.config)):
             out = model.generate(
                 ids, attention_mask=mask, **cache_argument(model, held), max_new_tokens=12,

@@ -11,7 +11,7 @@ from penstock.core.errors import FetchError, StorageError
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.retrieval_layer import RetrievalLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.engine.tiers.fifo import FIFO
 from penstock.kernels.native import compiled
@@ -26,7 +26,7 @@ needs = pytest.mark.skipif(compiled.kernel("fetch_groups") is None, reason="no V
 
 
 def open_runtime(folder: Path, policy: SelectionPolicy = POLICY, **more: Any) -> TieredRuntime:
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=policy, limit_bytes=1 << 21, store=str(folder), max_tokens=2000,
         exact=False, adapter=None, device=torch.device("cpu"),
     )  # fmt: skip
@@ -37,7 +37,7 @@ def step(runtime: TieredRuntime, count: int, seed: int, batch: int = 1) -> list[
     made = torch.Generator().manual_seed(seed)
     out = []
     for layer in range(SHAPE.num_layers):
-        dim = runtime.config.shape.head_dim
+        dim = runtime.settings.shape.head_dim
         keys, values = torch.randn(2, batch, 2, count, dim, generator=made)
         query = torch.randn(batch, 4, count, dim, generator=made)
         if count == 1 and runtime.layers:
@@ -154,7 +154,7 @@ def test_others_go_step_by_step(
 ) -> None:
     runtime = open_runtime(tmp_path, policy, **more)
     run(runtime)
-    if runtime.config.shape.head_dim == 16:
+    if runtime.settings.shape.head_dim == 16:
         assert runtime.plan.staging_slots > 0
     assert not is_fused(runtime)
     runtime.close()

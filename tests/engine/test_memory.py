@@ -10,7 +10,7 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
 from penstock.methods.dynakv.index import PROMPT_QUERIES
@@ -80,7 +80,7 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
         "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
     }  # fmt: skip
-    runtime = TieredRuntime(RuntimeConfig(**{**settings, **options}), BATCH)
+    runtime = TieredRuntime(RuntimeSettings(**{**settings, **options}), BATCH)
     for count in (600, 1, 1):
         for layer in range(SHAPE.num_layers):
             query = torch.randn(BATCH, 8, count, 32).bfloat16()
@@ -103,7 +103,7 @@ def near_temporary_bytes(policy: HillInfer, plan: SlotPlan) -> int:
 def temporary_bytes(runtime: TieredRuntime) -> int:
     """What the plan sets aside for tensors that live during a call only."""
     policy, plan = runtime.policy, runtime.plan
-    if runtime.config.device_tier and isinstance(policy, LouisKV):
+    if runtime.settings.device_tier and isinstance(policy, LouisKV):
         shape, rows = replace(SHAPE, num_query_heads=2, num_kv_heads=1), plan.batch
         sizes = policy._device_sizes(MAX_TOKENS)
         scratch = DeviceSemanticUnits.scratch_bytes(shape, sizes, rows=rows, max_tokens=MAX_TOKENS)
@@ -123,13 +123,13 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
         return near_temporary_bytes(policy, plan)
     if isinstance(policy, Quest):
         return plan.batch * (16 * plan.max_units + 4 * MAX_TOKENS)
-    if not isinstance(policy, KVSwap) or runtime.config.exact or plan.is_resident:
+    if not isinstance(policy, KVSwap) or runtime.settings.exact or plan.is_resident:
         return 0
     assert policy.rank is not None
     assert policy.index_bits is not None
     scratch = LowRankIndex.scratch_bytes(
         SHAPE, batch=BATCH, max_units=plan.max_units, group_tokens=plan.group_tokens,
-        rank=policy.rank if runtime.config.adapter is None else 56, bits=policy.index_bits,
+        rank=policy.rank if runtime.settings.adapter is None else 56, bits=policy.index_bits,
     )  # fmt: skip
     return scratch + 16 * SHAPE.joint_dim**2
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import fit_layer
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import KVSwap, SelectionPolicy
 from penstock.methods.hillinfer.policy import HillInfer
@@ -29,7 +29,7 @@ def test_padding_has_no_share_of_the_scores(batch: int, device_tier: bool) -> No
         reuse_tokens=24,
     )  # fmt: skip
     adapter = [fit_layer(randn(500, SHAPE.joint_dim), 16)]
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=policy, limit_bytes=None, store="memory", max_tokens=400, exact=False,
         adapter=adapter, device=torch.device("cpu"), device_tier=device_tier,
     )  # fmt: skip
@@ -61,7 +61,7 @@ class Rows:
     def __init__(self, policy: SelectionPolicy, batch: int = 2) -> None:
         self._draw = torch.Generator().manual_seed(0)
         self.runtime = TieredRuntime(
-            RuntimeConfig(
+            RuntimeSettings(
                 shape=SHAPE, policy=policy, limit_bytes=None, store="memory", max_tokens=160,
                 exact=False, adapter=None, device=torch.device("cpu"), must_tier=True,
             ),

@@ -11,7 +11,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.device_layer import DeviceLayer
 from penstock.engine.retrieval_layer import RetrievalLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import POLICIES, KVSwap, Quest, SelectionPolicy
 from penstock.methods.baselines.infinigen import InfiniGen
@@ -32,7 +32,7 @@ def make_runtime(policy: SelectionPolicy, batch: int = 2, **changes: Any) -> Tie
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
         "max_tokens": 600, "exact": False, "adapter": None, "device": torch.device("cpu"),
     }  # fmt: skip
-    return TieredRuntime(RuntimeConfig(**{**options, **changes}), batch)
+    return TieredRuntime(RuntimeSettings(**{**options, **changes}), batch)
 
 
 class Text:

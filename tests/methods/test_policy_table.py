@@ -16,7 +16,7 @@ from penstock.cli.main import app
 from penstock.core.errors import ConfigError
 from penstock.methods import POLICIES, Quest
 from penstock.methods.search_space import fields_of, policy_from
-from penstock.models.cache_options import named_policy
+from penstock.models.cache_settings import named_policy
 
 SOURCE = str(Path(penstock.__file__).parents[1])
 ACME = Path(__file__).parent / "outside" / "acme_policies.py"

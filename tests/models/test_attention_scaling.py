@@ -33,7 +33,7 @@ def test_it_is_what_the_attention_function_is_given(
     with TieredCache(model, "quest", None, "memory", max_tokens=64) as cache, torch.no_grad():
         model(ids, **cache_argument(model, cache))
         model(ids[:, :1], **cache_argument(model, cache))
-        assert cache._config.logit_scaling == said
+        assert cache._settings.logit_scaling == said
     assert sorted(given) == pytest.approx([said])
 
 

@@ -18,7 +18,7 @@ from penstock.engine.beams.decoding import StepRequest
 from penstock.engine.cache_health import CacheHealth
 from penstock.engine.device_tier import device_steps
 from penstock.engine.device_tier.device_steps import DeviceSteps
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import Quest
 from penstock.models import attention_adapter, beam_decoder, graph_decoder
@@ -110,7 +110,7 @@ def test_attention_and_what_changes_a_cache(seen: Seen, monkeypatch: pytest.Monk
 
 
 def test_the_step_of_the_device_tier(seen: Seen) -> None:
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=POLICY, limit_bytes=None, store="memory", max_tokens=80, exact=False,
         adapter=None, device=CPU, device_tier=True,
     )  # fmt: skip

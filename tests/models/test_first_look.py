@@ -73,7 +73,7 @@ def test_autocast(family: str) -> None:
             with TieredCache(model, policy, store="memory", max_tokens=100, exact=exact) as cache:
                 out = generate(model, cache)
                 assert out.shape == expected.shape
-                assert cache._config.shape.dtype == torch.bfloat16
+                assert cache._settings.shape.dtype == torch.bfloat16
 
 
 def test_a_cache_from_outside_autocast_is_refused_and_stays_whole() -> None:
@@ -104,4 +104,4 @@ def test_layers_in_another_dtype_than_the_model_says() -> None:
             mine = model(ids, **cache_argument(model, cache)).logits
             theirs = model(ids, **cache_argument(model, plain)).logits
             assert (mine - theirs).abs().max() < 0.05 * theirs.abs().max()
-        assert cache._config.shape.dtype == torch.bfloat16
+        assert cache._settings.shape.dtype == torch.bfloat16

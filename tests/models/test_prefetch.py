@@ -213,7 +213,7 @@ def test_layers_that_are_badly_predicted_choose_for_themselves() -> None:
     for given, late, told in ((known, {0, 2}, 0), (None, set(), 1)):
         policy = LouisKV(predict=True, window_tokens=8)
         cache = TieredCache(model, policy, store="host", max_tokens=200, adapter=given)
-        assert cache._config.true_query_layers == late
+        assert cache._settings.true_query_layers == late
         assert len(cache.notices) == told
         cache.close()
     own = TieredCache(model, LouisKV(window_tokens=8), store="host", max_tokens=200)

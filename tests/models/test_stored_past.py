@@ -48,7 +48,7 @@ def read(model: Any, cache: TieredCache, tokens: Tensor) -> None:
 
 def store(cache: TieredCache, length: int, group_tokens: int = GROUP) -> StoredPast:
     """What a document keeps of a cache."""
-    runtime, shape = cache.tiers, cache._config.shape
+    runtime, shape = cache.tiers, cache._settings.shape
     files, states = [], []
     empty = StoredPast(
         shape=shape, files=[MemoryFile()] * shape.num_layers, group_tokens=group_tokens, length=1,
@@ -120,7 +120,7 @@ def test_shared_units_and_a_kept_index(family: str, sinks: int, reuse: int | Non
     expected = fresh(model, policy, question)
     past = stored_by(model, policy)
     with open_cache(model, policy, past=past) as cache:
-        assert cache._config.shares_past
+        assert cache._settings.shares_past
         assert cache.get_seq_length() == DOCUMENT
         got = ask(model, cache, question)
         written = cache.stats.prefill.written_bytes + cache.stats.decode.written_bytes
@@ -176,7 +176,7 @@ def test_exact_mode_and_flexgen() -> None:
     for policy, kwargs in ((SWAP, {"exact": True}), (flexgen, {})):
         expected = fresh(model, policy, question, **kwargs)
         with open_cache(model, policy, past=past, **kwargs) as cache:
-            assert cache._config.shares_past
+            assert cache._settings.shares_past
             got = ask(model, cache, question)
         assert torch.equal(expected.sequences, got.sequences)
 

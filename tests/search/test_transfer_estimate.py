@@ -12,7 +12,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger
 from penstock.core.shape import KVShape
 from penstock.engine.beams.beam_memory import BlockShape
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.engine.beams.block_tree import Path
 from penstock.engine.beams.scheduled_memory import ScheduledMemory
 from penstock.engine.beams.slow_tier import Move, SlowTier
@@ -62,7 +62,7 @@ class NoTier(SlowTier):
 def engine_loads(
     search: TransferRequest,
     parents: list[NDArray[np.int64]],
-    options: ScheduleOptions,
+    options: ScheduleSettings,
     prefetch: bool,
 ) -> list[int]:
     """Bytes that the engine's memory asks its slow tier for, step by step."""
@@ -71,7 +71,7 @@ def engine_loads(
         MemoryLedger(1 << 30),
         NoTier(search.memory_bytes // BLOCK_BYTES),
         torch.device("cpu"),
-        options=options,
+        settings=options,
         max_tokens=search.final_tokens,
         prefetch=prefetch,
     )
@@ -100,19 +100,19 @@ def engine_loads(
 @pytest.mark.parametrize(
     "options",
     [
-        ScheduleOptions(),
-        ScheduleOptions(balance=False, follow=False),
-        ScheduleOptions(overlap=False),
-        ScheduleOptions(share=True),
-        ScheduleOptions(share=True, balance=False),
+        ScheduleSettings(),
+        ScheduleSettings(balance=False, follow=False),
+        ScheduleSettings(overlap=False),
+        ScheduleSettings(share=True),
+        ScheduleSettings(share=True, balance=False),
     ],
     ids=["all", "greedy", "no overlap", "share", "share greedy"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_estimate_is_what_the_engine_loads(options: ScheduleOptions, seed: int) -> None:
+def test_the_estimate_is_what_the_engine_loads(options: ScheduleSettings, seed: int) -> None:
     search = request()
     parents = random_parents(search, seed)
-    made = with_shared_blocks(search, parents=parents, options=options)
+    made = with_shared_blocks(search, parents=parents, settings=options)
     assert made.total_bytes > 0
     assert not made.is_estimate
     assert made.loaded_bytes.tolist() == engine_loads(search, parents, options, prefetch=False)
@@ -122,15 +122,15 @@ def test_the_estimate_is_what_the_engine_loads(options: ScheduleOptions, seed: i
 @pytest.mark.parametrize(("step", "prompt"), [(32, 128), (24, 100)])
 def test_prefetch_and_unfilled_blocks_change_little(share: bool, step: int, prompt: int) -> None:
     search = request(step=step, prompt=prompt)
-    parents, options = random_parents(search, 3), ScheduleOptions(share=share)
-    made = with_shared_blocks(search, parents=parents, options=options).total_bytes
+    parents, options = random_parents(search, 3), ScheduleSettings(share=share)
+    made = with_shared_blocks(search, parents=parents, settings=options).total_bytes
     measured = sum(engine_loads(search, parents, options, prefetch=True))
     assert made == pytest.approx(measured, rel=0.05)
 
 
 def test_without_overlap_it_is_the_convention_start() -> None:
     search = request()
-    made = with_shared_blocks(search, options=ScheduleOptions(overlap=False))
+    made = with_shared_blocks(search, settings=ScheduleSettings(overlap=False))
     assert made.loaded_bytes.tolist() == step_by_step(search, "start").loaded_bytes.tolist()
     assert made.groups.tolist() == step_by_step(search, "start").groups.tolist()
 
@@ -141,7 +141,7 @@ def test_sharing_and_reuse_save() -> None:
         with_shared_blocks(search, reuse=reuse).total_bytes
         for reuse in ("nothing", "group", "memory")
     )
-    shared = with_shared_blocks(search, options=ScheduleOptions(share=True))
+    shared = with_shared_blocks(search, settings=ScheduleSettings(share=True))
     assert step_by_step(search).total_bytes > 2 * nothing  # the paper's Fig. 10b
     assert nothing > group > memory > shared.total_bytes
     assert shared.groups.max() < with_shared_blocks(search).groups.max()

@@ -10,7 +10,7 @@ from penstock.cli.devices import LateBar
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.search.transfer_estimate import with_shared_blocks
 from penstock.search.transfer_model import (
     CONVENTIONS,
@@ -63,8 +63,8 @@ def plan_rows(requests: list[TransferRequest], convention: Convention, seed: int
                 def update(steps: int, of: int, done: int = done) -> None:
                     bar.update((done + steps / of) / parts, "simulating a search")
 
-                options = ScheduleOptions(share=share)
-                made = with_shared_blocks(request, options=options, seed=seed, progress=update)
+                options = ScheduleSettings(share=share)
+                made = with_shared_blocks(request, settings=options, seed=seed, progress=update)
                 rows.append(_row(strategy, request.step_tokens, made))
     return rows
 

@@ -219,7 +219,7 @@ def restore_windows(stored: StoredDocument, cache: TieredCache, length: int) -> 
     for i, layer in enumerate(cache.layers):
         if not layer.is_sliding:
             continue
-        device = cache._config.device
+        device = cache._settings.device
         parts = [tensors.get(f"{i}.{part}") for part in ("keys", "values")]
         _check_window(parts, cache, length, layer.sliding_window)
         keys, values = (
@@ -237,7 +237,7 @@ def _check_window(parts: list[Tensor | None], cache: TieredCache, length: int, w
     if right and keys is not None and values is not None:
         held = range(min(length, window - 1), min(length, window) + 1)
         right = keys.ndim == 4 and keys.shape[0] == 1 and keys.shape[2] in held
-        right &= keys.dtype == values.dtype == cache._config.shape.dtype
+        right &= keys.dtype == values.dtype == cache._settings.shape.dtype
         right = right and bool(keys.isfinite().all()) and bool(values.isfinite().all())
     if not right:
         raise DocumentDamagedError(

@@ -29,7 +29,7 @@ from penstock.generation.output import RequestOutput
 from penstock.generation.sampling import SamplingParams
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_options import named_policy
+from penstock.models.cache_settings import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.storage.store import Sealing

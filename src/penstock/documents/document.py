@@ -36,7 +36,7 @@ from penstock.generation.output import RequestOutput
 from penstock.generation.prompts import Prompt
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_options import named_policy
+from penstock.models.cache_settings import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.storage.documents import Damage, DocumentWriter
 

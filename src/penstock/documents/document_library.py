@@ -28,7 +28,7 @@ from penstock.documents.settings import (
 from penstock.documents.storing import OnBytes, document_shape
 from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.methods import SelectionPolicy
-from penstock.models.cache_options import named_policy
+from penstock.models.cache_settings import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.storage.documents import DocumentWriter, read_summary

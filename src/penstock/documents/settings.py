@@ -11,7 +11,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.stored_past import SECTOR_BYTES
 from penstock.methods import SelectionPolicy
 from penstock.methods.search_space import fields_of
-from penstock.models.cache_options import find_basis
+from penstock.models.cache_settings import find_basis
 from penstock.models.identity import ModelIdentity
 from penstock.models.loader import CausalLM, LoadedModel, load
 from penstock.models.model_shape import inspect_model

@@ -8,19 +8,20 @@ from penstock.engine.compact_pool import CompactPool
 from penstock.engine.layer_cache import LayerSetup
 from penstock.engine.policy import IndexRequest, SelectionPolicy
 from penstock.engine.retrieval_layer import RetrievalLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.slot_transfer import PoolMemory
 
 
 def index_request(
-    i: int, config: RuntimeConfig, plan: SlotPlan, shape: KVShape, rows_per_sequence: int
+    i: int, settings: RuntimeSettings, plan: SlotPlan, shape: KVShape, rows_per_sequence: int
 ) -> IndexRequest:
     """What a policy is given to make layer i's index. shape: of a row."""
     return IndexRequest(
         shape=shape, batch=plan.batch, max_units=plan.max_units, group_tokens=plan.group_tokens,
-        scaling=config.logit_scaling, adapter=None if config.adapter is None else config.adapter[i],
-        device=config.device, score_tokens=plan.score_tokens, selected_units=plan.selected_units,
-        rows_per_sequence=rows_per_sequence, rotary=config.rotary,
+        scaling=settings.logit_scaling,
+        adapter=None if settings.adapter is None else settings.adapter[i], device=settings.device,
+        score_tokens=plan.score_tokens, selected_units=plan.selected_units,
+        rows_per_sequence=rows_per_sequence, rotary=settings.rotary,
     )  # fmt: skip
 
 
@@ -33,9 +34,9 @@ class LayerBuilder:
         num_layers: of the cache, those that are kept whole included
     """
 
-    def __init__(self, config: RuntimeConfig, setup: LayerSetup, numbers: range) -> None:
-        self.setup, self.numbers, self.num_layers = setup, numbers, config.shape.num_layers
-        self._config = config
+    def __init__(self, settings: RuntimeSettings, setup: LayerSetup, numbers: range) -> None:
+        self.setup, self.numbers, self.num_layers = setup, numbers, settings.shape.num_layers
+        self._settings = settings
         self._pools: dict[int, PoolMemory] = {}
 
     def pool(self, i: int) -> PoolMemory:
@@ -56,7 +57,7 @@ class LayerBuilder:
     def index_request(self, i: int) -> IndexRequest:
         """What layer i's index is made from."""
         setup = self.setup
-        return index_request(i, self._config, setup.plan, setup.shape, setup.rows_per_sequence)
+        return index_request(i, self._settings, setup.plan, setup.shape, setup.rows_per_sequence)
 
     def retrieval_layer(self, i: int, policy: SelectionPolicy) -> RetrievalLayer:
         """The layer of every policy that supplies no other."""

@@ -15,7 +15,7 @@ from penstock.engine.layer_builder import LayerBuilder, index_request
 from penstock.engine.layer_cache import LayerCache, LayerSetup
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.resident_layer import ResidentLayer
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 
 
 def resident_layers(
@@ -25,16 +25,18 @@ def resident_layers(
     return [ResidentLayer(i, shape, plan.batch, max_tokens, device) for i in range(count)]
 
 
-def make_layers(config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetup) -> list[Layer]:
+def make_layers(
+    settings: RuntimeSettings, policy: SelectionPolicy, setup: LayerSetup
+) -> list[Layer]:
     """All layers of a tiered cache; those that the policy keeps whole come first.
 
     Args:
         policy: with every open choice made, as `plan` returned it.
     """
-    retrieves = policy.retrieves and not config.exact
-    whole = 0 if config.exact else policy.whole_layers
-    layers = resident_layers(whole, setup.shape, setup.plan, config.max_tokens, config.device)
-    builder = LayerBuilder(config, setup, range(whole, config.shape.num_layers))
+    retrieves = policy.retrieves and not settings.exact
+    whole = 0 if settings.exact else policy.whole_layers
+    layers = resident_layers(whole, setup.shape, setup.plan, settings.max_tokens, settings.device)
+    builder = LayerBuilder(settings, setup, range(whole, settings.shape.num_layers))
     tiered: Sequence[Layer]
     if retrieves:
         tiered = policy.make_layers(builder)
@@ -44,7 +46,7 @@ def make_layers(config: RuntimeConfig, policy: SelectionPolicy, setup: LayerSetu
 
 
 def device_layers(
-    config: RuntimeConfig, policy: SelectionPolicy, plan: SlotPlan, shape: KVShape,
+    settings: RuntimeSettings, policy: SelectionPolicy, plan: SlotPlan, shape: KVShape,
     rows_per_sequence: int, clock: StepClock,
 ) -> list[Layer]:  # fmt: skip
     """All layers of the device tier; those that the policy keeps whole come first.
@@ -53,17 +55,17 @@ def device_layers(
         policy: with every open choice made, as `plan` returned it.
         shape: of a row.
     """
-    whole = 0 if config.exact else policy.whole_layers
+    whole = 0 if settings.exact else policy.whole_layers
     setup = DeviceSetup(
-        shape=shape, plan=plan, device=config.device, clock=clock,
-        workspace=Workspace(plan, shape, config.device),
+        shape=shape, plan=plan, device=settings.device, clock=clock,
+        workspace=Workspace(plan, shape, settings.device),
     )  # fmt: skip
-    size = (plan.batch, config.max_tokens, clock)
+    size = (plan.batch, settings.max_tokens, clock)
     layers: list[Layer] = [WholeLayer(i, shape, *size) for i in range(whole)]
-    for i in range(whole, config.shape.num_layers):
+    for i in range(whole, settings.shape.num_layers):
         index = None
-        if policy.retrieves and not config.exact:
-            request = index_request(i, config, plan, shape, rows_per_sequence)
+        if policy.retrieves and not settings.exact:
+            request = index_request(i, settings, plan, shape, rows_per_sequence)
             index = policy.make_device_index(request)
         layers.append(DeviceLayer(i, setup, index))
     return layers

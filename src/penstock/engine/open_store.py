@@ -2,12 +2,12 @@
 
 from penstock.core.shape import KVShape
 from penstock.engine.policy import StoreRequest
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.stored_past import overlay_store
 from penstock.storage.store import KVStore
 
 
-def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: int) -> KVStore:
+def open_store(settings: RuntimeSettings, shape: KVShape, unit_tokens: int, batch: int) -> KVStore:
     """Open the store of a cache.
 
     Args:
@@ -20,14 +20,14 @@ def open_store(config: RuntimeConfig, shape: KVShape, unit_tokens: int, batch: i
         StorageError: it cannot be used, or what serves it does not start.
     """
     request = StoreRequest(
-        location=config.store, sealed=config.sealed, shape=shape,
-        unit_bytes=unit_tokens * shape.token_bytes, batch=batch, max_tokens=config.max_tokens,
-        scaling=config.logit_scaling,
+        location=settings.store, sealed=settings.sealed, shape=shape,
+        unit_bytes=unit_tokens * shape.token_bytes, batch=batch, max_tokens=settings.max_tokens,
+        scaling=settings.logit_scaling,
     )  # fmt: skip
-    if config.past is not None and config.shares_past:
+    if settings.past is not None and settings.shares_past:
         own = KVStore.create(
-            config.store, num_layers=shape.num_layers, unit_bytes=config.past.padded_bytes,
-            sealed=config.sealed,
+            settings.store, num_layers=shape.num_layers, unit_bytes=settings.past.padded_bytes,
+            sealed=settings.sealed,
         )  # fmt: skip
-        return overlay_store(config.past, own)
-    return request.create() if config.exact else config.policy.open_store(request)
+        return overlay_store(settings.past, own)
+    return request.create() if settings.exact else settings.policy.open_store(request)

@@ -23,7 +23,7 @@ from penstock.engine.planning import plan_cache
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.prompt_indexing import PromptIndexing
 from penstock.engine.restoring import copy_past, share_past
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.slot_transfer import Staging
 from penstock.engine.step_meter import StepMeter
 from penstock.engine.unit_map import UnitMap
@@ -38,7 +38,7 @@ class TieredRuntime:
     construction for `batch` rows and allocated when the first tokens come, for their batch.
     """
 
-    def __init__(self, config: RuntimeConfig, batch: int) -> None:
+    def __init__(self, settings: RuntimeSettings, batch: int) -> None:
         """Plan for `batch` rows.
 
         Raises:
@@ -46,11 +46,13 @@ class TieredRuntime:
             ConfigError: the store's location makes no sense.
             StorageError: the store's location cannot be used.
         """
-        self.config = config
+        self.settings = settings
         self.stats = RunStats()
-        self.stats.begin(config.policy.counters)
-        self._health = CacheHealth(config.device, self._forget_slots)
-        self._rows = HeadRows(config.shape, per_head=config.policy.per_head and not config.exact)
+        self.stats.begin(settings.policy.counters)
+        self._health = CacheHealth(settings.device, self._forget_slots)
+        self._rows = HeadRows(
+            settings.shape, per_head=settings.policy.per_head and not settings.exact
+        )
         self._store: KVStore | None = None
         self.layers: list[Layer] = []
         self._setup: LayerSetup | None = None
@@ -64,9 +66,9 @@ class TieredRuntime:
         self.device_steps: DeviceSteps | None = None
         """What the layers of the device tier share, once there are some."""
         self._ledger = MemoryLedger(self._limit())
-        self._meter = StepMeter(self.stats, config.tracer)
+        self._meter = StepMeter(self.stats, settings.tracer)
         self._indexing = PromptIndexing(
-            config.shape.num_layers, config.prompt_tokens, config.index_progress
+            settings.shape.num_layers, settings.prompt_tokens, settings.index_progress
         )
 
     def _plan(
@@ -77,12 +79,12 @@ class TieredRuntime:
         Args:
             current: under which tokens are held that go on; None: there are none.
         """
-        config = self.config
-        stays = config.device_tier or (config.policy.stays_resident and not config.exact)
+        settings = self.settings
+        stays = settings.device_tier or (settings.policy.stays_resident and not settings.exact)
         if self._store is None and not stays:
-            self._store = open_store(config, self._rows.shape, config.policy.unit_tokens, batch)
+            self._store = open_store(settings, self._rows.shape, settings.policy.unit_tokens, batch)
         policy, plan = plan_cache(
-            config, self._rows, batch, current=current,
+            settings, self._rows, batch, current=current,
             sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
         )  # fmt: skip
         if plan.is_resident and self._store is not None:
@@ -91,7 +93,7 @@ class TieredRuntime:
         return policy, plan
 
     def _limit(self) -> int:
-        limit = self.config.limit_bytes
+        limit = self.settings.limit_bytes
         return self.plan.total_bytes if limit is None else limit
 
     # Allocation -------------------------------------------------------------------------------
@@ -128,34 +130,38 @@ class TieredRuntime:
         if batch * self._rows.per_sequence != self.plan.batch:
             self.policy, self.plan = self._plan(batch, current)
             self._ledger.limit_bytes = self._limit()
-        config, plan = self.config, self.plan
+        settings, plan = self.settings, self.plan
         for item in plan.items:
             if item[1]:
                 self._reservations.append(self._ledger.take(*item))
         if plan.is_resident:
             self.layers = resident_layers(
-                config.shape.num_layers, self._rows.shape, plan, config.max_tokens, config.device
+                settings.shape.num_layers,
+                self._rows.shape,
+                plan,
+                settings.max_tokens,
+                settings.device,
             )
             return
-        if config.device_tier:
-            self.device_steps = steps = DeviceSteps(plan, config.device)
+        if settings.device_tier:
+            self.device_steps = steps = DeviceSteps(plan, settings.device)
             self.layers = device_layers(
-                config, self.policy, plan, self._rows.shape, self._rows.per_sequence, steps.clock
+                settings, self.policy, plan, self._rows.shape, self._rows.per_sequence, steps.clock
             )
             steps.watch(self.layers)
             return
         assert self._store is not None
-        self._writer = self._writer or Writer(config.tracer)
+        self._writer = self._writer or Writer(settings.tracer)
         staging = None
         if plan.staging_slots:
-            staging = Staging(plan.staging_slots, self._store.padded_bytes, config.device)
+            staging = Staging(plan.staging_slots, self._store.padded_bytes, settings.device)
         self._setup = LayerSetup(
             shape=self._rows.shape, plan=plan, store=self._store,
             units=UnitMap(plan.batch, plan.max_units), writer=self._writer, staging=staging,
-            device=config.device, stats=self.stats, tracer=config.tracer,
+            device=settings.device, stats=self.stats, tracer=settings.tracer,
             rows_per_sequence=self._rows.per_sequence, indexing=self._indexing,
         )  # fmt: skip
-        self.layers = make_layers(config, self.policy, self._setup)
+        self.layers = make_layers(settings, self.policy, self._setup)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -225,8 +231,8 @@ class TieredRuntime:
             if self._writer is not None:
                 self._writer.start_deferred()
             self._meter.leave(count)
-            if count > 1 and self.config.progress is not None:
-                self.config.progress(self.layers[layer].length)
+            if count > 1 and self.settings.progress is not None:
+                self.settings.progress(self.layers[layer].length)
             with self._health.keeping(self.length):
                 self._indexing.after_step(self.layers)
         return out
@@ -261,17 +267,17 @@ class TieredRuntime:
             ConfigError: the stored index is another one's.
             FetchError: a read failed, or what is stored is damaged.
         """
-        past = self.config.past
+        past = self.settings.past
         assert past is not None
         end = past.length if length is None else length
         self._check(0, self.batch or batch, end - self.length)
         self._make_room(batch)
         with self._health.keeping(self.length):
-            if self._setup is not None and self.config.shares_past:
+            if self._setup is not None and self.settings.shares_past:
                 share_past(past, self.layers, self._setup.units, end)
             else:
                 rows = self.plan.batch // self._rows.per_sequence
-                copy_past(past, self.layers, self._rows, rows, end, self.config.device)
+                copy_past(past, self.layers, self._rows, rows, end, self.settings.device)
             if self.device_steps is not None:
                 self.device_steps.end(self.length)
 
@@ -317,9 +323,9 @@ class TieredRuntime:
         if self.batch not in (0, batch):
             raise CacheStateError(f"the cache holds {self.batch} rows, not {batch}")
         total = self.layer_length(layer) + count
-        if total > self.config.max_tokens:
+        if total > self.settings.max_tokens:
             raise CacheStateError(
-                f"{total} tokens do not fit max_tokens={self.config.max_tokens}; make the cache "
+                f"{total} tokens do not fit max_tokens={self.settings.max_tokens}; make the cache "
                 "with a larger max_tokens"
             )
 
@@ -448,12 +454,12 @@ class TieredRuntime:
 
     def report(self) -> MemoryReport:
         """What is held in fast memory now, item by item."""
-        full = self._rows.shape.full_cache_bytes(self.plan.batch, self.config.max_tokens)
+        full = self._rows.shape.full_cache_bytes(self.plan.batch, self.settings.max_tokens)
         return self._ledger.report(full)
 
     def describe_store(self) -> str:
         """Where the full KV lives."""
-        if self.config.device_tier and not self.plan.is_resident:
+        if self.settings.device_tier and not self.plan.is_resident:
             return "host memory that the device reads itself"
         return "fast memory" if self._store is None else self._store.describe()
 

@@ -71,7 +71,7 @@ def cached_file_bytes(cache: TieredCache) -> int | None:
     if store is None:
         return 0
     total = 0
-    for layer in range(cache._config.shape.num_layers):
+    for layer in range(cache._settings.shape.num_layers):
         file: Any = store.region(layer).file
         file = getattr(file, "inner", file)
         descriptor = getattr(file, "_descriptor", None)

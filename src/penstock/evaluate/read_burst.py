@@ -52,7 +52,7 @@ class FetchRecorder:
         self.batches: list[_Batch] = []
         store = cache.tiers._store
         assert store is not None
-        self._regions = [store.region(i) for i in range(cache._config.shape.num_layers)]
+        self._regions = [store.region(i) for i in range(cache._settings.shape.num_layers)]
         for layer, region in enumerate(self._regions):
             region.observer = partial(self._note, layer)
 

@@ -139,7 +139,7 @@ class BatchRun:
         new_tokens = sum(len(answer.token_ids) for answer in self._rows)
         return RunReport(
             policy=cache.policy.name,
-            exact=cache._config.exact,
+            exact=cache._settings.exact,
             prompt_tokens=sum(len(ids) for ids in self._batch.token_ids),
             new_tokens=new_tokens,
             prefill_s=self._prefill_s,

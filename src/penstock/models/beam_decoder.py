@@ -16,14 +16,14 @@ from penstock.core.ledger import MemoryReport
 from penstock.core.on_device import on_device
 from penstock.core.trace import Tracer
 from penstock.engine.beams.beam_memory import BeamMemory
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.engine.beams.block_tree import Path
 from penstock.engine.beams.decoding import Beam, GroupDone, StepRequest, StepResult
 from penstock.engine.beams.make_beam_memory import STRATEGIES, MemoryRequest, make_beam_memory
 from penstock.models.attention_adapter import Attachment
 from penstock.models.beam_cache import BeamCache, block_shape
 from penstock.models.cache_argument import cache_argument
-from penstock.models.cache_options import beams_limit_bytes
+from penstock.models.cache_settings import beams_limit_bytes
 from penstock.models.group_runner import GroupRunner
 from penstock.models.model_shape import check_rope, decoder_config
 from penstock.models.weight_access import model_device
@@ -251,7 +251,7 @@ def make_decoder(
         store: the slow tier: see `KVStore.create`; on a GPU "auto" and "memory" are pinned host
             memory.
         strategy: "scheduled", "resident", or "layerwise" (the paper's baseline).
-        overlap, balance, prefetch, share: see `ScheduledMemory` and `ScheduleOptions`.
+        overlap, balance, prefetch, share: see `ScheduledMemory` and `ScheduleSettings`.
         block_tokens: tokens of a block.
         cuda_graphs: on a GPU, record a group's token once and replay it.
         tracer: collects spans of moves.
@@ -276,7 +276,7 @@ def make_decoder(
     made = make_beam_memory(MemoryRequest(
         shape=shape, beams=beams, max_tokens=max_tokens, device=device, store=str(store),
         limit_bytes=limit, strategy=strategy, prefetch=prefetch,
-        options=ScheduleOptions(overlap=overlap, balance=balance, share=share, follow=share),
+        settings=ScheduleSettings(overlap=overlap, balance=balance, share=share, follow=share),
         follows_system=memory == "auto" and device.type == "cpu", tracer=tracer,
     ))  # fmt: skip
     try:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from penstock.core.errors import BudgetError
 from penstock.engine.planning import fits, least_bytes_with_adapter
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.methods import POLICIES
 
 _SECTOR_BYTES = 4096
 """Of the worst disk: what is advised holds for the others too."""
 
 
-def add_advice(error: BudgetError, config: RuntimeConfig, batch: int) -> None:
+def add_advice(error: BudgetError, config: RuntimeSettings, batch: int) -> None:
     """Note in an error which policies the budget would do for, and what an adapter would save.
 
     Only policies that forget nothing and run on the same tiers are looked at.

@@ -21,7 +21,7 @@ from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.stored_past import StoredPast
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import SelectionPolicy
@@ -34,7 +34,7 @@ from penstock.models.attention_adapter import (
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.budget_advice import add_advice
 from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
-from penstock.models.cache_options import (
+from penstock.models.cache_settings import (
     find_basis,
     is_auto,
     limit_bytes,
@@ -137,7 +137,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         given, full = (model, shape, chosen, adapter, self.notices), kv.full_cache_bytes
         basis = find_basis(*given, exact=exact)
         late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
-        self._config = RuntimeConfig(
+        self._settings = RuntimeSettings(
             shape=kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
@@ -160,19 +160,19 @@ class TieredCache(Cache):  # type: ignore[misc]
         """
         for _ in range(LIMIT_TRIES if at_least else 0):
             try:
-                self._runtime = TieredRuntime(self._config, batch)
+                self._runtime = TieredRuntime(self._settings, batch)
                 return
             except BudgetError as error:
-                limit, needed = self._config.limit_bytes, error.needed_bytes
+                limit, needed = self._settings.limit_bytes, error.needed_bytes
                 if limit is None or needed is None:
                     raise
                 # What a part of the cache needs may be less than the limit of all of it.
                 more = needed if needed > limit else 2 * limit
-                self._config = replace(self._config, limit_bytes=more)
+                self._settings = replace(self._settings, limit_bytes=more)
         try:
-            self._runtime = TieredRuntime(self._config, batch)
+            self._runtime = TieredRuntime(self._settings, batch)
         except BudgetError as error:
-            add_advice(error, self._config, batch)
+            add_advice(error, self._settings, batch)
             raise
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
@@ -183,7 +183,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, self._runtime)
-            if record and self._config.device_tier:
+            if record and self._settings.device_tier:
                 self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
             self._release()
@@ -197,7 +197,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         if past is None:
             return
         try:
-            past.require_shape(self._config.shape)
+            past.require_shape(self._settings.shape)
             self._runtime.restore(batch, tokens)
         except BaseException:
             self.close()
@@ -267,7 +267,7 @@ class TieredCache(Cache):  # type: ignore[misc]
                 "the attention function never received the keys that the cache handed out: this "
                 "model transforms them in between"
             )
-        shape = self._config.shape
+        shape = self._settings.shape
         expected = (shape.num_kv_heads, shape.head_dim)
         if (keys.shape[1], keys.shape[3]) != expected or values.shape != keys.shape:
             raise UnsupportedModelError(
@@ -361,7 +361,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._select_rows(indices, lambda layer: layer.batch_select_indices(indices))
 
     def _select_rows(self, rows: Tensor, other: Callable[[Any], None]) -> None:
-        self._runtime.select_rows(rows.to(self._config.device))  # which may refuse them
+        self._runtime.select_rows(rows.to(self._settings.device))  # which may refuse them
         try:
             for layer in self._windows:
                 if layer.get_seq_length() > 0:
@@ -462,7 +462,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         runtime = getattr(self, "_runtime", None)
         if runtime is None:
             return "TieredCache(not made)"
-        memory, exact = runtime.report(), ", exact" if self._config.exact else ""
+        memory, exact = runtime.report(), ", exact" if self._settings.exact else ""
         held = f"{format_bytes(memory.used_bytes)} of {format_bytes(memory.limit_bytes)}"
         rows = f" in {runtime.batch} rows" if runtime.batch > 1 else ""
         store = runtime.describe_store() if self._open else "closed"

@@ -122,7 +122,7 @@ class GraphDecoder:
             and kwargs.get("return_dict", True) is not False
             and not torch.is_grad_enabled()
             and runtime.length > 0
-            and runtime.length < runtime.config.max_tokens
+            and runtime.length < runtime.settings.max_tokens
             and ids.shape[0] == runtime.batch
             and not runtime.is_torn
             and self._whole_model()

@@ -76,14 +76,14 @@ class PrefetchHooks:
         the hook's own."""
         self._part: SharedPart | None = None
         self._at, self._length, self._runtime = -1, -1, weakref.ref(runtime)
-        if not runtime.policy.predicts or runtime.config.exact:
+        if not runtime.policy.predicts or runtime.settings.exact:
             return
         layers = _known_layers(model)
         if layers is None:
             return
         self._projection = QueryProjection(layers)
         for tier, layer in enumerate(shape.tiered_layers):
-            if can_predict(shape, layer) and tier not in runtime.config.true_query_layers:
+            if can_predict(shape, layer) and tier not in runtime.settings.true_query_layers:
                 self._begun.setdefault(layer - 1, []).append((layer, tier, False))
             elif can_predict(shape, layer + 1):
                 self._begun.setdefault(layer, []).append((layer, tier, True))
@@ -127,7 +127,7 @@ class PrefetchHooks:
                 query = self._projection.project(layer, hidden, kwargs)
             if query is not None:
                 with without_autocast(query.device):
-                    runtime.begin_fetch(tier, query.to(runtime.config.shape.dtype))
+                    runtime.begin_fetch(tier, query.to(runtime.settings.shape.dtype))
 
     def remove(self) -> None:
         """Leave the model's layers to its other caches; the last one takes the hooks off."""

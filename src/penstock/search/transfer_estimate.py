@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
 from penstock.engine.beams.beam_schedule import (
-    DEFAULT_OPTIONS,
+    DEFAULT_SETTINGS,
     Blocks,
-    ScheduleOptions,
+    ScheduleSettings,
     blocks_to_load,
     distinct_blocks,
     keep_order,
@@ -40,7 +40,7 @@ def with_shared_blocks(
     request: TransferRequest,
     *,
     parents: Parents | None = None,
-    options: ScheduleOptions = DEFAULT_OPTIONS,
+    settings: ScheduleSettings = DEFAULT_SETTINGS,
     reuse: Reuse = "memory",
     seed: int = 0,
     progress: Progress | None = None,
@@ -58,7 +58,7 @@ def with_shared_blocks(
     Args:
         parents: of a real search; the steps end with them. None: a simulated search
             (`random_parents`).
-        options: of the schedule; `share` keeps one copy in fast memory, so that more beams fit;
+        settings: of the schedule; `share` keeps one copy in fast memory, so that more beams fit;
             without `overlap` every beam loads everything, which is convention "start" of Eq. 5.
         reuse: what a group finds in fast memory; see `Reuse`.
         seed: of the simulated search.
@@ -73,7 +73,7 @@ def with_shared_blocks(
     starts = request.bounds[0][: len(genealogy) + 1]
     block_bytes = request.beam_token_bytes * block
     prompt = np.arange(-(-request.prompt_tokens // block), dtype=np.int64)
-    memory = _FastMemory(request.memory_bytes // block_bytes, options, reuse, prompt)
+    memory = _FastMemory(request.memory_bytes // block_bytes, settings, reuse, prompt)
     loaded, groups = np.zeros_like(starts), np.zeros_like(starts)
     for step, (candidates, extended) in enumerate(_tree(request, prompt, genealogy)):
         blocks, groups[step] = memory.run_step(candidates, extended)
@@ -98,11 +98,11 @@ class _FastMemory:
     """Which blocks lie in fast memory while group after group runs."""
 
     def __init__(
-        self, capacity: int, options: ScheduleOptions, reuse: Reuse, resident: Blocks
+        self, capacity: int, settings: ScheduleSettings, reuse: Reuse, resident: Blocks
     ) -> None:
         self._capacity = capacity
-        self._options = options
-        self._reuse = reuse if options.overlap else "nothing"
+        self._settings = settings
+        self._reuse = reuse if settings.overlap else "nothing"
         self._resident = resident
         """Block of each slot in use, in the order in which they came: without `share`, as often
         as beams have a copy."""
@@ -114,18 +114,18 @@ class _FastMemory:
             candidates: each beam's blocks at the start of the step.
             extended: and at its end.
         """
-        share = self._options.share
+        share = self._settings.share
         growth = _growth(candidates, extended, share)
         alive = np.isin(self._resident, np.concatenate(candidates))
         self._resident = self._resident[alive]
         groups = schedule_beams(
-            candidates, growth, self._capacity, self._options, resident=self._resident
+            candidates, growth, self._capacity, self._settings, resident=self._resident
         )
         blocks, loaded = list(candidates), 0
         for index, group in enumerate(groups):
             if self._reuse == "nothing" and len(groups) > 1:
                 self._resident = self._resident[:0]
-            loads = blocks_to_load(group, blocks, self._resident, once=self._options.overlap)
+            loads = blocks_to_load(group, blocks, self._resident, once=self._settings.overlap)
             loaded += len(loads)
             free = self._capacity - slots_needed(group, blocks, growth, share=share)
             kept = self._kept(keep_order(groups, blocks, index, self._resident), free)

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.policy import SelectionPolicy
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.plain_attention import attention_twin
 
@@ -23,13 +23,13 @@ def make_runtime(policy: SelectionPolicy, batch: int, **settings: Any) -> Tiered
     """A runtime on a CPU with its store in memory and no limit, where `settings` say nothing else.
 
     Args:
-        settings: fields of `RuntimeConfig`.
+        settings: fields of `RuntimeSettings`.
     """
     plain: dict[str, Any] = {
         "shape": SHAPE, "limit_bytes": None, "store": "memory", "max_tokens": 128, "exact": False,
         "adapter": None, "device": torch.device("cpu"),
     }  # fmt: skip
-    return TieredRuntime(RuntimeConfig(policy=policy, **(plain | settings)), batch)
+    return TieredRuntime(RuntimeSettings(policy=policy, **(plain | settings)), batch)
 
 
 class MirroredRuntime:
@@ -49,7 +49,7 @@ class MirroredRuntime:
         self.runtime = runtime
         self.random = torch.Generator().manual_seed(seed)
         self.padding = torch.tensor(padding)
-        shape = self._shape = runtime.config.shape
+        shape = self._shape = runtime.settings.shape
         empty = torch.zeros(2, len(padding), shape.num_kv_heads, 0, shape.head_dim)
         self.kv = [empty] * shape.num_layers
 

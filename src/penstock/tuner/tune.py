@@ -20,7 +20,7 @@ from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.search_space import fields_of
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.bundled_adapter import find_adapter
-from penstock.models.cache_options import free_bytes
+from penstock.models.cache_settings import free_bytes
 from penstock.models.calibrate import calibrate
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load

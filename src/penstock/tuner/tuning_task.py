@@ -14,7 +14,7 @@ from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.engine.adapter import LowRankAdapter
 from penstock.methods.kvswap.policy import KVSwap
-from penstock.models.cache_options import true_query_layers
+from penstock.models.cache_settings import true_query_layers
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.prefetch_hooks import predictor_bytes

@@ -12,7 +12,7 @@ from penstock.core.ledger import MemoryLedger
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.beams.beam_memory import BeamMemory, BlockShape
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.engine.beams.block_tree import Path
 from penstock.engine.beams.file_tier import FileTier
 from penstock.engine.beams.layer_tier import FileLayers
@@ -40,7 +40,7 @@ def scheduled(
 ) -> ScheduledMemory:  # fmt: skip
     return ScheduledMemory(
         shape, MemoryLedger(1 << 30), FileTier("memory", num_slots, shape.block_bytes), CPU,
-        options=ScheduleOptions(**options), max_tokens=MOST, prefetch=prefetch,
+        settings=ScheduleSettings(**options), max_tokens=MOST, prefetch=prefetch,
         spare_bytes=spare_bytes,
     )  # fmt: skip
 

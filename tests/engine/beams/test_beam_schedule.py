@@ -11,7 +11,7 @@ from penstock.core.errors import BudgetError
 from penstock.engine.beams.beam_schedule import (
     BeamRoomError,
     Blocks,
-    ScheduleOptions,
+    ScheduleSettings,
     blocks_to_load,
     keep_order,
     prefetch_order,
@@ -19,9 +19,9 @@ from penstock.engine.beams.beam_schedule import (
     slots_needed,
 )
 
-PAPER = ScheduleOptions(follow=False)
+PAPER = ScheduleSettings(follow=False)
 OPTIONS = [
-    ScheduleOptions(overlap=overlap, balance=balance, share=share, follow=follow)
+    ScheduleSettings(overlap=overlap, balance=balance, share=share, follow=follow)
     for overlap in (False, True)
     for balance in (False, True)
     for share in (False, True)
@@ -97,7 +97,7 @@ def test_groups_are_those_of_the_pseudocode(
 ) -> None:
     most = data.draw(st.integers(1, len(blocks)))
     growth, need = alike(blocks)
-    options = ScheduleOptions(balance=balance, follow=False)
+    options = ScheduleSettings(balance=balance, follow=False)
     capacity = need * most + data.draw(st.integers(0, need - 1))
     printed = algorithm_1(
         [set(each.tolist()) for each in blocks], sizes_of(len(blocks), most, balance)
@@ -138,7 +138,7 @@ def test_figure_8_beams_with_a_common_prefix_share_a_group() -> None:
 def test_sizes(beams: int, most: int, balanced: list[int], greedy: list[int]) -> None:
     blocks = [ids(beam) for beam in range(beams)]
     for balance, expected in ((True, balanced), (False, greedy)):
-        options = ScheduleOptions(balance=balance)
+        options = ScheduleSettings(balance=balance)
         groups = schedule_beams(blocks, [0] * beams, most, options)
         assert [len(group) for group in groups] == expected
 
@@ -146,7 +146,7 @@ def test_sizes(beams: int, most: int, balanced: list[int], greedy: list[int]) ->
 @settings(max_examples=60)
 @given(beams(), st.data(), st.sampled_from(OPTIONS))
 def test_every_beam_runs_once_and_no_group_is_too_large(
-    blocks: list[Blocks], data: st.DataObject, options: ScheduleOptions
+    blocks: list[Blocks], data: st.DataObject, options: ScheduleSettings
 ) -> None:
     growth = data.draw(st.lists(st.integers(0, 3), min_size=len(blocks), max_size=len(blocks)))
     longest = max(len(each) + more for each, more in zip(blocks, growth, strict=True))
@@ -173,17 +173,17 @@ def test_rounds_are_the_least_and_balance_keeps_them(
     capacity = need * most + data.draw(st.integers(0, need - 1))
     rounds = -(-len(blocks) // most)
     for balance in (True, False):
-        options = ScheduleOptions(balance=balance, follow=False)
+        options = ScheduleSettings(balance=balance, follow=False)
         assert len(schedule_beams(blocks, growth, capacity, options)) == rounds
-    shared = schedule_beams(blocks, growth, capacity, ScheduleOptions(share=True))
+    shared = schedule_beams(blocks, growth, capacity, ScheduleSettings(share=True))
     assert len(shared) <= rounds
 
 
 @given(beams(), st.integers(0, 20), st.sampled_from([o for o in OPTIONS if o.balance]))
-def test_balance_costs_no_round(blocks: list[Blocks], more: int, options: ScheduleOptions) -> None:
+def test_balance_costs_no_round(blocks: list[Blocks], more: int, options: ScheduleSettings) -> None:
     growth = [1] * len(blocks)
     capacity = max(map(len, blocks)) + 1 + more
-    full = ScheduleOptions(
+    full = ScheduleSettings(
         overlap=options.overlap, balance=False, share=options.share, follow=options.follow
     )
     rounds = len(schedule_beams(blocks, growth, capacity, options))
@@ -193,7 +193,7 @@ def test_balance_costs_no_round(blocks: list[Blocks], more: int, options: Schedu
 def test_balance_evens_groups_of_beams_that_differ() -> None:
     blocks = [np.arange(100 * i, 100 * i + 2 + i % 3) for i in range(12)]  # 36 blocks
     for share in (False, True):
-        options = ScheduleOptions(share=share)
+        options = ScheduleSettings(share=share)
         sizes = [len(group) for group in schedule_beams(blocks, [0] * 12, 26, options)]
         assert sizes == [6, 6]
 
@@ -202,22 +202,22 @@ def test_sharing_lets_more_beams_in() -> None:
     prompt = list(range(20))
     blocks = [ids(*prompt, 100 + i) for i in range(8)]
     assert len(schedule_beams(blocks, [1] * 8, 44)) == 4
-    assert len(schedule_beams(blocks, [1] * 8, 44, ScheduleOptions(share=True))) == 1
+    assert len(schedule_beams(blocks, [1] * 8, 44, ScheduleSettings(share=True))) == 1
     # 20 + 8 * 2 slots are the least that holds them all.
-    assert len(schedule_beams(blocks, [1] * 8, 36, ScheduleOptions(share=True))) == 1
-    assert len(schedule_beams(blocks, [1] * 8, 35, ScheduleOptions(share=True))) == 2
+    assert len(schedule_beams(blocks, [1] * 8, 36, ScheduleSettings(share=True))) == 1
+    assert len(schedule_beams(blocks, [1] * 8, 35, ScheduleSettings(share=True))) == 2
 
 
 def test_without_overlap_beams_run_in_their_order() -> None:
     blocks = [ids(0, 1), ids(2, 3), ids(0, 1), ids(2, 3)]
-    options = ScheduleOptions(overlap=False)
+    options = ScheduleSettings(overlap=False)
     assert schedule_beams(blocks, [0] * 4, 4, options) == [[0, 1], [2, 3]]
     assert schedule_beams(blocks, [0] * 4, 4) == [[0, 2], [1, 3]]
 
 
 def test_a_group_follows_the_one_before() -> None:
     blocks = [ids(0, 1), ids(5, 6), ids(0, 2), ids(0, 3), ids(5, 7), ids(5, 8)]
-    options = ScheduleOptions(follow=True)
+    options = ScheduleSettings(follow=True)
     assert schedule_beams(blocks, [0] * 6, 4, PAPER) == [[0, 2], [1, 4], [3, 5]]
     assert schedule_beams(blocks, [0] * 6, 4, options)[1][0] == 3
     assert schedule_beams(blocks, [0] * 6, 4, options, resident=ids(8, 5))[0] == [5, 1]

@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods.baselines.attention_history import (
     AttentionHistoryIndex,
@@ -86,7 +86,7 @@ def test_a_padded_row_forgets_what_it_does_alone(policy: ForgettingPolicy, token
     random = torch.Generator().manual_seed(0)
     runtimes = [
         TieredRuntime(
-            RuntimeConfig(
+            RuntimeSettings(
                 shape=shape, policy=chosen, limit_bytes=None, store="memory", max_tokens=TOKENS,
                 exact=False, adapter=None, device=torch.device("cpu"),
             ),

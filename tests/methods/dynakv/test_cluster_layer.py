@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core.errors import CacheStateError, FetchError, StorageError
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import POLICIES
 from penstock.methods.dynakv import layout as cluster_layout
@@ -31,7 +31,7 @@ def make(
         "selected_tokens": 48, "window_tokens": 6, "sink_tokens": 2, "tokens_per_cluster": 8,
         "buffer_entries": 4,
     }  # fmt: skip
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=replace(SHAPE, num_layers=num_layers), policy=POLICIES["dynakv"](**wanted | options),
         limit_bytes=None, store=store, max_tokens=MAX_TOKENS, exact=False, adapter=None,
         device=torch.device("cpu"),
@@ -58,7 +58,7 @@ class Script:
     def run(self, runtime: TieredRuntime, tokens: int) -> list[Tensor]:
         """One forward pass of so many tokens through all layers; the outputs."""
         out = []
-        for layer in range(runtime.config.shape.num_layers):
+        for layer in range(runtime.settings.shape.num_layers):
             keys, values = self._draw(2, tokens), self._draw(2, tokens)
             call = AttentionCall(
                 query=2 * self._draw(4, tokens), keys=keys, values=values, scaling=0.25

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core.errors import BudgetError, ConfigError, FetchError
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.native.compiled import kernel
 from penstock.methods.dynakv.centroid_scan import CentroidScan
@@ -34,7 +34,7 @@ def make(
         "selected_tokens": 48, "window_tokens": 6, "sink_tokens": 2, "tokens_per_cluster": 8,
         "buffer_entries": 4, "representatives": place,
     }  # fmt: skip
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=replace(SHAPE, num_layers=num_layers), policy=DynaKV(**wanted | options),
         limit_bytes=limit_bytes, store=store, max_tokens=MAX_TOKENS, exact=False, adapter=None,
         device=torch.device("cpu"),
@@ -59,7 +59,7 @@ class Script:
 
     def run(self, runtimes: list[TieredRuntime], tokens: int) -> None:
         """One forward pass through all layers of all caches, which must give the same."""
-        for layer in range(runtimes[0].config.shape.num_layers):
+        for layer in range(runtimes[0].settings.shape.num_layers):
             keys, values, query = (self._draw(heads, tokens) for heads in (2, 2, 4))
             call = AttentionCall(query=2 * query, keys=keys, values=values, scaling=0.25)
             first, *others = (runtime.attend(layer, call) for runtime in runtimes)

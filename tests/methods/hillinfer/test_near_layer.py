@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods.hillinfer.layer import NearLayer
 from penstock.methods.hillinfer.near_storage.scorer import LocalScorer
@@ -24,7 +24,7 @@ SCALING = 0.125
 
 @contextmanager
 def runtime_of(batch: int, max_tokens: int, store: str, **options: Any) -> Iterator[TieredRuntime]:
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=HillInfer(alpha=0.1, window_tokens=16, **options), limit_bytes=None,
         store=store, max_tokens=max_tokens, exact=False, adapter=None,
         device=torch.device("cpu"), must_tier=True,

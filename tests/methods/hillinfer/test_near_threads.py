@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.core.errors import CacheStateError, StoreFullError
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.slot_transfer import SlotTransfer
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods.hillinfer.layer import NearLayer
@@ -34,7 +34,7 @@ def test_what_one_layer_writes_is_not_read_over_by_the_next(
         return queue(self, *args)
 
     monkeypatch.setattr(SlotTransfer, "_queue", dawdle)
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=POLICY, limit_bytes=None, store=str(tmp_path),
         max_tokens=PROMPT + STEPS, exact=False, adapter=None, device=torch.device("cpu"),
         must_tier=True,
@@ -71,7 +71,7 @@ def test_what_one_layer_writes_is_not_read_over_by_the_next(
 
 def test_threads_of_another_batch_end_with_it() -> None:
     """At once, not when somebody collects the garbage."""
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE, policy=POLICY, limit_bytes=None, store="memory", max_tokens=PROMPT + STEPS,
         exact=False, adapter=None, device=torch.device("cpu"), must_tier=True,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_write_that_failed_is_told_though_its_step_is_given_up(
 ) -> None:
     """The evaluation hears of it, and nobody attends to the evaluation."""
     policy = HillInfer(selected_tokens=8, window_tokens=8, hot_tokens=16)
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=SHAPE.of_layers(1), policy=policy, limit_bytes=None, store="memory", max_tokens=200,
         exact=False, adapter=None, device=torch.device("cpu"), must_tier=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_config import RuntimeConfig
+from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods.louiskv.policy import SUMMARIES, LouisKV
 
@@ -18,7 +18,7 @@ def test_a_step_without_retrieval_reads_nothing() -> None:
     shape = KVShape(
         num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
     )
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=shape, policy=LouisKV(selected_tokens=20, window_tokens=4, sink_tokens=2),
         limit_bytes=None, store="memory", max_tokens=128, exact=False, adapter=None,
         device=torch.device("cpu"),
@@ -56,7 +56,7 @@ def test_boundaries_are_cut_while_everything_is_still_attended_to() -> None:
         num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
     )
     for beside in (True, False):
-        config = RuntimeConfig(
+        config = RuntimeSettings(
             shape=shape, policy=LouisKV(
                 selected_tokens=8, window_tokens=4, sink_tokens=2, boundaries="stride:5",
                 beside=beside,
@@ -85,7 +85,7 @@ def test_clusters_made_at_the_first_step_are_those_made_beside_the_prefill() -> 
     )
     outs, held = [], []
     for beside in (True, False):
-        config = RuntimeConfig(
+        config = RuntimeSettings(
             shape=shape, policy=LouisKV(
                 selected_tokens=20, window_tokens=4, sink_tokens=2, cluster_tokens=4,
                 block_tokens=32, beside=beside,
@@ -135,7 +135,7 @@ def test_units_partition_the_past_in_random_lives(seed: int) -> None:
         block_tokens=rnd.choice([32, 64, None]), beside=rnd.choice([True, False]),
         summary=rnd.choice(SUMMARIES),
     )  # fmt: skip
-    config = RuntimeConfig(
+    config = RuntimeSettings(
         shape=shape, policy=policy, limit_bytes=None, store="memory", max_tokens=256, exact=False,
         adapter=None, device=torch.device("cpu"),
     )  # fmt: skip

@@ -50,7 +50,7 @@ class BeamRoomError(BudgetError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleOptions:
+class ScheduleSettings:
     """How beams are grouped; the defaults without `follow` are the paper's."""
 
     overlap: bool = True
@@ -63,14 +63,14 @@ class ScheduleOptions:
     """A group's first beam shares most with the group before. False: the lowest index."""
 
 
-DEFAULT_OPTIONS = ScheduleOptions()
+DEFAULT_SETTINGS = ScheduleSettings()
 
 
 def schedule_beams(
     blocks: Sequence[Blocks],
     growth: Sequence[int] | Blocks,
     capacity_blocks: int,
-    options: ScheduleOptions = DEFAULT_OPTIONS,
+    settings: ScheduleSettings = DEFAULT_SETTINGS,
     *,
     resident: Blocks | None = None,
 ) -> list[list[int]]:
@@ -86,7 +86,7 @@ def schedule_beams(
         blocks: of each beam.
         growth: of each beam. [beams]
         capacity_blocks: slots of fast memory.
-        resident: blocks that lie in fast memory now, for `options.follow`.
+        resident: blocks that lie in fast memory now, for `settings.follow`.
 
     Returns:
         Indices of the beams of each group, in the order in which they were chosen; every beam
@@ -97,18 +97,18 @@ def schedule_beams(
     """
     if not blocks:
         return []
-    packing = _Packing(blocks, growth, capacity_blocks, options, resident)
+    packing = _Packing(blocks, growth, capacity_blocks, settings, resident)
     needs, count = packing.needs, len(blocks)
     if needs.max() > capacity_blocks:
         raise BeamRoomError(int(needs.max()), capacity_blocks)
     most = count if needs.max() == 0 else capacity_blocks // int(needs.max())
-    alike = not options.share and needs.min() == needs.max()
+    alike = not settings.share and needs.min() == needs.max()
     if alike or most >= count:
         rounds = -(-count // most)
-        return packing.run(even_limit(rounds) if options.balance else lambda _, left: most)
+        return packing.run(even_limit(rounds) if settings.balance else lambda _, left: most)
     full = packing.run(lambda _, left: left)
     slack = 0
-    while options.balance and slack < count:
+    while settings.balance and slack < count:
         even = packing.run(even_limit(len(full), slack))
         if len(even) <= len(full):
             return even
@@ -224,7 +224,7 @@ class _Packing:
         blocks: Sequence[Blocks],
         growth: Sequence[int] | Blocks,
         capacity: int,
-        options: ScheduleOptions,
+        settings: ScheduleSettings,
         resident: Blocks | None,
     ) -> None:
         assert len(growth) == len(blocks), (len(growth), len(blocks))
@@ -233,7 +233,7 @@ class _Packing:
         self._weighted = bitmap[:, :-1] * weights[:, None]  # int64 [rows, beams]
         self._holds = bitmap[:, :-1]
         self._capacity = capacity
-        self._options = options
+        self._settings = settings
         self.needs: Blocks = self._weighted.sum(axis=0) + np.asarray(growth, dtype=np.int64)
         """Slots of each beam alone at the end of the step. [beams]"""
 
@@ -253,12 +253,12 @@ class _Packing:
         """One group, struck from `unused`, and the rows of the bitmap that it holds."""
         present = np.zeros(len(self._holds), dtype=bool)
         overlap = np.zeros(len(self.needs), dtype=np.int64)
-        follow = self._options.overlap and self._options.follow
+        follow = self._settings.overlap and self._settings.follow
         score = self._weighted[before].sum(axis=0) if follow else overlap
         group: list[int] = []
         free = self._capacity
         while len(group) < most:
-            costs = self.needs - overlap if self._options.share else self.needs
+            costs = self.needs - overlap if self._settings.share else self.needs
             best = self._pick(score, unused, costs <= free)
             if best is None:
                 break
@@ -275,7 +275,7 @@ class _Packing:
         self, score: Blocks, unused: NDArray[np.bool_], fits: NDArray[np.bool_]
     ) -> int | None:
         """The beam to add, or None if the group is full."""
-        if not self._options.overlap:
+        if not self._settings.overlap:
             first = int(unused.argmax())
             return first if unused[first] and fits[first] else None
         able = unused & fits

@@ -10,7 +10,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger
 from penstock.core.trace import Tracer
 from penstock.engine.beams.beam_memory import BeamMemory, BlockShape
-from penstock.engine.beams.beam_schedule import ScheduleOptions
+from penstock.engine.beams.beam_schedule import ScheduleSettings
 from penstock.engine.beams.cuda_tiers import DiskTier, PinnedTier
 from penstock.engine.beams.file_tier import FileTier
 from penstock.engine.beams.group_tensors import GroupTensorsCache
@@ -35,7 +35,7 @@ class MemoryRequest:
     limit_bytes: int | None
     """Fast memory; None for as much as all beams take."""
     strategy: str
-    options: ScheduleOptions
+    settings: ScheduleSettings
     prefetch: bool
     follows_system: bool = False
     """Use less than the limit while the host has less to spare (`memory="auto"`)."""
@@ -102,7 +102,7 @@ def _scheduled(request: MemoryRequest) -> BeamMemory:
     ledger.take("tables", tables)
     return ScheduledMemory(
         request.shape, ledger, _slow_tier(request, num_slots), request.device,
-        options=request.options, max_tokens=request.max_tokens, prefetch=request.prefetch,
+        settings=request.settings, max_tokens=request.max_tokens, prefetch=request.prefetch,
         spare_bytes=_spare_bytes if request.follows_system else None,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from penstock.core.errors import BudgetError
 from penstock.core.ledger import MemoryLedger
 from penstock.engine.beams.beam_memory import BeamMemory, BlockShape
 from penstock.engine.beams.beam_schedule import (
-    ScheduleOptions,
+    ScheduleSettings,
     keep_order,
     prefetch_order,
     schedule_beams,
@@ -46,13 +46,13 @@ class ScheduledMemory(BeamMemory):
 
     def __init__(
         self, shape: BlockShape, ledger: MemoryLedger, slow: SlowTier, device: torch.device,
-        *, options: ScheduleOptions, max_tokens: int, prefetch: bool,
+        *, settings: ScheduleSettings, max_tokens: int, prefetch: bool,
         spare_bytes: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         """Take over a slow tier with its slots, which its maker has booked.
 
         Args:
-            prefetch: load for the next group while one runs; takes `options.overlap`.
+            prefetch: load for the next group while one runs; takes `settings.overlap`.
             spare_bytes: asked at each step: how many bytes fast memory may grow by beyond what is
                 in use (negative: must shrink by), as the system reports it. None: all slots.
         """
@@ -61,8 +61,8 @@ class ScheduledMemory(BeamMemory):
         self._slow = slow
         self._layers = shape.layered(slow.slots)
         self._fast = FastSlots(len(slow.slots))
-        self._options = options
-        self._prefetches = prefetch and options.overlap
+        self._settings = settings
+        self._prefetches = prefetch and settings.overlap
         self._max_tokens = max_tokens
         self._width = self.tree.blocks_of(max_tokens)
         self._spare_bytes = spare_bytes
@@ -103,7 +103,7 @@ class ScheduledMemory(BeamMemory):
         self._order = schedule_beams(
             [path.array() for path in paths],
             [self._growth(path, end) for path, end in zip(paths, self._ends, strict=True)],
-            self._fast.limit, self._options, resident=self._resident(),
+            self._fast.limit, self._settings, resident=self._resident(),
         )  # fmt: skip
         if self._fast.num_free < 0:
             for block in [*self._fast.resident()]:
@@ -125,7 +125,7 @@ class ScheduledMemory(BeamMemory):
 
     def _growth(self, path: Path, end: int) -> int:
         """Slots that a path needs besides those of its blocks, until it has `end` tokens."""
-        own_copy = not self._options.share and self.tree.needs_copy(path)
+        own_copy = not self._settings.share and self.tree.needs_copy(path)
         return self.tree.growth(path, end) - own_copy
 
     def _resident(self) -> NDArray[np.int64]:
@@ -138,9 +138,9 @@ class ScheduledMemory(BeamMemory):
         paths = [self._paths[i] for i in self._order[index]]
         ends = [self._ends[i] for i in self._order[index]]
         need = Counter(block for path in paths for block in path.blocks)
-        if self._options.share:
+        if self._settings.share:
             need = Counter(need.keys())
-        if len(self._order) > 1 and not self._options.overlap:
+        if len(self._order) > 1 and not self._settings.overlap:
             self._forget_all()
         growth = sum(self._growth(path, end) for path, end in zip(paths, ends, strict=True))
         self._load(need, growth)
@@ -161,7 +161,7 @@ class ScheduledMemory(BeamMemory):
         copies: list[tuple[int, int]] = []
         for block, count in need.items():
             if block not in self._fast:
-                copied = 1 if self._options.overlap else count
+                copied = 1 if self._settings.overlap else count
                 loads += [(block, self._fast.put(block)) for _ in range(copied)]
             while len(self._fast.slots_of(block)) < count:
                 copies.append((self._fast.slots_of(block)[0], self._fast.put(block)))
@@ -173,7 +173,7 @@ class ScheduledMemory(BeamMemory):
     def _grow(self, path: Path, end: int) -> None:
         """Blocks to write into: a shared last block becomes the path's own, new ones follow."""
         copy = self.tree.grow(path, end)
-        if copy is not None and self._options.share:
+        if copy is not None and self._settings.share:
             source = self._fast.slots_of(copy[0])[0]
             self._place([copy[1]])
             self._copy([(source, self._fast.slots_of(copy[1])[0])])
@@ -192,11 +192,11 @@ class ScheduledMemory(BeamMemory):
         for row, path in enumerate(paths):
             for column, block in enumerate(path.blocks):
                 slots = self._fast.slots_of(block)
-                table[row, column] = slots[taken[block] if not self._options.share else 0]
+                table[row, column] = slots[taken[block] if not self._settings.share else 0]
                 taken[block] += 1
         self._group = self._groups.fill(
             table, [path.array() for path in paths], [path.length for path in paths], ends,
-            queries_per_kv_head=self.shape.kv.queries_per_kv_head, share=self._options.share,
+            queries_per_kv_head=self.shape.kv.queries_per_kv_head, share=self._settings.share,
         )  # fmt: skip
 
     @override
@@ -265,7 +265,7 @@ class ScheduledMemory(BeamMemory):
         resident = self._resident()
         wanted = prefetch_order(
             self._order, [path.array() for path in self._paths], index - 1, free_slots=room,
-            resident=resident, share=self._options.share,
+            resident=resident, share=self._settings.share,
         ).tolist()  # fmt: skip
         self._evict(idle, len(wanted) - self._fast.num_free)
         loads = [(block, self._fast.put(block)) for block in wanted]

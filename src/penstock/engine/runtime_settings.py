@@ -1,4 +1,4 @@
-"""RuntimeConfig: everything about a cache that is decided before the first token."""
+"""RuntimeSettings: everything about a cache that is decided before the first token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from penstock.storage.store import Sealing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeSettings:
     """Everything that is decided before the first token."""
 
     shape: KVShape
