@@ -33,7 +33,15 @@ def is_free(llm: LLM) -> bool:
 
 def test_pieces_join_to_the_answers(llm: LLM) -> None:
     params = [
-        SamplingParams(n=2, temperature=1.3, seed=3, max_tokens=9, logprobs=1, prompt_logprobs=0),
+        SamplingParams(
+            n=2,
+            temperature=1.3,
+            seed=3,
+            max_tokens=9,
+            logprobs=1,
+            prompt_logprobs=0,
+            ignore_eos=True,
+        ),
         SamplingParams(temperature=0, max_tokens=5, stop="nothing"),
     ]
     told: dict[tuple[int, int], list[StreamedOutput]] = {}

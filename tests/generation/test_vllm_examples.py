@@ -203,30 +203,29 @@ def test_seeds(model: str) -> None:
 
 def test_stop(model: str) -> None:
     llm = LLM(model=model)
-    [whole] = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=12))
+    characters = list(range(3, len(llm.get_tokenizer())))
+    common: dict[str, Any] = {
+        "temperature": 0, "max_tokens": 12, "allowed_token_ids": characters
+    }  # fmt: skip
+    [whole] = llm.generate(PROMPTS[2], SamplingParams(**common))
     text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    assert len(text) == 12
     stop = text[4:6]
     at = text.index(stop)
-    [output] = llm.generate(
-        PROMPTS[2], SamplingParams(temperature=0, max_tokens=12, stop=["nothing", stop])
-    )
+    [output] = llm.generate(PROMPTS[2], SamplingParams(stop=["nothing", stop], **common))
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == (text[:at], stop)
     [output] = llm.generate(
-        PROMPTS[2],
-        SamplingParams(temperature=0, max_tokens=12, stop=stop, include_stop_str_in_output=True),
+        PROMPTS[2], SamplingParams(stop=stop, include_stop_str_in_output=True, **common)
     )
     assert output.outputs[0].text == text[: at + 2]
-    [output] = llm.generate(
-        PROMPTS[2], SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[ids[5]])
-    )
+    [output] = llm.generate(PROMPTS[2], SamplingParams(stop_token_ids=[ids[5]], **common))
     end = ids.index(ids[5])
     assert output.outputs[0].token_ids == ids[: end + 1]
+    assert output.outputs[0].text == text[:end]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", ids[5])
-    letter = next(each for each in text if each.isalpha())
-    [output] = llm.generate(
-        PROMPTS[2], SamplingParams(temperature=0, max_tokens=12, min_tokens=3, bad_words=[letter])
-    )
-    assert letter not in output.outputs[0].text
+    word = next(each for each in text if not each.isspace())
+    [output] = llm.generate(PROMPTS[2], SamplingParams(bad_words=[word], **common))
+    assert word not in output.outputs[0].text
 
 
 def test_streaming(model: str) -> None:

@@ -32,7 +32,7 @@ class SamplingRow:
     """The row's own, for a seed; on the device of the logits."""
     output_token_ids: list[int] = field(default_factory=list)
     """The answer so far; its owner appends what was chosen."""
-    _prompt_set: frozenset[int] | None = None
+    _prompt: tuple[frozenset[int], Tensor] | None = None
 
     def seed(self, seed: int, device: torch.device) -> None:
         """Draw from a generator of its own."""
@@ -40,9 +40,12 @@ class SamplingRow:
 
     def seen(self, device: torch.device) -> Tensor:
         """Tokens of prompt and answer, each once. int64 [tokens]"""
-        if self._prompt_set is None:
-            self._prompt_set = frozenset(self.prompt_token_ids)
-        return torch.tensor(sorted(self._prompt_set.union(self.output_token_ids)), device=device)
+        if self._prompt is None:  # a long one takes longer than a step
+            kinds = frozenset(self.prompt_token_ids)
+            self._prompt = kinds, torch.tensor(sorted(kinds), dtype=torch.int64, device=device)
+        kinds, tokens = self._prompt
+        new = sorted(set(self.output_token_ids) - kinds)
+        return torch.cat([tokens, torch.tensor(new, dtype=torch.int64, device=device)])
 
 
 class Choice(NamedTuple):
