@@ -115,6 +115,11 @@ class NearDevice:
     def _start(self) -> None:
         state = self._state
         state.is_ready = False  # until the state kept with the device was sent anew
+        if not hasattr(socket, "AF_UNIX"):
+            raise StorageError(
+                "near-storage devices need Unix sockets, which this system lacks; give "
+                "HillInfer(near=False), or another policy"
+            )
         try:
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
         except OSError as error:

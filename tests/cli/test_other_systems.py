@@ -1,0 +1,150 @@
+"""Windows and macOS, as far as they can be shown on another system: see `tests/other_systems.py`.
+
+Penstock is imported, answers `--help`, and gives the same tokens from memory and from the portable
+files; what a system lacks is refused with the reason.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.generation.engine import LLM
+from penstock.generation.sampling import SamplingParams
+
+TOP = Path(__file__).parents[2]
+PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 12
+PROGRAM = """
+import json, sys
+from tests.other_systems import simulate
+system, folder, prompt = sys.argv[1:]
+simulate(system)
+
+import os
+from typer.testing import CliRunner
+import penstock
+from penstock.cli.entry import set_defaults
+from penstock.cli.main import app
+from penstock.core.errors import PenstockError
+from penstock.storage import file_space
+from penstock.storage.aio_calls import find_calls
+from penstock.testing.tiny_models import tiny_model
+
+set_defaults()
+run = CliRunner().invoke
+
+def answer(*words):
+    done = run(app, ["generate", "--prompt", prompt, "--max-new-tokens", "8", "--dtype", "float32",
+                     "--chunk", "64", *words, "--json"])
+    assert done.exit_code == 0, (words, done.output)
+    said = json.loads(done.stdout)
+    return {name: said[name] for name in ("token_ids", "store", "process_peak_bytes")} | {
+        "reads": said["decode"]["read_bytes"]}
+
+def refusal(make):
+    try:
+        make()
+    except PenstockError as error:
+        return str(error)
+
+found = {
+    "sees": [file_space.os.name, hasattr(file_space.os, "O_DIRECT")],
+    "help": run(app, ["--help"]).exit_code,
+    "version": run(app, ["--version"]).stdout,
+    "config": run(app, ["config", "--path"]).exit_code,
+    "memory": answer("--disk", "memory", "--memory", "1/2"),
+    "file": answer("--disk", folder, "--memory", "1/2"),
+    "exact": answer("--disk", folder, "--memory", "1/2", "--exact"),
+    "sealed": answer("--disk", folder, "--memory", "1/2", "--seal"),
+    "left": os.listdir(folder),
+    "aio": refusal(find_calls),
+    "documents": run(app, ["doc", "add", "recall", __file__, "--name",
+                           "x", "--library", folder + "-library"]).stderr,
+    "near": refusal(lambda: penstock.TieredCache(
+        tiny_model("llama"), "hillinfer", "1/2", "memory", max_tokens=400, must_tier=True)),
+}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[bool, list[int]]:
+    """Tokens of this system, by a selection and exactly, in float32."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    found = {}
+    for exact in (False, True):
+        llm = LLM("recall", memory="1/2", store="memory", exact=exact, dtype="float32",
+                  prefill_chunk_size=64)  # fmt: skip
+        [output] = llm.generate(PROMPT, params)
+        found[exact] = list(output.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_run_on_another_system(
+    system: str, tmp_path: Path, answers: dict[bool, list[int]]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(program), system, str(folder), PROMPT],
+        capture_output=True, text=True, check=False, cwd=TOP, env=_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["sees"] == ["nt" if system == "win32" else "posix", False]
+    assert (found["help"], found["config"]) == (0, 0)
+    assert found["version"].startswith("penstock 0.")
+    assert found["memory"]["token_ids"] == answers[False]
+    assert found["file"]["token_ids"] == found["sealed"]["token_ids"] == answers[False]
+    assert found["exact"]["token_ids"] == answers[True]
+    assert found["file"]["reads"] > 0
+    assert "no direct I/O here" in found["file"]["store"]
+    assert found["left"] == []
+    assert "needs Linux" in found["aio"]
+    if system == "win32":
+        assert "stored documents need" in found["documents"]
+        assert "near-storage devices need" in found["near"]
+    else:
+        assert "ask it: penstock doc ask x" in found["documents"]
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    path = os.pathsep.join([str(TOP / "src"), str(TOP)])
+    return {**os.environ, "PYTHONPATH": path, "PENSTOCK_CONFIG": os.devnull}
+
+
+POSIX = {
+    "fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "syslog", "posix", "_posixshmem",
+    "curses", "readline",
+}  # fmt: skip
+
+
+def _at_import(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported, without those of a `try`."""
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        each = waiting.pop()
+        yield each
+        if isinstance(each, ast.If | ast.With | ast.For | ast.While | ast.ClassDef):
+            waiting += each.body
+
+
+def test_no_module_needs_posix_to_be_imported() -> None:
+    found = []
+    for path in (TOP / "src" / "penstock").rglob("*.py"):
+        for each in _at_import(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in each.names] if isinstance(each, ast.Import) else []
+            if isinstance(each, ast.ImportFrom):
+                names.append(str(each.module))
+            found += [f"{path.name}: {name}" for name in names if name.split(".")[0] in POSIX]
+    assert not found
