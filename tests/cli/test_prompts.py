@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from penstock.cli.main import app
 from penstock.generation.engine import LLM
 from penstock.generation.prompts import encode
-from penstock.models import loader
 from penstock.models.loader import LoadedModel
 from penstock.testing.tiny_chat import tiny_chat_model
 
@@ -28,16 +27,15 @@ def models() -> dict[str, LoadedModel]:
 def asked(models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens that a model was asked, as they reached it."""
     seen: list[list[int]] = []
-    batch_of = LLM.batch_of
+    generate = LLM.generate
 
     def note(self: LLM, *given: Any, **more: Any) -> Any:
-        batch = batch_of(self, *given, **more)
-        seen.extend(batch.token_ids)
-        return batch
+        outputs = generate(self, *given, **more)
+        seen.extend(each.prompt_token_ids for each in outputs)
+        return outputs
 
-    monkeypatch.setattr(LLM, "batch_of", note)
-    monkeypatch.setattr("penstock.generation.engine.load", lambda name, **_: models[name])
-    assert loader.load is not None
+    monkeypatch.setattr(LLM, "generate", note)
+    monkeypatch.setattr("penstock.generation.model_choice.load", lambda name, **_: models[name])
     return seen
 
 

@@ -194,6 +194,16 @@ def test_the_answer_follows_its_lead(quiet: bool) -> None:
     assert bool(progress.getvalue()) != quiet
 
 
+def test_further_answers_stand_behind_the_first() -> None:
+    console, told = piped()
+    answer = io.StringIO()
+    with AnswerScreen(console, answer) as screen:
+        for row, piece in ((0, "a"), (2, "x"), (1, "b"), (0, "a"), (2, "y")):
+            screen.on_text(row, piece)
+    assert answer.getvalue() == "aa\nb\nxy\n"
+    assert told.getvalue().splitlines()[-2:] == ["answer 2", "answer 3"]
+
+
 def test_no_answer_no_line() -> None:
     answer = io.StringIO()
     with AnswerScreen(None, answer, "Answer: "):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from penstock import TieredCache
-from penstock.core.errors import BudgetError
+from penstock.core.errors import BudgetError, UnsupportedModelError
 from penstock.methods import POLICIES
+from penstock.models import first_look
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import tiny_model
 
@@ -69,3 +70,11 @@ def test_a_cache_says_what_it_is() -> None:
     with TieredCache(model, exact=True, memory="1/2", store="memory", max_tokens=400) as cache:
         assert repr(cache).startswith("TieredCache(kvswap, exact, memory 0 B of ")
     assert repr(TieredCache.__new__(TieredCache)) == "TieredCache(not made)"
+
+
+def test_a_model_on_an_apple_gpu_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_look, "model_device", lambda _: torch.device("mps"))
+    with pytest.raises(UnsupportedModelError, match="on mps: Apple's GPUs are not supported"):
+        TieredCache(tiny_model("llama"), memory="1/2", store="memory", max_tokens=40)

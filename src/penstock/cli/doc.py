@@ -39,6 +39,7 @@ from penstock.cli.options import (
     JsonOption,
     MaxNewTokensOption,
     MemoryOption,
+    MinPOption,
     ModelArgument,
     SeedOption,
     StopOption,
@@ -46,7 +47,7 @@ from penstock.cli.options import (
     TopKOption,
     TopPOption,
     memory_option,
-    unescaped,
+    sampling_params,
 )
 from penstock.cli.process_sizes import ProcessSizes
 from penstock.cli.prompts import read_stdin
@@ -160,9 +161,10 @@ def ask_command(
         bool, typer.Option("--keep", help="Append questions and answers to the document: a chat.")
     ] = False,
     library: LibraryOption = None, key: KeyOption = None, temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0, top_k: TopKOption = 0, seed: SeedOption = None,
-    stop: StopOption = None, adapter: AdapterOption = None, chunk: ChunkOption = 1024,
-    disk: DiskOption = "auto", device: DeviceOption = "cpu", dtype: DtypeOption = None,
+    top_p: TopPOption = 1.0, top_k: TopKOption = 0, min_p: MinPOption = 0.0,
+    seed: SeedOption = None, stop: StopOption = None, adapter: AdapterOption = None,
+    chunk: ChunkOption = 1024, disk: DiskOption = "auto", device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     revision: RevisionOption = None, offline: OfflineOption = False,
     trust_remote_code: TrustOption = False, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -172,14 +174,11 @@ def ask_command(
     """
     from penstock.cli.doc_screen import AnswersScreen, RepairProgress
     from penstock.cli.screen import show_report
-    from penstock.generation.sampling import SamplingParams
 
     console = PlainConsole(stderr=True)
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_new_tokens,
-        stop=tuple(map(unescaped, stop or ())),
+    params = sampling_params(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop,
+        max_new_tokens=max_new_tokens,
     )  # fmt: skip
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=chunk)
     source = ModelSource(revision, offline, trust_remote_code)

@@ -12,20 +12,24 @@ from penstock.cli.console import PlainConsole
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.options import (
     AdapterOption,
+    AnswersOption,
     ChunkOption,
     ConfigOption,
     DeviceOption,
     DiskOption,
     DtypeOption,
     ExactOption,
+    IgnoreEndOption,
     JsonOption,
     MaxNewTokensOption,
     MemoryOption,
     MessagesOption,
+    MinPOption,
     ModelArgument,
     PromptFileOption,
     PromptOption,
     RawOption,
+    RepetitionOption,
     SealOption,
     SeedOption,
     StopOption,
@@ -35,7 +39,7 @@ from penstock.cli.options import (
     TopPOption,
     TraceOption,
     TunedPolicyOption,
-    unescaped,
+    sampling_params,
 )
 from penstock.cli.output_file import ForceOption, check_writable, written
 from penstock.cli.process_sizes import ProcessSizes
@@ -53,8 +57,10 @@ def generate_command(
     system: SystemOption = None, raw: RawOption = False, config: ConfigOption = None,
     policy: TunedPolicyOption = None, memory: MemoryOption = "auto", disk: DiskOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
-    adapter: AdapterOption = None, temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0, seed: SeedOption = None, stop: StopOption = None,
+    adapter: AdapterOption = None, n: AnswersOption = 1, temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0, top_k: TopKOption = 0, min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0, seed: SeedOption = None, stop: StopOption = None,
+    ignore_end: IgnoreEndOption = False,
     seal: SealOption = None, chunk: ChunkOption = 1024, device: DeviceOption = "cpu",
     dtype: DtypeOption = None, revision: RevisionOption = None, offline: OfflineOption = False,
     trust_remote_code: TrustOption = False, as_json: JsonOption = False, trace: TraceOption = None,
@@ -68,14 +74,11 @@ def generate_command(
     from penstock.cli.screen import AnswerScreen, show_report
     from penstock.core.trace import TRACE, Tracer
     from penstock.generation.engine import LLM
-    from penstock.generation.sampling import SamplingParams
 
     console = PlainConsole(stderr=True)
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_new_tokens,
-        stop=tuple(map(unescaped, stop or ())),
+    params = sampling_params(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop,
+        repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens, ignore_end=ignore_end,
     )  # fmt: skip
     asked = Asked.of(prompt, prompt_file, messages, system=system, raw=raw)
     tracer = None if trace is None else Tracer()
@@ -124,6 +127,7 @@ def as_document(model: str, output: "RequestOutput", sizes: ProcessSizes) -> dic
         "policy": run.policy,
         "exact": run.exact,
         "answer": output.text,
+        "answers": [each.text for each in output.outputs],
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "prompt_tokens": run.prompt_tokens,

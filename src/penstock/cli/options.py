@@ -1,12 +1,17 @@
 """Options that several commands share: one name and one meaning for one thing."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.core.byte_size import parse_memory
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.generation.sampling import SamplingParams
 
 POLICY_NAMES = (
     "kvswap", "full", "flexgen", "shadowkv", "loki", "infinigen-star-reuse", "infinigen-star",
@@ -44,6 +49,24 @@ def check_memory(memory: str) -> str:
     if memory != "stored":
         parse_memory(memory, _ANY_BYTES, _ANY_BYTES)
     return memory
+
+
+def sampling_params(
+    *, stop: Sequence[str] | None, max_new_tokens: int, ignore_end: bool = False, **settings: Any
+) -> "SamplingParams":
+    """Sampling settings out of options of these names.
+
+    Raises:
+        ConfigError: one is out of its range.
+    """
+    from penstock.generation.sampling import SamplingParams
+
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    return SamplingParams(
+        max_tokens=max_new_tokens, stop=tuple(map(unescaped, stop or ())), ignore_eos=ignore_end,
+        **settings,
+    )  # fmt: skip
 
 
 def memory_option(metavar: str, about: str) -> Any:
@@ -151,6 +174,20 @@ MaxNewTokensOption = Annotated[
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="Sample among tokens of this share of the mass.")]
 TopKOption = Annotated[int, typer.Option(help="Sample among so many tokens; 0 is all.")]
+MinPOption = Annotated[
+    float,
+    typer.Option(help="Sample among tokens at least this share as probable as the best one."),
+]
+RepetitionOption = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty", help="Above 1, tokens of prompt and answer come less often again."
+    ),
+]
+AnswersOption = Annotated[
+    int, typer.Option("--n", help="Answers to the prompt, which is read once; needs sampling.")
+]
+IgnoreEndOption = Annotated[bool, typer.Option("--ignore-end", help="Go on behind the end token.")]
 SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 StopOption = Annotated[
     list[str] | None,

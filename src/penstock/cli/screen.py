@@ -148,6 +148,8 @@ class AnswerScreen:
         self._out = out
         self._lead = lead
         self._answered = False
+        self._console = console
+        self._later: dict[int, list[str]] = {}
         self._progress = None if console is None else TokenProgress(console)
         self._index = None if console is None else LateProgress(console, _INDEX)
 
@@ -163,9 +165,15 @@ class AnswerScreen:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
-        if self._out is not None and self._answered:
-            self._out.write("\n")
+        if self._out is None or not (self._answered or self._later):
+            return
+        self._out.write("\n")
+        for number, pieces in sorted(self._later.items()):
             self._out.flush()
+            if self._console is not None:
+                self._console.print(f"answer {number + 1}", style="bold")
+            self._out.write(for_reader("".join(pieces), self._out) + "\n")
+        self._out.flush()
 
     def on_progress(self, done: int, total: int) -> None:
         """For `LLM.generate(on_progress=...)`."""
@@ -184,8 +192,10 @@ class AnswerScreen:
                 shown.stop()
 
     def on_text(self, row: int, piece: str) -> None:
-        """For `LLM.generate(on_text=...)`; there is one prompt, hence one row."""
-        assert row == 0, row
+        """For `LLM.generate(on_text=...)`; further answers to the prompt are shown at the end."""
+        if row:
+            self._later.setdefault(row, []).append(piece)
+            return
         if self._out is None:
             return
         if not self._answered:

@@ -17,6 +17,7 @@ from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOptio
 from penstock.cli.options import (
     DeviceOption,
     DtypeOption,
+    IgnoreEndOption,
     JsonOption,
     MaxNewTokensOption,
     ModelArgument,
@@ -87,7 +88,6 @@ _Delimiter = Annotated[
     str | None, typer.Option(metavar="TEXT", help=r"Ends a step early, such as '\n\n'.")
 ]
 _Temperature = Annotated[float, typer.Option(help="Above 0 unless there is one beam.")]
-_IgnoreEnd = Annotated[bool, typer.Option("--ignore-end", help="Go on behind the end token.")]
 _Scorer = Annotated[
     str,
     typer.Option(
@@ -129,8 +129,9 @@ def search_command(
     delimiter: _Delimiter = None, stop: StopOption = None,
     max_new_tokens: MaxNewTokensOption = 256, temperature: _Temperature = 1.0,
     top_k: TopKOption = 0, top_p: TopPOption = 1.0, seed: SeedOption = None,
-    ignore_end: _IgnoreEnd = False, scorer: _Scorer = "logprob", length_penalty: _Penalty = 1.0,
-    memory: _Memory = "auto", disk: _Disk = "auto", strategy: _Strategy = Strategy.SCHEDULED,
+    ignore_end: IgnoreEndOption = False, scorer: _Scorer = "logprob",
+    length_penalty: _Penalty = 1.0, memory: _Memory = "auto", disk: _Disk = "auto",
+    strategy: _Strategy = Strategy.SCHEDULED,
     no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
     no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
     device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,

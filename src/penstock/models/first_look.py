@@ -17,6 +17,10 @@ from penstock.models.model_shape import ModelShape
 from penstock.models.weight_access import model_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNSUPPORTED_DEVICES = {
+    "mps": "Apple's GPUs are not supported, as the tiers move KV through memory pinned for CUDA",
+}
+"""Devices of torch whose memory the tiers cannot fill, and why."""
 _FAULTS = (
     TypeError, AttributeError, ValueError, LookupError, RuntimeError, AssertionError,
 )  # fmt: skip
@@ -70,6 +74,12 @@ def first_look(model: PreTrainedModel, shape: ModelShape) -> tuple[KVShape, torc
         UnsupportedModelError: the layer's keys, values or mask are not what a tiered cache can take
             over; says why.
     """
+    device = model_device(model)
+    if device.type in UNSUPPORTED_DEVICES:
+        raise UnsupportedModelError(
+            f"the model is on {device}: {UNSUPPORTED_DEVICES[device.type]}; move it with "
+            'model.to("cpu")'
+        )
     call = _first_call(model, shape.tiered_layers[0])
     name, kv = type(model).__name__, shape.kv
     if call.values.shape != call.keys.shape:

@@ -25,6 +25,7 @@ from penstock.core.errors import (
     UnsupportedModelError,
 )
 from penstock.models.fetch import OnBytes
+from penstock.models.first_look import UNSUPPORTED_DEVICES
 from penstock.models.gguf_file import SUFFIX as GGUF
 from penstock.models.gguf_file import converted_folder
 from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
@@ -239,6 +240,8 @@ def find_device(device: torch.device | str) -> torch.device:
         raise ConfigError("device=cuda, but this machine (or this build of torch) has no CUDA GPU")
     if target.type == "meta":
         raise ConfigError("device=meta computes nothing; write cpu or cuda")
+    if target.type in UNSUPPORTED_DEVICES:
+        raise ConfigError(f"device={target}: {UNSUPPORTED_DEVICES[target.type]}; write cpu")
     try:
         torch.empty(1, device=target)
     except Exception as error:  # of whatever kind a backend that is not there raises
