@@ -41,11 +41,11 @@ def json_kind(what: str, family: str) -> FileKind:
     return FileKind(what, is_one)
 
 
-def require_own(path: Path, kind: FileKind, option: str, *, advice: str = "") -> None:
+def require_own(path: Path, kind: FileKind, argument: str, *, advice: str = "") -> None:
     """Refuse to replace a file that is not of a kind; an empty one, a pipe or a device may be.
 
     Args:
-        option: that named the file, for the message.
+        argument: that named the file, for the message.
         advice: what else can be done than giving another name.
 
     Raises:
@@ -60,7 +60,7 @@ def require_own(path: Path, kind: FileKind, option: str, *, advice: str = "") ->
     except Exception:  # each format has errors of its own for what it is not
         pass
     raise ConfigError(
-        f"{option} {path} is there already and is no {kind.what}; give another name{advice}"
+        f"{argument} {path} is there already and is no {kind.what}; give another name{advice}"
     )
 
 

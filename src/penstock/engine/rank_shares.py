@@ -31,14 +31,14 @@ def shared_ranks(costs: Sequence[Sequence[float]], most: int) -> list[tuple[int,
     """
     layers, units = len(costs), most // UNIT
     measured = np.asarray(costs, dtype=np.float64).reshape(layers, units)
-    choices = _choices(measured + UNSEEN * 0.5 ** np.arange(1, units + 1))
+    takings = _best_takings(measured + UNSEEN * 0.5 ** np.arange(1, units + 1))
     out = []
     for mean in range(1, most + 1):
         total = min(mean * layers // UNIT, layers * units)
         if mean < UNIT:
             out.append((mean,) * layers)
             continue
-        ranks = [UNIT * taken for taken in _walk_back(choices, total)]
+        ranks = [UNIT * taken for taken in _walk_back(takings, total)]
         left = mean * layers - sum(ranks)
         for i, rank in enumerate(ranks):
             more = min(left, most - rank)
@@ -47,7 +47,7 @@ def shared_ranks(costs: Sequence[Sequence[float]], most: int) -> list[tuple[int,
     return out
 
 
-def _choices(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+def _best_takings(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     """Units of layer i when the layers up to i share j units, by dynamic programming.
 
     Args:
@@ -59,22 +59,22 @@ def _choices(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     layers, units = costs.shape
     best = np.full(layers * units + 1, np.inf)
     best[0] = 0.0
-    choices = np.zeros((layers, len(best)), dtype=np.int64)
+    takings = np.zeros((layers, len(best)), dtype=np.int64)
     for i, cost in enumerate(costs):
         after = np.full_like(best, np.inf)
         for taken in range(1, units + 1):
             with_it = best[: len(best) - taken] + cost[taken - 1]
             better = with_it < after[taken:]
             after[taken:][better] = with_it[better]
-            choices[i, taken:][better] = taken
+            takings[i, taken:][better] = taken
         best = after
-    return choices
+    return takings
 
 
-def _walk_back(choices: NDArray[np.int64], total: int) -> list[int]:
-    """The units of each layer that `_choices` found best for `total`."""
+def _walk_back(takings: NDArray[np.int64], total: int) -> list[int]:
+    """The units of each layer that `_best_takings` found best for `total`."""
     out = []
-    for row in choices[::-1]:
+    for row in takings[::-1]:
         out.append(int(row[total]))
         total -= out[-1]
     return out[::-1]

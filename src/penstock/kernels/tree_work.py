@@ -203,8 +203,8 @@ def _cut(
     run, row = np.nonzero(members)
     sizes = members.sum(axis=1)
     rank = np.arange(len(run)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    lanes = _even(sizes, most_rows)  # rows of a piece
-    spans = _even(ends - begins, piece_blocks)  # blocks of a piece
+    lanes = _balanced(sizes, most_rows)  # rows of a piece
+    spans = _balanced(ends - begins, piece_blocks)  # blocks of a piece
     sheets, pieces = -(-sizes // lanes), -(-(ends - begins) // spans)
     base = np.cumsum(sheets * pieces) - sheets * pieces
     # Pieces are numbered run by run; within a run the sheets (chunks of rows) go fastest.
@@ -242,7 +242,7 @@ def _cut(
     return plan
 
 
-def _even(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _balanced(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """How many go into each part, so that there are as few parts as can be and they are alike."""
-    even: NDArray[np.int64] = -(-sizes // np.maximum(1, -(-sizes // most)))
-    return even
+    balanced: NDArray[np.int64] = -(-sizes // np.maximum(1, -(-sizes // most)))
+    return balanced

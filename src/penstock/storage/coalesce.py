@@ -70,10 +70,14 @@ def plan_reads(
         address(unit_ids), address(slots), count, max_units, buffer.slot_bytes, buffer.num_slots,
         buffer.address, first, first + 24 * count,
     )  # fmt: skip
-    made = int(reads[-1])
-    if made < 0:
+    num_reads = int(reads[-1])
+    if num_reads < 0:
         return None
-    return reads[:made], reads[count : count + made], reads[2 * count : 2 * count + made]
+    return (
+        reads[:num_reads],
+        reads[count : count + num_reads],
+        reads[2 * count : 2 * count + num_reads],
+    )
 
 
 def coalesce_twin(unit_ids: Int64Array, slots: Int64Array, max_units: int) -> Runs:

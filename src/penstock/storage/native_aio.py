@@ -79,16 +79,16 @@ class AioTicket(Ticket):
     """A batch of reads in an `AioQueue`; everything but `wait` and `done` is the queue's."""
 
     def __init__(
-        self, queue: "AioQueue", number: int, made: Submission, keep_alive: object
+        self, queue: "AioQueue", number: int, submission: Submission, keep_alive: object
     ) -> None:
-        requests = made.requests
+        requests = submission.requests
         self.num_reads = len(requests.iocbs)
         self.read_bytes = requests.read_bytes
-        self.submitted_ns = made.submitted_ns
+        self.submitted_ns = submission.submitted_ns
         self.finished_ns = 0
         self.number = number
         self.iocbs = requests.iocbs
-        self.num_submitted = self.num_outstanding = made.taken
+        self.num_submitted = self.num_outstanding = submission.taken
         self.is_complete = False
         self.error: FetchError | None = None
         self._queue = queue
@@ -216,8 +216,8 @@ class AioQueue:
                 self.poll()
             try:
                 room = 0 if self._backlog else self._max_in_flight - self._in_flight
-                made = start(self._context or self._setup(), room, number << 32)
-                ticket, taken = AioTicket(self, number, made, keep_alive), made.taken
+                submission = start(self._context or self._setup(), room, number << 32)
+                ticket, taken = AioTicket(self, number, submission, keep_alive), submission.taken
                 if not ticket.num_reads:
                     ticket.finish()
                     return ticket

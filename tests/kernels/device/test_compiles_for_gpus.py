@@ -20,7 +20,7 @@ STRIDES = (
     "heads", "key_heads", "query_row", "query_head", "key_row", "key_head", "position_row",
 )  # fmt: skip
 ENDS = ("query_ptr", "key_ptr", "cos_ptr", "sin_ptr", "query_out_ptr", "key_out_ptr")
-UNIT = {"WORDS": 64, "CHUNK": 64, "GROUP": 1, "GROUP_WIDE": 1}
+UNIT_SIZES = {"WORDS": 64, "CHUNK": 64, "UNIT": 1, "UNIT_WIDE": 1}
 
 
 def parts(kind: str) -> list[tuple[Any, ...]]:
@@ -45,10 +45,10 @@ def parts(kind: str) -> list[tuple[Any, ...]]:
 
 
 KERNELS = [
-    ("slots_triton", "_gather", TABLES, {**UNIT, "ENTRIES": 8, "TILES": 16}, 4),
+    ("slots_triton", "_gather", TABLES, {**UNIT_SIZES, "ENTRIES": 8, "TILES": 16}, 4),
     (
         "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},
-        {**UNIT, "ENTRIES": 64, "CHUNKS": 1, "ROWS": 256}, 8,
+        {**UNIT_SIZES, "ENTRIES": 64, "CHUNKS": 1, "ROWS": 256}, 8,
     ),
     *parts("bf16"), *parts("fp16"), *parts("fp32"),
 ]  # fmt: skip

@@ -10,9 +10,9 @@ SHAPE = KVShape(
 )  # fmt: skip
 
 
-def make_index(fine_groups: int = 1, max_units: int = 24) -> ChunkBoundsIndex:
+def make_index(fine_units: int = 1, max_units: int = 24) -> ChunkBoundsIndex:
     return ChunkBoundsIndex(
-        SHAPE, batch=1, max_units=max_units, group_tokens=1, fine_groups=fine_groups,
+        SHAPE, batch=1, max_units=max_units, group_tokens=1, fine_units=fine_units,
         selected_units=2, device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -35,7 +35,7 @@ def test_two_levels_by_hand() -> None:
 
 
 def test_chunks_grow_unit_by_unit_and_are_made_anew() -> None:
-    index = make_index(fine_groups=2)
+    index = make_index(fine_units=2)
     query = torch.tensor([[[1.0, 0.0]]])
     for place, value in enumerate([1.0, 5.0, 2.0]):
         index.append(torch.tensor([value, 0.0]).view(1, 1, 1, 2), place)

@@ -105,18 +105,18 @@ def schedule_beams(
     alike = not settings.share and needs.min() == needs.max()
     if alike or most >= count:
         rounds = -(-count // most)
-        return packing.run(even_limit(rounds) if settings.balance else lambda _, left: most)
+        return packing.run(balanced_limit(rounds) if settings.balance else lambda _, left: most)
     full = packing.run(lambda _, left: left)
     slack = 0
     while settings.balance and slack < count:
-        even = packing.run(even_limit(len(full), slack))
-        if len(even) <= len(full):
-            return even
+        balanced = packing.run(balanced_limit(len(full), slack))
+        if len(balanced) <= len(full):
+            return balanced
         slack = max(2 * slack, 1)
     return full
 
 
-def even_limit(rounds: int, slack: int = 0) -> Limit:
+def balanced_limit(rounds: int, slack: int = 0) -> Limit:
     """A limit under which `rounds` groups come out even, the smaller ones first.
 
     `slack` lets a group be so much larger than its share. Groups after the last round have no

@@ -50,7 +50,7 @@ def _append(
     key_row, key_head, value_row, value_head, host_row, window_row, mask_row,
     HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr, DIM: tl.constexpr, DIM_WIDE: tl.constexpr,
     SINKS: tl.constexpr, SINKS_WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr)
@@ -64,8 +64,8 @@ def _append(
     tl.store(there, key, mask=whole)
     tl.store(there + HEADS * DIM, value, mask=whole)
 
-    unit, offset = position // GROUP, position % GROUP
-    window_place = SINKS + unit % WINDOW * GROUP
+    unit, offset = position // UNIT, position % UNIT
+    window_place = SINKS + unit % WINDOW * UNIT
     window_ptr += row * window_row
     there = window_ptr + (window_place + offset) * (2 * HEADS * DIM) + within
     tl.store(there, key, mask=whole)
@@ -73,14 +73,14 @@ def _append(
 
     # The token is shown; a unit that begins hides what its slot held before.
     mask_ptr += row * mask_row
-    place = tl.arange(0, GROUP_WIDE)
+    place = tl.arange(0, UNIT_WIDE)
     shown = tl.where(place == offset, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
-    changed = (place < GROUP) & ((place == offset) | (offset == 0))
+    changed = (place < UNIT) & ((place == offset) | (offset == 0))
     tl.store(mask_ptr + window_place + place, shown, mask=changed)
 
     if SINKS > 0:
         start = tl.load(start_ptr + row)
-        first = (start // GROUP * GROUP).to(tl.int64)
+        first = (start // UNIT * UNIT).to(tl.int64)
         place = position - first
         is_sink = whole & (place >= 0) & (place < SINKS)
         there = window_ptr + place * (2 * HEADS * DIM) + within
@@ -88,7 +88,7 @@ def _append(
         tl.store(there + HEADS * DIM, value, mask=is_sink)
         # Sinks that have left the window with this unit are shown.
         sink = tl.arange(0, SINKS_WIDE)
-        window_start = tl.maximum(unit + 1 - WINDOW, 0) * GROUP
+        window_start = tl.maximum(unit + 1 - WINDOW, 0) * UNIT
         left = (first + sink < window_start) & (first + sink >= start)
         shown = tl.where(left, 0.0, -float("inf")).to(mask_ptr.dtype.element_ty)
         tl.store(mask_ptr + sink, shown, mask=(sink < SINKS) & (offset == 0))
@@ -120,7 +120,7 @@ def append_token_triton(
         HEADS=heads, HEADS_WIDE=triton.next_power_of_2(heads),
         DIM=dim, DIM_WIDE=triton.next_power_of_2(dim),
         SINKS=sink_places, SINKS_WIDE=triton.next_power_of_2(max(sink_places, 1)),
-        WINDOW=window_slots, GROUP=group_tokens, GROUP_WIDE=triton.next_power_of_2(group_tokens),
+        WINDOW=window_slots, UNIT=group_tokens, UNIT_WIDE=triton.next_power_of_2(group_tokens),
         num_warps=4 if heads * dim >= 1024 else 1,
     )  # fmt: skip
 

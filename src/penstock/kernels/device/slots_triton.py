@@ -124,21 +124,21 @@ def _read_tile(
 @triton.jit
 def _write_tile(
     pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words, mask_row,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Put a tile into its slots; with the first chunk, the mask of their tokens."""
     word = chunk * CHUNK + tl.arange(0, CHUNK)
     target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
     tl.store(pool_ptr + target, words, mask=listed[:, None] & (word < WORDS)[None, :])
     if chunk == 0:
-        offset = tl.arange(0, GROUP_WIDE)
-        position = unit[:, None] * GROUP + offset[None, :]
-        place = slot[:, None] * GROUP + offset[None, :]
+        offset = tl.arange(0, UNIT_WIDE)
+        position = unit[:, None] * UNIT + offset[None, :]
+        place = slot[:, None] * UNIT + offset[None, :]
         shown = tl.where(position >= tl.load(start_ptr + row), 0.0, -float("inf"))
         tl.store(
             mask_ptr + row * mask_row + place,
             shown.to(mask_ptr.dtype.element_ty),
-            mask=listed[:, None] & (offset < GROUP)[None, :],
+            mask=listed[:, None] & (offset < UNIT)[None, :],
         )
 
 
@@ -147,7 +147,7 @@ def _gather(
     host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
     width, host_row_words, pool_row_words, mask_row,
     WORDS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr, TILES: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(counts_ptr + row)
@@ -162,7 +162,7 @@ def _gather(
         )  # fmt: skip
         _write_tile(
             pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words,
-            mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
+            mask_row, WORDS, CHUNK, UNIT, UNIT_WIDE,
         )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def _gather_staying(
     host_ptr, pool_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
     rows, width, host_row_words, pool_row_words, mask_row,
     ROWS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    ENTRIES: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDE: tl.constexpr,
+    ENTRIES: tl.constexpr, UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program p of P copies tiles p, p + P, ... of all rows' lists. It loads the next tile while it
     puts one into its slots."""
@@ -206,7 +206,7 @@ def _gather_staying(
         )  # fmt: skip
         _write_tile(
             pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words,
-            mask_row, WORDS, CHUNK, GROUP, GROUP_WIDE,
+            mask_row, WORDS, CHUNK, UNIT, UNIT_WIDE,
         )  # fmt: skip
         row, chunk, listed, unit = next_row, next_chunk, next_listed, next_unit
         slot, words = next_slot, next_words
@@ -236,8 +236,8 @@ def gather_units_triton(
     tensors = (source, target, mask, start, lists.units, lists.slots, lists.counts)
     strides = (width, source.stride(0), target.stride(0), mask.stride(0))
     sizes = {
-        "WORDS": words, "CHUNK": chunk, "ENTRIES": entries, "GROUP": group_tokens,
-        "GROUP_WIDE": triton.next_power_of_2(group_tokens),
+        "WORDS": words, "CHUNK": chunk, "ENTRIES": entries, "UNIT": group_tokens,
+        "UNIT_WIDE": triton.next_power_of_2(group_tokens),
     }  # fmt: skip
     if leaves_room:
         programs = min(_STAYING_PROGRAMS, tiles * rows * chunks)

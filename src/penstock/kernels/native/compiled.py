@@ -58,7 +58,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
 
 LEVELS = ("off", "plain", "avx512", "auto")
 """What a process can be limited to: torch alone; C without AVX-512; all but AVX-512 VNNI; all."""
-_CHOICE = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+_LEVEL_NAMES = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 
 _NEEDS: Mapping[str, int] = MappingProxyType({
     **dict.fromkeys((
@@ -123,7 +123,7 @@ def limit(level: str) -> None:
         ValueError: an unknown level.
     """
     if level not in LEVELS:
-        raise ValueError(f"the compiled kernels have no level {level!r}; give {_CHOICE}")
+        raise ValueError(f"the compiled kernels have no level {level!r}; give {_LEVEL_NAMES}")
     library = _load(_FOLDER / file_name())
     if library is not None:
         _limit_of(library).value = LEVELS.index(level)

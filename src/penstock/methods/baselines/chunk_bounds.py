@@ -26,37 +26,37 @@ class ChunkBoundsIndex(KeyIndex):
     """
 
     def __init__(
-        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, fine_groups: int,
+        self, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, fine_units: int,
         selected_units: int, device: torch.device,
     ) -> None:  # fmt: skip
         """Allocate the bounds of both levels.
 
         Args:
-            fine_groups: units of a fine chunk.
+            fine_units: units of a fine chunk.
             selected_units: units of a selection, which decides how many chunks are opened.
         """
         self._shape = shape
-        self._group_tokens, self._fine_groups = group_tokens, fine_groups
-        self._opened = opened_chunks(selected_units, fine_groups)
-        fine, coarse = chunk_counts(max_units, fine_groups)
+        self._group_tokens, self._fine_units = group_tokens, fine_units
+        self._opened = opened_chunks(selected_units, fine_units)
+        fine, coarse = chunk_counts(max_units, fine_units)
         size = (2, batch, fine, shape.joint_dim)
         self._fine = torch.zeros(size, dtype=shape.dtype, device=device)
         size = (2, batch, coarse, shape.joint_dim)
         self._coarse = torch.zeros(size, dtype=shape.dtype, device=device)
 
     @staticmethod
-    def num_bytes(shape: KVShape, *, batch: int, max_units: int, fine_groups: int) -> int:
+    def num_bytes(shape: KVShape, *, batch: int, max_units: int, fine_units: int) -> int:
         """Bytes of one layer's bounds, for the ledger."""
-        chunks = sum(chunk_counts(max_units, fine_groups))
+        chunks = sum(chunk_counts(max_units, fine_units))
         return 2 * batch * chunks * shape.joint_dim * shape.dtype.itemsize
 
     @staticmethod
     def scratch_bytes(
-        shape: KVShape, *, batch: int, max_units: int, fine_groups: int, selected_units: int
+        shape: KVShape, *, batch: int, max_units: int, fine_units: int, selected_units: int
     ) -> int:
         """Temporaries of one call of `score`: bounds in float32, and scores of all units."""
-        _, coarse = chunk_counts(max_units, fine_groups)
-        opened = min(coarse, opened_chunks(selected_units, fine_groups)) * BRANCHES
+        _, coarse = chunk_counts(max_units, fine_units)
+        opened = min(coarse, opened_chunks(selected_units, fine_units)) * BRANCHES
         bounds = 4 * coarse + (4 + 2 * shape.dtype.itemsize) * opened
         scores = 20 * BRANCHES * coarse + 4 * max_units
         return batch * (bounds * shape.joint_dim + scores)
@@ -64,16 +64,16 @@ class ChunkBoundsIndex(KeyIndex):
     @override
     def append(self, keys: Tensor, first_token: int) -> None:
         """Chunks grow as their units close."""
-        groups = keys.reshape(keys.shape[0], -1, self._group_tokens, self._shape.joint_dim)
-        low, high = groups.amin(dim=2), groups.amax(dim=2)
+        units = keys.reshape(keys.shape[0], -1, self._group_tokens, self._shape.joint_dim)
+        low, high = units.amin(dim=2), units.amax(dim=2)
         first = first_token // self._group_tokens
-        for level, size in ((self._fine, self._fine_groups), (self._coarse, self._coarse_groups)):
+        for level, size in ((self._fine, self._fine_units), (self._coarse, self._coarse_units)):
             _merge(level[0], low, first, size, smallest=True)
             _merge(level[1], high, first, size, smallest=False)
 
     @property
-    def _coarse_groups(self) -> int:
-        return self._fine_groups * BRANCHES
+    def _coarse_units(self) -> int:
+        return self._fine_units * BRANCHES
 
     @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
@@ -82,8 +82,8 @@ class ChunkBoundsIndex(KeyIndex):
         grouped = query.view(rows, shape.num_kv_heads, -1, shape.head_dim).float()
         above = grouped.clamp_min(0).sum(dim=2).view(rows, -1, 1)
         below = grouped.clamp_max(0).sum(dim=2).view(rows, -1, 1)
-        coarse_count = -(-num_units // self._coarse_groups)
-        fine_count = -(-num_units // self._fine_groups)
+        coarse_count = -(-num_units // self._coarse_units)
+        fine_count = -(-num_units // self._fine_units)
         low, high = self._coarse[:, :, :coarse_count]
         coarse = torch.matmul(high.float(), above).add_(torch.matmul(low.float(), below))[..., 0]
         opened = coarse.topk(min(self._opened, coarse_count), dim=1).indices
@@ -99,7 +99,7 @@ class ChunkBoundsIndex(KeyIndex):
         closed = coarse + gap - 1.0
         scores = closed.repeat_interleave(BRANCHES, dim=1)
         scores.scatter_(1, chunks, fine)
-        return scores.repeat_interleave(self._fine_groups, dim=1)[:, :num_units].contiguous()
+        return scores.repeat_interleave(self._fine_units, dim=1)[:, :num_units].contiguous()
 
     @override
     def take_rows_from(self, other: KeyIndex, rows: Tensor) -> None:
@@ -109,15 +109,15 @@ class ChunkBoundsIndex(KeyIndex):
                 bounds.copy_(source[rows])
 
 
-def chunk_counts(max_units: int, fine_groups: int) -> tuple[int, int]:
+def chunk_counts(max_units: int, fine_units: int) -> tuple[int, int]:
     """Fine and coarse chunks of `max_units` units; coarse ones have all their branches."""
-    coarse = -(-max_units // (fine_groups * BRANCHES))
+    coarse = -(-max_units // (fine_units * BRANCHES))
     return coarse * BRANCHES, coarse
 
 
-def opened_chunks(selected_units: int, fine_groups: int) -> int:
+def opened_chunks(selected_units: int, fine_units: int) -> int:
     """Coarse chunks that a step looks into."""
-    return max(2, -(-REFINED_SHARE * selected_units // (fine_groups * BRANCHES)))
+    return max(2, -(-REFINED_SHARE * selected_units // (fine_units * BRANCHES)))
 
 
 def _merge(bounds: Tensor, units: Tensor, first: int, size: int, *, smallest: bool) -> None:

@@ -77,10 +77,10 @@ class LeoAM(BaselinePolicy):
         sizes: list[tuple[SelectionPolicy, IndexSize]] = []
         for count in counts:
             held = ChunkBoundsIndex.num_bytes(
-                shape, batch=batch, max_units=max_units, fine_groups=count
+                shape, batch=batch, max_units=max_units, fine_units=count
             )
             scratch = ChunkBoundsIndex.scratch_bytes(
-                shape, batch=batch, max_units=max_units, fine_groups=count,
+                shape, batch=batch, max_units=max_units, fine_units=count,
                 selected_units=max(1, min(most, max_units)),
             )  # fmt: skip
             policy = replace(self, fine_tokens=count * self.group_tokens)
@@ -93,6 +93,6 @@ class LeoAM(BaselinePolicy):
         return ChunkBoundsIndex(
             request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens,
-            fine_groups=self.fine_tokens // request.group_tokens,
+            fine_units=self.fine_tokens // request.group_tokens,
             selected_units=request.selected_units, device=request.device,
         )  # fmt: skip
