@@ -41,7 +41,7 @@ class Case:
         self.arrays = SlotArrays(
             slot_of=self.tables[0].slot_of, unit_in=self.tables[0].unit_in,
             heads=self.clocks[0].heads, stored=stored, slots_per_row=SLOTS_PER_ROW,
-            buffer=self.buffer.address, row_bytes=UNIT, num_rows=self.buffer.num_slots,
+            buffer=self.buffer.address, slot_bytes=UNIT, buffer_slots=self.buffer.num_slots,
             run_units=RUN, descriptor=DESCRIPTOR,
         )  # fmt: skip
         self.call = GroupFetch(self.selection, self.arrays)
@@ -117,6 +117,6 @@ def test_wrong_memory_is_refused() -> None:
         case.call.submit(torch.randn(case.shape), (0, GROUPS), 11, 0, 0, 0)
     with pytest.raises(AssertionError, match="one piece"):
         GroupFetch(case.selection, replace(case.arrays, stored=case.stored[:, ::2]))
-    small = GroupFetch(case.selection, replace(case.arrays, num_rows=3))
+    small = GroupFetch(case.selection, replace(case.arrays, buffer_slots=3))
     with pytest.raises(AssertionError, match="outside the buffer"):
         small.submit(torch.randn(case.shape), (0, GROUPS), 5, 0, 0, 0)

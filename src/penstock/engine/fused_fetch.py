@@ -121,8 +121,9 @@ class FusedFetch:
         assert buffer is not None
         to = SlotArrays(
             slot_of=table.slot_of, unit_in=table.unit_in, heads=replacement.heads, stored=stored,
-            slots_per_row=self._slots_per_row, buffer=buffer.address, row_bytes=region.padded_bytes,
-            num_rows=buffer.num_slots, run_units=region.run_units, descriptor=descriptor,
+            slots_per_row=self._slots_per_row, buffer=buffer.address,
+            slot_bytes=region.padded_bytes, buffer_slots=buffer.num_slots,
+            run_units=region.run_units, descriptor=descriptor,
         )  # fmt: skip
         call = GroupFetch(selection, to)
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)

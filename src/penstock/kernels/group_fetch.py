@@ -27,8 +27,8 @@ class _Slots(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot_of", "unit_in", "heads", "stored")),
         *((name, ctypes.c_int64) for name in (
-            "max_units", "num_slots", "max_stored", "slots_per_row", "buffer", "row_bytes",
-            "num_rows", "run_units", "descriptor",
+            "max_units", "num_slots", "max_stored", "slots_per_row", "buffer", "slot_bytes",
+            "buffer_slots", "run_units", "descriptor",
         )),
     )  # fmt: skip
 
@@ -49,8 +49,8 @@ class SlotArrays:
     """Slots of the buffer from a row to the next, sinks and window included."""
     buffer: int
     """Address of the slots' memory."""
-    row_bytes: int
-    num_rows: int
+    slot_bytes: int
+    buffer_slots: int
     run_units: int
     """Most units in one read."""
     descriptor: int
@@ -111,7 +111,7 @@ class GroupFetch:
         self._slots = _Slots(
             address(to.slot_of), address(to.unit_in), address(to.heads), address(to.stored),
             to.slot_of.shape[1], to.unit_in.shape[1], to.stored.shape[1], to.slots_per_row,
-            to.buffer, to.row_bytes, to.num_rows, to.run_units, to.descriptor,
+            to.buffer, to.slot_bytes, to.buffer_slots, to.run_units, to.descriptor,
         )  # fmt: skip
         self._slots_address = ctypes.addressof(self._slots)
 

@@ -14,25 +14,25 @@ _PROGRAMS = 64
 
 @triton.jit
 def _copy(
-    addresses, rows, index, tiles, tiles_of_piece, row_words,
+    addresses, slots, index, tiles, tiles_of_piece, slot_words,
     TO_HOST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Every program copies each so many-th tile of a piece."""
+    """Program p of P copies tiles p, p + P, ... of the pieces."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         piece = tile // tiles_of_piece
         offsets = tile % tiles_of_piece * WORDS + tl.arange(0, WORDS)
-        inside = offsets < row_words
+        inside = offsets < slot_words
         there = tl.load(addresses + piece).to(tl.pointer_type(tl.int64)) + offsets
-        here = rows + tl.load(index + piece) * row_words + offsets
+        here = slots + tl.load(index + piece) * slot_words + offsets
         if TO_HOST:
             tl.store(there, tl.load(here, mask=inside, other=0), mask=inside)
         else:
             tl.store(here, tl.load(there, mask=inside, other=0), mask=inside)
 
 
-def gather_pieces_triton(addresses: Tensor, rows: Tensor, index: Tensor, *, to_host: bool) -> None:
+def gather_pieces_triton(addresses: Tensor, slots: Tensor, index: Tensor, *, to_host: bool) -> None:
     """`gather_pieces` in Triton."""
-    words = rows.view(torch.int64)
+    words = slots.view(torch.int64)
     tiles_of_piece = triton.cdiv(words.shape[1], _WORDS)
     tiles = addresses.shape[0] * tiles_of_piece
     if tiles:
