@@ -205,8 +205,7 @@ def _accuracy(evaluation: Result | None, *, prose: bool) -> str:
 
 def _attention(statistics: Result) -> str:
     """Where full attention looks, and what of the papers' premises holds."""
-    from research.statistics.premises import premises
-    from research.statistics.table import keys_table, legends, locality_table
+    from research.statistics.program import keys_table, legends, locality_table, premises
 
     figures = statistics.figures
     locality, keys = legends(figures)

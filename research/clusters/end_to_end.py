@@ -24,10 +24,29 @@ from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import Row
 from penstock.evaluate.sitting import closed
-from research.clusters.end_to_end_merge import GROWING, KIND, SHARED, merged
-from research.clusters.end_to_end_run import CACHE, DISK, MAIN, Case, ForcedText, LiveRow, run_group
-from research.clusters.end_to_end_table import LAYER_WISE, NO_CLUSTERS, end_to_end_table, summary
-from research.clusters.step_grid import StepGrid, add_step_options, check_step_options, run_steps
+from research.clusters.end_to_end_table import (
+    GROWING,
+    KIND,
+    LAYER_WISE,
+    NO_CLUSTERS,
+    SHARED,
+    end_to_end_table,
+    merged,
+    summary,
+)
+from research.clusters.steps import (
+    CACHE,
+    DISK,
+    MAIN,
+    Case,
+    ForcedText,
+    LiveRow,
+    StepGrid,
+    add_step_options,
+    check_step_options,
+    run_group,
+    run_steps,
+)
 
 METHODS = (
     "full", "dynakv", "dynakv:layout=tokens", "dynakv:update=static", "pqcache", "clusterkv",
@@ -38,11 +57,7 @@ REUSES = (0.0, 1.0, 2.0, 4.0)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a number is out of its range, or a device or method does not exist.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m research.{KIND}", description=__doc__)
     add = parser.add_argument
     add_step_options(parser, methods=METHODS, devices=f"ufs,{DISK}", steps=48, warm=8)
@@ -121,17 +136,11 @@ class EndToEnd(StepGrid[Case]):
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure, print the tables, save the result.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure, print the tables, save the result."""
     args = parse_arguments(arguments)
     if args.merge:
         result = merged(args.out, args.merge)
-        result.save(args.out)
-        print(end_to_end_table(result.figures))
-        return closed(result, args)
+        return closed(result, args, end_to_end_table(result.figures))
     return run_steps(KIND, EndToEnd, all_cases(args), arguments, args)
 
 

@@ -10,9 +10,14 @@ share the work: each keeps what its methods say there, and a last run takes it a
 
 import argparse
 import dataclasses
+import hashlib
+import json
+import os
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.regular_file import open_regular
 from penstock.evaluate.accuracy_settings import Setting, parse_settings
 from penstock.evaluate.entry import run_program
+from penstock.evaluate.machine import describe_machine
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result, without_path
@@ -31,11 +38,104 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import share_weights
-from research.clusters.end_to_end_run import ForcedText
 from research.clusters.end_to_end_table import NO_CLUSTERS
-from research.clusters.recording import model_name
-from research.clusters.texts import RING_WALK, answer_of, read_on
-from research.clusters.traces import DocumentTokens, Found, Trace, TraceFolder
+from research.clusters.recording import RING_WALK, answer_of, model_name, read_on
+from research.clusters.steps import ForcedText
+
+# What methods say of a document, token by token, kept in files that many processes share ----------
+
+_MEANING = "decoded tokens of the output"
+"""Of what a file holds; part of its name, since earlier files began before the output."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """One method's answers to one document, behind each decoded token of the output."""
+
+    likeliest: NDArray[np.int64]
+    """[steps]"""
+    nats: NDArray[np.float64]
+    """What the text's own next token costs. [steps]"""
+
+
+class DocumentTokens(NamedTuple):
+    """What is read: a prompt, and the output that is forced behind it."""
+
+    number: int
+    ids: list[int]
+    prompt: int
+    """How many of them are the prompt."""
+
+
+class Found(NamedTuple):
+    """What was said, and what is known of the cache that said it."""
+
+    trace: Trace
+    known: dict[str, Any]
+
+
+class TraceFolder:
+    """One file for each method and document; its name has a digest of all that matters to it."""
+
+    def __init__(self, folder: str | None, model: str, chunk: int) -> None:
+        """Make the folder where it does not exist.
+
+        Args:
+            folder: None: nothing is kept and nothing found.
+            chunk: tokens per forward pass of the prefill.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        self._folder = None if folder is None else Path(folder)
+        self._model, self._chunk = model, chunk
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--traces cannot be a folder: {error}") from error
+
+    def _path(self, setting: Setting, document: DocumentTokens) -> Path | None:
+        if self._folder is None:
+            return None
+        options = sorted(dataclasses.asdict(setting.policy).items())
+        read = [_MEANING, self._model, self._chunk, document.ids, document.prompt]
+        what = [*read, setting.text, options, setting.memory]
+        digest = hashlib.sha256(json.dumps(what, default=str).encode())
+        name = f"{self._model}-{document.number}-{setting.policy.name}-{digest.hexdigest()[:16]}"
+        return self._folder / f"{name}.npz"
+
+    def find(self, setting: Setting, document: DocumentTokens) -> Found | None:
+        """What the method said of the document, if that is there.
+
+        Raises:
+            ConfigError: the file is there and cannot be read.
+        """
+        path = self._path(setting, document)
+        if path is None or not path.exists():
+            return None
+        try:
+            with open_regular(path) as file, np.load(file) as kept:
+                trace = Trace(kept["likeliest"], kept["nats"])
+                return Found(trace, json.loads(str(kept["known"])))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path.name} of --traces cannot be read; delete it") from error
+
+    def keep(self, setting: Setting, document: DocumentTokens, found: Found) -> None:
+        """Write a file atomically."""
+        path = self._path(setting, document)
+        if path is None:
+            return
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            np.savez_compressed(
+                file, likeliest=found.trace.likeliest, nats=found.trace.nats,
+                known=np.array(json.dumps(found.known | {"cpu": describe_machine()["cpu"]})),
+            )  # fmt: skip
+        partial.replace(path)
+
+
+# What long outputs lose under each kind of clusters -----------------------------------------------
 
 KIND = "clusters.quality"
 FULL = "full"
@@ -49,11 +149,7 @@ _SAY_STEPS = 64
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a number is out of its range.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m research.{KIND}", description=__doc__)
     add = parser.add_argument
     add("--model", default="recall", help="the bundled model, a released one, or a folder")
@@ -71,8 +167,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--traces", metavar="FOLDER",
         help="keep what each method says of a document here, and do not ask again")  # fmt: skip
     add("--kept", action="store_true",
-        help="ask nobody: documents of which --traces has all methods")  # fmt: skip
-    args = read_options(parser, arguments, resume=False, minutes=False)
+        help="run nothing: documents of which --traces has all methods")  # fmt: skip
+    args = read_options(
+        parser, arguments, resume=False, minutes=False,
+        renamed_with_out={"--output": "--max-new-tokens"},
+    )  # fmt: skip
     if min(args.prompt, args.documents, args.selected, args.chunk) < 1 or args.output <= PARTS:
         raise ConfigError(f"sizes count from 1 on, --max-new-tokens from {PARTS + 1} on")
     if args.kept and not args.traces:
@@ -280,11 +379,7 @@ def quality_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure, print the table, save the result.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure, print the table, save the result."""
     args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     private = ("out", "json", "text", "traces", "document", "kept")
@@ -295,10 +390,7 @@ def run(arguments: Sequence[str]) -> Result:
     result = Result.begin(KIND, shown, settings, seed=args.seed, package="research")
     measure(args, result)
     result.figures["methods"] = summary(result.figures["rows"])
-    print(quality_table(result.figures["rows"]))
-    if args.out:
-        result.save(args.out)
-    return closed(result, args)
+    return closed(result, args, quality_table(result.figures["rows"]))
 
 
 if __name__ == "__main__":

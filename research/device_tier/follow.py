@@ -28,8 +28,8 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import plain_cache
+from research.device_tier.decode_row import count
 from research.device_tier.methods import Method, Pattern, method_texts, parse_method
-from research.device_tier.row_counts import count
 
 KIND = "device_tier.follow"
 METHODS = "full-dynamic,arkvale,louiskv"
@@ -149,11 +149,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Follow every text by every method, print and save it.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Follow every text by every method, print and save it."""
     args = parse_arguments(arguments)
     pattern = Pattern(args.prompt, _OUTPUT)
     methods = [parse_method(text, pattern) for text in method_texts(args.methods)]
@@ -178,8 +174,7 @@ def run(arguments: Sequence[str]) -> Result:
             result.figures = {"rows": rows}
             if args.out:
                 result.save(args.out)
-    print(table(rows))
-    return closed(result, args)
+    return closed(result, args, table(rows))
 
 
 if __name__ == "__main__":

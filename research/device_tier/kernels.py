@@ -19,20 +19,23 @@ from penstock.evaluate.result import Result
 from penstock.evaluate.sitting import Sitting, closed
 from penstock.evaluate.text_table import format_table
 from penstock.models.plain_model import ARCHITECTURES
-from research.device_tier.cluster_cases import KMEANS, cluster_cases, prefill_layer_s
 from research.device_tier.kernel_cases import (
+    KMEANS,
     SMALL,
     Cases,
     Grid,
     KernelCase,
     append_cases,
     attention_cases,
+    boundary_cases,
+    cluster_cases,
     gather_cases,
     host_buffer,
+    prefill_layer_s,
+    selection_cases,
+    slot_cases,
 )
-from research.device_tier.kernel_timer import CallTime, time_calls
-from research.device_tier.plain_kernels import without_triton
-from research.device_tier.unit_cases import boundary_cases, selection_cases, slot_cases
+from research.device_tier.timers import CallTime, time_calls, without_triton
 
 KIND = "device_tier.kernels"
 _TOPICS = ("gather", "append", "attention", "selection", "slots", "boundaries", "kmeans")
@@ -175,11 +178,7 @@ def _cases(topic: str, grid: Grid, device: torch.device) -> Cases:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure everything that the command line asks for, print it and save it.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     grid, device = SMALL if args.small else Grid(), torch.device(args.on)
     if args.on == "cuda":
@@ -207,8 +206,7 @@ def run(arguments: Sequence[str]) -> Result:
             figures["rows"].append({"kernel": topic, "size": "all", "error": _said(error)})
         progress.step(1)
         sitting.save()
-    print(kernel_table(figures))
-    return closed(result, args)
+    return closed(result, args, kernel_table(figures))
 
 
 if __name__ == "__main__":

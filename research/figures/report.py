@@ -6,51 +6,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
-from matplotlib.figure import Figure
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.figure_style import STYLE, save
 from penstock.evaluate.result import Result
-from research.figures.accuracy import budget_points, draw_accuracy, draw_tasks
-from research.figures.audit import draw_audit
-from research.figures.breakdown import draw_breakdown, has_breakdown
-from research.figures.cluster_costs import draw_cluster_costs
-from research.figures.cluster_drift import draw_cluster_drift
-from research.figures.cluster_keys import draw_cluster_keys
-from research.figures.cluster_quality import draw_cluster_quality
-from research.figures.cluster_speed import cluster_speed_figures
-from research.figures.device_ablation import draw_device_ablation
-from research.figures.device_kernels import draw_device_kernels
-from research.figures.device_speed import (
-    draw_device_breakdown,
-    draw_device_speed,
-    has_device_breakdown,
+from research.figures import (
+    accuracy,
+    clusters,
+    device_tier,
+    louiskv,
+    measured,
+    near_storage,
+    search,
+    settings,
+    tuning,
 )
-from research.figures.documents import draw_documents
-from research.figures.method import compares_methods, draw_methods
-from research.figures.near_agreement import draw_near_agreement
-from research.figures.near_counts import draw_near_counts
-from research.figures.near_decode import near_decode_figures
-from research.figures.near_placement import draw_near_placement
-from research.figures.near_smartssd import draw_parts, draw_smartssd, draw_split
-from research.figures.needle import draw_needles
-from research.figures.pareto import draw_pareto, has_front
-from research.figures.result_lengths import by_length
-from research.figures.retrieval import draw_retrievals, draw_units
-from research.figures.retrieval_points import has_retrievals
-from research.figures.search_accuracy import draw_search_accuracy
-from research.figures.search_plan import draw_search_plan
-from research.figures.search_speed import search_speed_figures
-from research.figures.segments import draw_segments
-from research.figures.setting import draw_setting
-from research.figures.statistics import draw_statistics
-from research.figures.throughput import draw_throughput
-from research.figures.token_budgets import draw_token_budgets, has_token_budgets
-from research.figures.tuning_prediction import draw_predictions
-from research.figures.tuning_quality import draw_tuning_quality, has_quality
+from research.figures.chart import Chart, draw
 
-Draw = Callable[[Result], Figure]
 RESULTS, FIGURES = Path("benchmarks/results"), Path("benchmarks/figures")
 BUNDLED = "recall"
 """The model of results that name none."""
@@ -61,129 +34,147 @@ class _Drawn(NamedTuple):
 
     end: str
     """What stands behind the result's name."""
-    draw: Draw
+    chart: Callable[[Result], Chart]
+    """Raises ConfigError where a result lacks what it shows."""
     has: Callable[[Result], bool] = lambda _: True
-    """Whether a result has it."""
-
-
-_DRAWN = {
-    "throughput": (_Drawn("", draw_throughput),),
-    "audit": (_Drawn("", draw_audit),),
-    "statistics": (_Drawn("", draw_statistics),),
-    "needles": (_Drawn("", draw_needles),),
-    "setting": (_Drawn("", draw_setting), _Drawn("-breakdown", draw_breakdown, has_breakdown)),
-    "clusters": (
-        _Drawn("", draw_cluster_costs), _Drawn("-drift", draw_cluster_drift),
-        _Drawn("-keys", draw_cluster_keys),
-    ),
-    "clusters.quality": (_Drawn("", draw_cluster_quality),),
-    "near_storage.placement": (
-        _Drawn("", draw_near_placement), _Drawn("-counts", draw_near_counts),
-    ),
-    "near_storage.agreement": (_Drawn("", draw_near_agreement),),
-    "near_storage.smartssd": (
-        _Drawn("", draw_smartssd), _Drawn("-split", draw_split), _Drawn("-parts", draw_parts),
-    ),
-    "search_accuracy": (_Drawn("", draw_search_accuracy),),
-    "search.plan": (_Drawn("", draw_search_plan),),
-    "device_tier.kernels": (_Drawn("", draw_device_kernels),),
-    "device_tier.speed": (
-        _Drawn("", draw_device_speed, lambda result: not result.settings.get("ablation")),
-        _Drawn("", draw_device_ablation, lambda result: bool(result.settings.get("ablation"))),
-        _Drawn("-breakdown", draw_device_breakdown, has_device_breakdown),
-    ),
-    "documents": (_Drawn("", draw_documents),),
-    "tuning.predict": (_Drawn("", draw_predictions),),
-    "tuning.sweep": (
-        _Drawn("", draw_tuning_quality, has_quality), _Drawn("-predicted", draw_predictions),
-    ),
-    "ablation": (
-        _Drawn("-retrievals", draw_retrievals, has_retrievals),
-        _Drawn("-units", draw_units, has_retrievals),
-        _Drawn("-segments", draw_segments, has_retrievals),
-        _Drawn("-budgets", draw_token_budgets, has_token_budgets),
-    ),
-    "accuracy": (
-        _Drawn("", draw_methods, compares_methods),
-        _Drawn("-tasks", draw_tasks, lambda result: not compares_methods(result)),
-        _Drawn("-pareto", draw_pareto, has_front),
-    ),
-}  # fmt: skip
-"""By the kind of a result."""
-_BY_ROWS: dict[str, Callable[[Result, str], dict[str, Draw]]] = {
-    "clusters.end_to_end": cluster_speed_figures, "near_storage.decode": near_decode_figures,
-    "search.speed": search_speed_figures,
-}  # fmt: skip
-"""Kinds whose figures have names of their own."""
-
-
-def figures_of(result: Result, name: str) -> dict[str, Draw]:
-    """The figures that a result gives, by their names; none for what a table says better.
-
-    Args:
-        name: of the result's file, without its ending.
-    """
-    if result.kind in _BY_ROWS:
-        return _BY_ROWS[result.kind](result, name)
-    kind = "ablation" if _is_ablation(result) else result.kind
-    return {name + one.end: one.draw for one in _DRAWN.get(kind, ()) if one.has(result)}
+    """Whether a result is asked for it."""
 
 
 def _is_ablation(result: Result) -> bool:
     """Whether one method comes several times at one budget: a dozen of its options are for a
     table, not for bars."""
-    if result.kind != "accuracy":
-        return False
     texts = dict.fromkeys(cell["setting"] for cell in result.figures.get("cells", []))
     kinds = [text.partition(":")[0] for text in texts]
     return len(set(kinds)) < len(kinds)
+
+
+def _has_methods(result: Result) -> bool:
+    return not _is_ablation(result) and accuracy.compares_methods(result)
+
+
+def _has_tasks(result: Result) -> bool:
+    return not _is_ablation(result) and not accuracy.compares_methods(result)
+
+
+def _has_front(result: Result) -> bool:
+    return not _is_ablation(result) and accuracy.has_front(result)
+
+
+def _of_ablation(has: Callable[[Result], bool]) -> Callable[[Result], bool]:
+    return lambda result: _is_ablation(result) and has(result)
+
+
+_TABLE: dict[str, tuple[_Drawn, ...]] = {
+    "throughput": (_Drawn("", measured.throughput),),
+    "audit": (_Drawn("", measured.audit),),
+    "documents": (_Drawn("", measured.documents),),
+    "statistics": (_Drawn("", measured.statistics),),
+    "needles": (_Drawn("", accuracy.needles),),
+    "accuracy": (
+        _Drawn("-retrievals", louiskv.retrievals, _of_ablation(louiskv.has_retrievals)),
+        _Drawn("-units", louiskv.units, _of_ablation(louiskv.has_retrievals)),
+        _Drawn("-segments", louiskv.segments, _of_ablation(louiskv.has_retrievals)),
+        _Drawn("-budgets", louiskv.token_budgets, _of_ablation(louiskv.has_token_budgets)),
+        _Drawn("", accuracy.methods, _has_methods),
+        _Drawn("-tasks", accuracy.tasks, _has_tasks),
+        _Drawn("-pareto", accuracy.pareto, _has_front),
+    ),
+    "setting": (_Drawn("", settings.throughput), _Drawn("-breakdown", settings.breakdown)),
+    "clusters": (
+        _Drawn("", clusters.costs), _Drawn("-drift", clusters.drift),
+        _Drawn("-keys", clusters.keys),
+    ),
+    "clusters.quality": (_Drawn("", clusters.quality),),
+    "clusters.end_to_end": (_Drawn("", clusters.speed), _Drawn("-cache", clusters.cache)),
+    "near_storage.placement": (
+        _Drawn("", near_storage.placement), _Drawn("-counts", near_storage.counts),
+    ),
+    "near_storage.agreement": (_Drawn("", near_storage.agreement),),
+    "near_storage.decode": (_Drawn("", near_storage.decode), _Drawn("-split", near_storage.split)),
+    "near_storage.smartssd": (
+        _Drawn("", near_storage.smartssd), _Drawn("-split", near_storage.smartssd_split),
+        _Drawn("-parts", near_storage.smartssd_parts),
+    ),
+    "search_accuracy": (_Drawn("", search.accuracy),),
+    "search.plan": (_Drawn("", search.plan),),
+    "search.speed": (
+        _Drawn("", search.speedups), _Drawn("-bytes", search.loaded), _Drawn("-time", search.times),
+        _Drawn("-stall", search.stalls),
+    ),
+    "device_tier.kernels": (_Drawn("", device_tier.kernels),),
+    "device_tier.speed": (
+        _Drawn("", device_tier.speed, lambda result: not result.settings.get("ablation")),
+        _Drawn("", device_tier.ablation, lambda result: bool(result.settings.get("ablation"))),
+        _Drawn("-breakdown", device_tier.breakdown),
+    ),
+    "tuning.predict": (_Drawn("", tuning.predictions),),
+    "tuning.sweep": (_Drawn("", tuning.quality), _Drawn("-predicted", tuning.predictions)),
+}  # fmt: skip
+"""By the kind of a result."""
+_IN_PARTS = {"clusters.end_to_end", "near_storage.decode", "search.speed"}
+"""Kinds whose programs may be asked for so little that no figure comes of it."""
+
+
+def charts_of(result: Result, name: str) -> dict[str, Chart]:
+    """The figures that a result gives, by their names; none for what a table says better.
+
+    Args:
+        name: of the result's file, without its ending.
+
+    Raises:
+        ConfigError: it is of a kind that has figures, and has measured nothing for any.
+    """
+    found: dict[str, Chart] = {}
+    why: ConfigError | None = None
+    for one in _TABLE.get(result.kind, ()):
+        if one.has(result):
+            try:
+                found[name + one.end] = one.chart(result)
+            except ConfigError as error:
+                why = why or error
+    if why is not None and not found and result.kind not in _IN_PARTS:
+        raise why
+    return found
 
 
 def draw_all(paths: Sequence[Path], folder: Path, *, force: bool = False) -> list[str]:
     """Draw what the files have, named after them; returns the figures' names.
 
     Raises:
-        ConfigError: a file is not a result.
+        ConfigError: a file is not a result, or has measured nothing.
     """
     names = []
     over_budget: dict[str, list[Result]] = {}
     with matplotlib.rc_context(STYLE):
         for path in paths:
             result = Result.load(path)
-            figures = figures_of(result, path.stem)
-            for name, draw in figures.items():
-                save(draw(result), name, folder, force=force)
+            charts = charts_of(result, path.stem)
+            for name, chart in charts.items():
+                save(draw(chart), name, folder, force=force)
                 names.append(name)
-            if draw_tasks in figures.values():
+            if f"{path.stem}-tasks" in charts:
                 model = str(result.settings.get("model", BUNDLED))
                 over_budget.setdefault(model, [])
-                over_budget[model] += [one for one in by_length(result) if budget_points(one)]
+                over_budget[model] += [
+                    one for one in accuracy.by_length(result) if accuracy.budget_points(one)
+                ]
         for model, results in over_budget.items():
             if results:
                 name = "accuracy-by-budget" + ("" if model == BUNDLED else f"-{model}")
-                save(draw_accuracy(results), name, folder, force=force)
+                save(draw(accuracy.by_budget(results)), name, folder, force=force)
                 names.append(name)
     return names
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+def run(arguments: Sequence[str]) -> list[str]:
+    """Draw what the command line asks for; returns the figures' names."""
     parser = argparse.ArgumentParser(prog="python -m research.figures", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help=f"default: {RESULTS}/*.json")
     parser.add_argument("--folder", type=Path, default=FIGURES)
     parser.add_argument(
         "--force", action="store_true", help="replace pictures that do not say Penstock drew them"
     )
-    return parser.parse_args(arguments)
-
-
-def run(arguments: Sequence[str]) -> list[str]:
-    """Draw what the command line asks for; returns the figures' names.
-
-    Raises:
-        ConfigError: no result, or one that cannot be drawn.
-    """
-    args = parse_arguments(arguments)
+    args = parser.parse_args(arguments)
     paths = args.files or sorted(RESULTS.glob("*.json"))
     if not paths:
         raise ConfigError(f"there is no result in {RESULTS}; run a benchmark with --out first")

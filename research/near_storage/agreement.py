@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.kernels.key_codes import KeyCodes
-from research.clusters.key_stream import KeyStream
-from research.near_storage.pools import RULES, Pools
-from research.near_storage.trace import best, best_count, logits
+from research.clusters.recording import KeyStream
+from research.near_storage.placement import RULES, Pools, best, best_count, logits
 
 FloatArray = NDArray[np.float32]
 PRODUCTS, ENGINE = "products", "engine"

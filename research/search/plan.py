@@ -45,11 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Compute, print the totals, save the result.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Compute, print the totals, save the result."""
     args = parse_arguments(arguments)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "json")}
     settings["model"] = args.model.rstrip("/").rpartition("/")[2]
@@ -68,10 +64,7 @@ def run(arguments: Sequence[str]) -> Result:
         for name in CONVENTIONS for request in requests
     ]  # fmt: skip
     result.figures = {"rows": rows}
-    if args.out:
-        result.save(args.out)
-    print(plan_table(rows))
-    return closed(result, args)
+    return closed(result, args, plan_table(rows))
 
 
 def _row(

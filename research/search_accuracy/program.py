@@ -3,31 +3,194 @@
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from typing_extensions import override
 
+from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError
+from penstock.evaluate.intervals import bootstrap_mean, paired_bootstrap, wilson
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same
 from penstock.evaluate.sitting import Sitting, sit
 from penstock.evaluate.tasks import GeneratedTasks
+from penstock.evaluate.text_table import format_table
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from research.clusters.recording import model_name
 from research.grid import Grid
 from research.search_accuracy.searches import (
+    BEST_LOGPROB,
+    BEST_VERIFIED,
+    GREEDY,
+    LOGPROB_SEARCH,
+    SINGLE,
+    VERIFIED,
     Plan,
     answer_document,
     answer_greedily,
     searches_of,
     small_memory,
 )
-from research.search_accuracy.summary import GREEDY_TEMPERATURE, summarise
-from research.search_accuracy.table import accuracy_tables
+
+# Accuracy with its interval by method and number of beams -----------------------------------------
+
+METHODS = (VERIFIED, BEST_VERIFIED, LOGPROB_SEARCH, BEST_LOGPROB)
+"""Those with a number of beams."""
+PAIRS = ((VERIFIED, BEST_VERIFIED), (VERIFIED, LOGPROB_SEARCH), (VERIFIED, BEST_LOGPROB))
+GREEDY_TEMPERATURE = 0.0
+
+
+def summarise(records: Sequence[dict[str, Any]], beams: Sequence[int]) -> dict[str, Any]:
+    """Rows, references and differences of all documents that are done, by temperature.
+
+    Returns:
+        `rows`: for a temperature, method and number of beams the share of documents whose path is
+        right from end to end (`accuracy`, with its 95 % interval `low` to `high`, Wilson's) and
+        the mean number of `hops` before the first mistake. `references`: greedy, the same way; and
+        single samples, all of every document's, their interval from documents drawn anew.
+        `differences`: of two methods on the same documents, from the paired bootstrap.
+        `small_memory`: the searches that were run twice, taken together; None without any.
+    """
+    temperatures = sorted({one["temperature"] for one in records} - {GREEDY_TEMPERATURE})
+    rows, references, differences = [], [], []
+    greedy = [one for one in records if one["temperature"] == GREEDY_TEMPERATURE]
+    if greedy:
+        references.append({"temperature": GREEDY_TEMPERATURE, **_row(greedy, GREEDY, 0)})
+    for temperature in temperatures:
+        mine = [one for one in records if one["temperature"] == temperature]
+        references.append({"temperature": temperature, **_single(mine)})
+        for at, count in enumerate(beams):
+            for method in METHODS:
+                row = {"temperature": temperature, "beams": count, **_row(mine, method, at)}
+                rows.append(row)
+            for first, second in PAIRS:
+                difference = paired_bootstrap((_right(mine, first, at), _right(mine, second, at)))
+                differences.append({
+                    "temperature": temperature, "beams": count, "first": first, "second": second,
+                    **asdict(difference),
+                })  # fmt: skip
+    return {
+        "rows": rows, "references": references, "differences": differences,
+        "small_memory": _small_memory(records),
+    }  # fmt: skip
+
+
+def _row(records: Sequence[dict[str, Any]], method: str, at: int) -> dict[str, Any]:
+    right = sum(_right(records, method, at))
+    estimate = wilson(right, len(records))
+    hops = [one["methods"][method]["hops"][at] for one in records]
+    return {
+        "method": method, "right": right, "documents": len(records), "accuracy": estimate.value,
+        "low": estimate.low, "high": estimate.high, "hops": sum(hops) / len(hops),
+    }  # fmt: skip
+
+
+def _single(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All samples of all documents; samples of one document are not independent."""
+    rights = [one["methods"][SINGLE]["right"] for one in records]
+    hops = [count for one in records for count in one["methods"][SINGLE]["hops"]]
+    estimate = bootstrap_mean([sum(one) / len(one) for one in rights])
+    return {
+        "method": SINGLE, "right": sum(map(sum, rights)), "documents": len(records),
+        "samples": sum(map(len, rights)), "accuracy": estimate.value, "low": estimate.low,
+        "high": estimate.high, "hops": sum(hops) / len(hops),
+    }  # fmt: skip
+
+
+def _right(records: Sequence[dict[str, Any]], method: str, at: int) -> list[int]:
+    return [int(one["methods"][method]["right"][at]) for one in records]
+
+
+def _small_memory(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    again = [one["small_memory"] for one in records if "small_memory" in one]
+    if not again:
+        return None
+    return {
+        "searches": len(again),
+        **{name: sum(one[name] for one in again) for name in ("same_answer", "same_tree", "right")},
+        **{
+            name: max(one[name] for one in again)
+            for name in ("limit_bytes", "full_bytes", "most_groups", "beams")
+        },
+        **{
+            name: sum(one[name] for one in again) / len(again)
+            for name in ("loaded_bytes", "written_bytes")
+        },
+        "store": again[0]["store"],
+    }
+
+
+# Accuracy by method and number of beams, and the small memory -------------------------------------
+
+METHOD_NAMES = {
+    VERIFIED: "step-wise search, verifier",
+    BEST_VERIFIED: "best of N, verifier",
+    LOGPROB_SEARCH: "step-wise search, log-probability",
+    BEST_LOGPROB: "best of N, log-probability",
+    SINGLE: "a single sample",
+    GREEDY: "greedy",
+}
+
+
+def accuracy_tables(figures: dict[str, Any]) -> str:
+    """A table for each temperature, the references, and what the small memory changed."""
+    parts = []
+    for temperature in sorted({row["temperature"] for row in figures["rows"]}):
+        rows = [row for row in figures["rows"] if row["temperature"] == temperature]
+        count = max(row["documents"] for row in rows)
+        parts.append(
+            f"whole paths of {figures['hops']} hops right, % (95 % interval): temperature "
+            f"{temperature:g}, {count} documents\n\n{_table(rows)}"
+        )
+    parts += [_reference(row) for row in figures["references"]]
+    if figures["small_memory"]:
+        parts.append(_small_lines(figures["small_memory"]))
+    return "\n\n".join(parts) if parts else "nothing was answered"
+
+
+def per_cent(row: dict[str, Any]) -> str:
+    """Accuracy and its interval, e.g. "85 (71-93)"."""
+    accuracy, low, high = (100 * row[name] for name in ("accuracy", "low", "high"))
+    return f"{accuracy:.0f} ({low:.0f}-{high:.0f})"
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    beams = sorted({row["beams"] for row in rows})
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells = {(row["method"], row["beams"]): per_cent(row) for row in rows}
+    return format_table(
+        ["beams, or N", *map(str, beams)],
+        [[METHOD_NAMES[method], *(cells[method, count] for count in beams)] for method in methods],
+    )
+
+
+def _reference(row: dict[str, Any]) -> str:
+    at = f" at temperature {row['temperature']:g}" if row["method"] == SINGLE else ""
+    samples = f", {row['samples']} samples" if "samples" in row else ""
+    return (
+        f"{METHOD_NAMES[row['method']]}{at}: {per_cent(row)} % right, {row['hops']:.1f} hops "
+        f"before the first mistake ({row['documents']} documents{samples})"
+    )
+
+
+def _small_lines(found: dict[str, Any]) -> str:
+    searches = found["searches"]
+    return (
+        f"{searches} verified searches of {found['beams']} beams again in "
+        f"{format_bytes(found['limit_bytes'])} ({format_bytes(found['full_bytes'])} for all beams, "
+        f"{found['store']}): {found['same_answer']} of {searches} answers and {found['same_tree']} "
+        f"of {searches} trees the same; up to {found['most_groups']} groups, "
+        f"{format_bytes(found['loaded_bytes'])} loaded and "
+        f"{format_bytes(found['written_bytes'])} written per search"
+    )
+
+
+# Verified search, best of N and single samples ----------------------------------------------------
 
 KIND = "search_accuracy"
 TASK = "pointer_chasing"
@@ -40,11 +203,7 @@ _PASS_WORK = 16
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; `beams` and `temperatures` become tuples of numbers, ascending.
-
-    Raises:
-        ConfigError: an option that makes no sense.
-    """
+    """Read the command line; `beams` and `temperatures` become tuples of numbers, ascending."""
     parser = argparse.ArgumentParser(prog="python -m research.search_accuracy", description=__doc__)
     add = parser.add_argument
     add("--model", default="recall", help="the bundled model, a released one, or a folder")
@@ -162,11 +321,7 @@ class _Documents(Grid[Job]):
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure, print the tables, save the result as it grows.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure, print the tables, save the result as it grows."""
     args = parse_arguments(arguments)
     result = Result.begin(
         KIND, arguments, settings_of(args), seed=args.seed, store=args.store, package="research"

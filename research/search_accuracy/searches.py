@@ -1,4 +1,4 @@
-"""All answers to one document: searches of several sizes, best of N, a single sample, greedy."""
+"""Searches of `search_accuracy` over one document."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Figures of whole keys at the end of a run: their rank before and after RoPE, and their drift."""
+"""Keys of full attention: how low their rank is, and how far they drift."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,186 @@ import torch
 from torch import Tensor
 
 from penstock.core.shape import KVShape
+from penstock.evaluate.audit.fidelity import attention_shares
 from penstock.evaluate.audit.reference import Counter
-from research.statistics.capture import LayerStep, Step
-from research.statistics.drift import drift
-from research.statistics.low_rank import (
-    joined,
-    rank_that_holds,
-    ranks_up_to,
-    recall_of_low_rank,
-    spectrum,
-)
-from research.statistics.rotary import Rotation
-from research.statistics.series import plain
+from penstock.kernels.kmeans import kmeans, nearest
+from research.statistics.capture import LayerStep, Rotation, Step
+from research.statistics.measures import overlap, plain, top_set
+
+# Energy of singular values, and the keys that they find -------------------------------------------
+
+
+def spectrum(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values and right singular vectors of keys, all heads of a token joined.
+
+    Source: KVSwap, section 3.2: SVD of the flattened keys, N x (heads * dim), without centring.
+
+    Differences: the paper's basis comes from other text; this one comes from the prompt's own
+    keys, the best that any basis of this rank can do on them.
+
+    Args:
+        keys: [tokens, width]
+
+    Returns:
+        Each component's share of the energy (squared singular values), largest first, [width], and
+        the vectors as columns, [width, width]; float64 both.
+    """
+    flat = keys.double()
+    values, vectors = torch.linalg.eigh(flat.T @ flat)
+    energy = values.flip(0).clamp_min(0.0)
+    return energy / energy.sum(), vectors.flip(1)
+
+
+def ranks_up_to(width: int) -> list[int]:
+    """16, 32, 64, ... and the width itself."""
+    ranks, rank = [], 16
+    while rank < width:
+        ranks.append(rank)
+        rank *= 2
+    return [*ranks, width]
+
+
+def rank_that_holds(energy: Tensor, level: float) -> int:
+    """The smallest rank that holds a share of the energy. energy: as `spectrum` gives it."""
+    return int((energy.cumsum(dim=0) < level - 1e-9).sum()) + 1
+
+
+def joined(keys: Tensor) -> Tensor:
+    """Keys with all heads of a token side by side: [kv_heads, tokens, dim] to [tokens, width]."""
+    return keys.transpose(0, 1).flatten(1)
+
+
+def recall_of_low_rank(
+    queries: Sequence[tuple[Tensor, int]], exact: Tensor, rebuilt: Tensor, *,
+    counts: Sequence[int], scaling: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """The share of the true top tokens among the top tokens of other keys, for one sequence.
+
+    Source: KVSwap, Eq. 1: logits of the low-rank keys, K A A^T, in place of those of K.
+
+    Args:
+        queries: post-RoPE queries of some steps, [num_heads, dim], and the tokens of each.
+        exact: post-RoPE keys. [kv_heads, tokens, dim]
+        rebuilt: what stands in for them, alike.
+        counts: sizes of the sets of top tokens.
+
+    Returns:
+        For each size: the mean over KV heads of sets of their own, and of one set for all heads
+        (probabilities added). The mean over steps, 0 to 1. float64 [sizes, 2]
+    """
+    found = torch.zeros(len(counts), 2, dtype=torch.float64)
+    for query, tokens in queries:
+        true, other = (
+            attention_shares(
+                query[None], keys[None, :, :tokens], None, scaling=scaling, softcap=softcap
+            )
+            for keys in (exact, rebuilt)
+        )
+        visible = torch.ones(1, tokens, dtype=torch.bool, device=true.device)
+        found += same_top(true, other, visible, counts)[0].cpu()
+    return found / len(queries)
+
+
+def same_top(true: Tensor, other: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
+    """The share of the top tokens of one attention among those of another.
+
+    Args:
+        true: see `attention_shares`. [batch, kv_heads, tokens]
+        other: alike.
+        visible: False at padding. bool [batch, tokens]
+        counts: sizes of the sets.
+
+    Returns:
+        For each size: each KV head's own set, the mean, and one set for all heads. float64
+        [batch, sizes, 2]
+    """
+    both = [torch.cat([each, each.mean(dim=1, keepdim=True)], dim=1) for each in (true, other)]
+    out = []
+    for count in counts:
+        wanted, found = (top_set(each, visible, count) for each in both)
+        shares = overlap(found, wanted)
+        out.append(torch.stack([shares[:, :-1].mean(dim=1), shares[:, -1]], dim=1))
+    return torch.stack(out, dim=1)
+
+
+# How far keys of decoded tokens lie from the prompt's clusters, as decoding goes on ---------------
+
+CLUSTER_TOKENS = 16
+"""Mean size of a cluster (LouisKV, section 5.1; DynaKV names none)."""
+FITTED_TOKENS = 8192
+"""Most tokens of the prompt that are clustered."""
+HELD_OUT = 8
+"""One of so many tokens of the prompt is kept out of the clustering."""
+_ITERATIONS = 10
+_ELEMENTS = 1 << 22
+
+
+def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:
+    """Squared distance of each point from the nearest centroid.
+
+    Args:
+        points: [sets, points, dim]
+        centroids: [sets, clusters, dim]
+
+    Returns:
+        float32 [sets, points]
+    """
+    index = nearest(points, centroids, cosine=False, elements=_ELEMENTS)
+    own = centroids.float().gather(1, index.unsqueeze(-1).expand(*index.shape, points.shape[-1]))
+    return (points.float() - own).square().sum(dim=-1)
+
+
+def held_out(tokens: int, seed: int) -> Tensor:
+    """One of `HELD_OUT` tokens, drawn: every eighth would all be alike in a text with a rhythm.
+
+    Args:
+        tokens: at least 2.
+
+    Returns:
+        At least one True and one False. bool [tokens]
+    """
+    drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    mask[drawn[: max(1, tokens // HELD_OUT)]] = True
+    return mask
+
+
+def drift(keys: Tensor, prompt_tokens: int, *, seed: int = 0) -> Tensor:
+    """Squared distances of decoded keys from the prompt's centroids, in units of the prompt's own.
+
+    Source: DynaKV, section 2.3 and figure 4: "newly generated entries may be distant from all
+    existing clusters", so that a static update raises the variance within clusters (table 5).
+
+    Differences: the paper shows a projection and names no distance. Here clusters are k-means of
+    the prompt's keys, per KV head, and stay as they are; the unit is the mean squared distance of
+    prompt tokens that took no part in the clustering (`held_out`), because those that did are
+    nearer to their centroids for that reason alone. 1 means no drift: a decoded token is as
+    far from the clusters as any other token of the prompt.
+
+    Post-RoPE keys turn with the position, and decoded tokens are at positions that no prompt token
+    had: part of their distance. Pre-RoPE keys tell the rest.
+
+    Args:
+        keys: [kv_heads, prompt tokens + decoded tokens, dim]
+        prompt_tokens: at least 2.
+
+    Returns:
+        The mean over KV heads, for each decoded token. float64 [decoded tokens]
+    """
+    stride = -(-prompt_tokens // FITTED_TOKENS)
+    prompt = keys[:, :prompt_tokens][:, ::stride]
+    kept_out = held_out(prompt.shape[1], seed).to(keys.device)
+    fitted = prompt[:, ~kept_out]
+    clusters = max(1, fitted.shape[1] // CLUSTER_TOKENS)
+    centroids = kmeans(
+        fitted, clusters, iterations=_ITERATIONS, cosine=False, seed=seed, elements=_ELEMENTS
+    )
+    unit = squared_distances(prompt[:, kept_out], centroids).double().mean(dim=1, keepdim=True)
+    found = squared_distances(keys[:, prompt_tokens:], centroids).double()
+    return (found / unit.clamp_min(1e-30)).mean(dim=0)
+
+
+# Their rank before and after RoPE, and their drift ------------------------------------------------
 
 LEVELS = (0.9, 0.95, 0.99)
 """Shares of the energy for which ranks are told."""

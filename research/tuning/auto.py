@@ -27,10 +27,8 @@ from penstock.tuner.fidelity import Reference
 from penstock.tuner.other_policies import OtherPolicies
 from penstock.tuner.solutions import config_of
 from penstock.tuner.tuning_task import TuningTask
-from research.tuning.held_out import held_out_texts
-from research.tuning.options import read_tuning_options, run_bench
-from research.tuning.table import auto_table
-from research.tuning.workbench import Workbench
+from research.tuning.setting_runs import auto_table
+from research.tuning.workbench import Workbench, held_out_texts, read_tuning_options, run_bench
 
 KIND = "tuning.auto"
 Row = dict[str, Any]
@@ -38,11 +36,7 @@ Faithful = dict[str, list[tuple[float, float, SelectionPolicy]]]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a setting makes no sense.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m research.tuning auto", description=__doc__)
     add = parser.add_argument
     add("--budgets", default="1/6,1/3", help="each in place of --memory")
@@ -157,11 +151,7 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure everything that the command line asks for, print it and save it.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     return run_bench(KIND, AutoBench, auto_table, arguments, args)
 

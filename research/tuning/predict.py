@@ -21,22 +21,22 @@ from penstock.evaluate.sitting import say
 from penstock.tuner.candidates import Candidate
 from penstock.tuner.engine_run import ROUNDS, STEPS
 from penstock.tuner.kvswap_search import OPEN_RUNS, KVSwapSearch, Spot
-from research.tuning.options import read_tuning_options, run_bench
-from research.tuning.setting_runs import Row, middle_run, run_settings, setting_row
-from research.tuning.summary import predict_summary
-from research.tuning.table import predict_table
-from research.tuning.workbench import GridTask, Workbench
+from research.tuning.setting_runs import (
+    Row,
+    middle_run,
+    predict_summary,
+    predict_table,
+    run_settings,
+    setting_row,
+)
+from research.tuning.workbench import GridTask, Workbench, read_tuning_options, run_bench
 
 KIND = "tuning.predict"
 PASSES = 3
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a setting makes no sense.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m research.tuning predict", description=__doc__)
     add = parser.add_argument
     add("--contexts", default="4096,8192,16384", help="tokens of a sequence with its answer")
@@ -131,11 +131,7 @@ class Predictions:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure everything that the command line asks for, print it and save it.
-
-    Raises:
-        PenstockError: bad input.
-    """
+    """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     return run_bench(KIND, Predictions, predict_table, arguments, args)
 

@@ -42,18 +42,10 @@ def _program(arguments: Sequence[str]) -> Program:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line: the program's name, then its options.
-
-    Raises:
-        ConfigError: there is no such program, or a setting makes no sense.
-    """
+    """Read the command line: the program's name, then its options."""
     return _program(arguments).parse_arguments(arguments[1:])
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Run the program that the first argument names.
-
-    Raises:
-        PenstockError: bad input, or it failed.
-    """
+    """Run the program that the first argument names."""
     return _program(arguments).run(arguments[1:])

@@ -1,36 +1,147 @@
-"""Workbench: the model and everything around it that `penstock tune` is given, device by device."""
+"""What the tuning programs share: options, model, tasks and journals, held-out documents."""
 
 import argparse
+import json
 import math
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import ConfigError
+from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
+from penstock.engine.adapter import LowRankAdapter
 from penstock.evaluate.machine import describe_libraries, describe_machine
+from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.sitting import say
+from penstock.evaluate.result import Result
+from penstock.evaluate.sitting import closed, say
+from penstock.evaluate.tasks.recall import make_sample
+from penstock.generation.prompts import encode
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import fields_of
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, LoadedModel, load
 from penstock.models.model_shape import inspect_model
-from penstock.models.plain_model import random_adapter, random_model
+from penstock.models.plain_model import ARCHITECTURES, random_adapter, random_model
 from penstock.tuner import tune as tuner
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.candidates import CalibratedTables, PaperTables, Tables
-from penstock.tuner.fidelity import Reference
+from penstock.tuner.fidelity import KL_FLOOR, Reference
 from penstock.tuner.journal import Journal
 from penstock.tuner.kvswap_search import KVSwapSearch
 from penstock.tuner.lookup_tables import shipped_tables
 from penstock.tuner.prefill_profile import PrefillProfile
 from penstock.tuner.tuning_task import Say, TuningTask, device_of, require_tunable
 from penstock.workloads.prefilled import PrefilledText
-from research.tuning.options import REAL
+
+# Options that both programs of `python -m research.tuning` have, and checks of them ---------------
+
+REAL = "real"
+"""The device that stands for this machine's own disk."""
+DEVICES = (REAL, *PRESETS, "memory")
+QUICK: dict[str, Any] = {
+    "model": "tiny", "memory": "1/2", "devices": "memory,nvme",
+}  # fmt: skip
+"""A run of seconds, to see that everything works."""
+DEFAULT_LAYERS = 4
+PRIVATE = ("out", "json", "quick", "store")
+"""Options that say nothing about what is measured, or hold a path."""
+
+
+def read_tuning_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], positive: Sequence[str],
+    quick: Mapping[str, Any] | None = None,
+) -> argparse.Namespace:  # fmt: skip
+    """Add the options that all programs have to one's own, and read the command line.
+
+    Args:
+        positive: options whose numbers are at least 1.
+        quick: defaults of the program's own options with --quick.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    add = parser.add_argument
+    add("--model", default=BUNDLED, choices=[BUNDLED, *ARCHITECTURES],
+        help="the bundled model, or an architecture with random weights")  # fmt: skip
+    add("--layers", type=int, help=f"of an architecture (default: {DEFAULT_LAYERS})")
+    add("--memory", default="1/6", help="fast memory for KV: 1/6 of the full cache, 12MiB, ...")
+    add("--devices", default="real,nvme,emmc", help="of " + ",".join(DEVICES))
+    add("--store", default="auto", metavar="FOLDER", help="where the device `real` has its files")
+    add("--floor", type=float, default=KL_FLOOR, help="most KL from full attention, in nats")
+    add("--quick", action="store_true", help="a tiny model and few settings, in seconds")
+    if "--quick" in arguments:
+        parser.set_defaults(**QUICK, **(quick or {}))
+    out = "the result; beside it a journal for each device, with which an interrupted run goes on"
+    args = read_options(parser, arguments, resume=False, minutes=False, out=out)
+    devices = list(dict.fromkeys(args.devices.split(",")))
+    for name in devices:
+        if name not in DEVICES:
+            raise ConfigError(f"--devices: {name!r} is none of {', '.join(DEVICES)}")
+    args.devices = devices
+    if args.model == BUNDLED and args.layers is not None:
+        raise ConfigError(f"--layers is for architectures; {BUNDLED} has its own")
+    if args.model != BUNDLED:
+        most = int(ARCHITECTURES[args.model](1).num_hidden_layers)
+        args.layers = min(DEFAULT_LAYERS, most) if args.layers is None else args.layers
+        if not 2 <= args.layers <= most:
+            raise ConfigError(f"--layers {args.layers} must be 2 (to predict) to {most}")
+    if args.floor <= 0:
+        raise ConfigError(f"--floor {args.floor} must be above 0")
+    for name in positive:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    return args
+
+
+class Bench(Protocol):
+    """What a program measures."""
+
+    def run(self) -> None:
+        """Measure; the result has what is finished."""
+
+    def forget(self) -> None:
+        """Remove the journals, with which an interrupted run goes on: all is in the result."""
+
+
+def run_bench(
+    kind: str, make: Callable[[argparse.Namespace, Result], Bench],
+    table: Callable[[dict[str, Any]], str], arguments: Sequence[str], args: argparse.Namespace,
+) -> Result:  # fmt: skip
+    """Measure everything that the command line asks for, print it and save it.
+
+    Args:
+        kind: of the result.
+        make: loads the model.
+        table: of the figures.
+
+    Raises:
+        PenstockError: bad input, or a device failed.
+    """
+    settings: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in PRIVATE}
+    result = Result.begin(
+        kind, arguments, settings, seed=args.seed, store=args.store, package="research"
+    )
+    bench = make(args, result)
+    bench.run()
+    if args.out:
+        result.save(args.out)
+        bench.forget()
+    return closed(result, args, table(result.figures))
+
+
+# The model and everything around it that `penstock tune` is given, device by device ---------------
 
 CHUNK_TOKENS = 1024
 """Of a forward pass over the text."""
@@ -190,7 +301,7 @@ class Workbench:
         )
         return GridTask(
             loaded=self.loaded, adapter=self.adapter, tables=self.tables, text=self._text,
-            # How long prompts take is nobody's question here.
+            # Nothing here asks how long prompts take.
             prefill=PrefillProfile(0.0, 0.0),
             store=store, device=profile, max_context=max(self._contexts),
             max_batch=max(self._batches), limit_bytes=self.limit_bytes, floor=self._args.floor,
@@ -210,3 +321,110 @@ def _teller(device: str) -> Say:
             say(f"{device}: {share:4.0%}  {what}")
 
     return tell
+
+
+# Held-out documents -------------------------------------------------------------------------------
+
+TASKS = ("copy", "pointer_chasing", "two_walkers")
+"""Their answers are long; a document of each in turn. Bad settings lose copies first."""
+_MOST_DRAWN = 50
+
+
+def held_out_texts(
+    loaded: LoadedModel, *, tokens: int, forced: int, count: int, seed: int
+) -> list[Tensor]:
+    """Documents with a question and the beginning of its true answer, for the bundled model.
+
+    Calibration texts come from a seed of their own, which is none of these.
+
+    Args:
+        tokens: most of a text, answer included.
+        forced: tokens of the answer that are kept, one word each.
+
+    Returns:
+        int64. [count][tokens]
+
+    Raises:
+        ConfigError: `tokens` is too short for a task, or its answers for `forced`.
+    """
+    assert loaded.tokenizer is not None
+    vocabulary = loaded.tokenizer.get_vocab()
+    texts = []
+    for number in range(count):
+        task = TASKS[number % len(TASKS)]
+        rng = random.Random(f"penstock bench tune/{seed}/{number}")
+        texts.append(torch.tensor(encode(loaded, _text(task, tokens, forced, rng, vocabulary))))
+    return texts
+
+
+def _text(
+    task: str, tokens: int, forced: int, rng: random.Random, vocabulary: dict[str, int]
+) -> str:
+    for _ in range(_MOST_DRAWN):
+        sample = make_sample(task, tokens - forced, rng, vocabulary)
+        answer = sample.answer.split()
+        if len(answer) >= forced:
+            return " ".join([sample.prompt, *answer[:forced]])
+    raise ConfigError(
+        f"answers of {task} at {tokens:,} tokens have fewer than {forced}; give a smaller --forced"
+    )
+
+
+class HeldOutQuality:
+    """Settings held to full attention on held-out documents, each once, whatever the device."""
+
+    def __init__(
+        self, loaded: LoadedModel, adapter: LowRankAdapter, texts: Sequence[Tensor], *,
+        forced: int, journal: Journal,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            texts: of `held_out_texts`; read when something is to be measured.
+            forced: tokens at the end of each that are decoded under a setting.
+            journal: of nothing else.
+        """
+        self._loaded, self._adapter, self._texts = loaded, adapter, texts
+        self._forced, self.journal = forced, journal
+        self._about = {"forced": forced, "texts": [len(text) for text in texts]}
+        self._reference: Reference | None = None
+        self.found: dict[str, dict[str, float]] = {}
+        """KL, its 90th percentile and agreement, by `quality_key`."""
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self._texts)
+
+    def measure(self, policies: Sequence[KVSwap]) -> None:
+        """Add settings, with all choices made, to `found`; known ones are not run again."""
+        wanted = {quality_key(fields_of(each)): each for each in policies}
+        todo = [key for key in wanted if not self.journal.knows(self._key(key))]
+        progress = Progress(len(wanted))
+        progress.skip(len(wanted) - len(todo))
+        for key in todo:
+            if self._reference is None:
+                say("full attention over the held-out text")
+                model = self._loaded.model
+                self._reference = Reference(model, self._texts, forced=self._forced)
+            progress.say("quality on held-out text")
+            found = self._reference.measure(wanted[key], memory=None, adapter=self._adapter)
+            values = {"kl": found.kl, "kl_p90": found.kl_p90, "agreement": found.agreement}
+            self.journal.note(self._key(key), values)
+            progress.step(1)
+        self.found |= {key: self.journal.recall(self._key(key)) for key in wanted}
+
+    def _key(self, setting: str) -> dict[str, Any]:
+        return {**self._about, "setting": setting}
+
+    def summary(self, floor: float) -> dict[str, Any]:
+        """What was measured on what, for a result."""
+        return {
+            "guard": "KL from full attention on held-out documents, mean in nats",
+            **self._about, "settings": len(self.found),
+            "within_floor": sum(each["kl"] <= floor for each in self.found.values()),
+        }  # fmt: skip
+
+
+def quality_key(fields: dict[str, Any]) -> str:
+    """A setting's fields as one text."""
+    return json.dumps(fields, sort_keys=True)

@@ -12,7 +12,7 @@ from penstock.cli.search_plan import search_plan_command
 from penstock.core.errors import BudgetError, ConfigError, ModelLoadError, PenstockError
 from penstock.models.kv_shapes import known_kv_shapes, kv_shape
 from penstock.models.plain_model import ARCHITECTURES
-from research.near_storage.smartssd_constants import SHAPES
+from research.near_storage.smartssd_machine import SHAPES
 
 FIGURE_7: dict[str, Any] = {"model": "opt-6.7b", "beams": 64, "memory": "7GiB"}
 

@@ -26,7 +26,8 @@ from penstock.methods.baselines.streaming_llm import StreamingLLM
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
-from research.figures.audit import draw_audit
+from research.figures import measured
+from research.figures.chart import draw
 
 LENGTHS = (120, 83)
 """Of two prompts in one batch: the second is padded by 37 tokens."""
@@ -310,7 +311,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{kvswap['mean_mass']:.3f}" in table
     assert f"{min(quest['mass']):.3f}" in table
     assert "selects per KV head, and its recall is per head: quest" in table
-    figure = draw_audit(Result.load(out))
+    figure = draw(measured.audit(Result.load(out)))
     [axes] = figure.axes
     drawn: dict[str, Any] = {str(line.get_label()): line.get_ydata() for line in axes.get_lines()}
     assert len(drawn) == 3
@@ -336,7 +337,7 @@ def test_nothing_to_draw() -> None:
     result = Result.begin("audit", [], {}, seed=0)
     result.figures = {"policies": [vars(Fidelity(setting="a", refused="no"))], "layers": [0]}
     with pytest.raises(ConfigError, match="no policy"):
-        draw_audit(result)
+        draw(measured.audit(result))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.documents import program, rates
 from penstock.evaluate.documents.table import documents_table, speedup
 from penstock.evaluate.result import Result
-from research.figures.documents import draw_documents
+from research.figures import measured
+from research.figures.chart import draw
 
 matplotlib.use("Agg")
 SMALL = [
@@ -61,9 +62,9 @@ def test_table_and_figure(result: Result) -> None:
     table = documents_table(result)
     assert "2/2" in table
     assert "plain reading MB/s" in table
-    assert len(draw_documents(result).axes) == 2
+    assert len(draw(measured.documents(result)).axes) == 2
     with pytest.raises(ConfigError, match="no verify"):
-        draw_documents(replace(result, figures={"reopen": [], "encryption": []}))
+        draw(measured.documents(replace(result, figures={"reopen": [], "encryption": []})))
 
 
 def test_a_result_is_gone_on_with(result: Result, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_pairing_removes_what_is_hard_for_both() -> None:
     assert estimate.low == pytest.approx(0.05)
     assert estimate.high == pytest.approx(0.05)
     alone = bootstrap_mean(ours)
-    assert alone.low < alone.value - 0.05  # unpaired, nobody could tell
+    assert alone.low < alone.value - 0.05  # unpaired, the difference is not seen
 
 
 def test_paired_difference_has_a_sign_and_needs_pairs() -> None:

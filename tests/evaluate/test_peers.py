@@ -134,7 +134,7 @@ def test_failures_become_rows_without_paths() -> None:
     assert "FAILED (error) in decode: FileNotFoundError" in text
 
 
-def test_a_peak_that_nobody_saw_fails_the_row() -> None:
+def test_a_peak_that_was_not_seen_fails_the_row() -> None:
     rows = module("peer_rows")
     row = rows.PeerRow(peer="kvpress", setting="knorm", context=8)
     late = ending(output=json.dumps({"step_s": [1.0], "load_peak_bytes": 101}))

@@ -14,22 +14,12 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.process_memory import anonymous_bytes
 from penstock.evaluate.result import Result
 from penstock.methods.hillinfer.policy import HillInfer
-from research.clusters.end_to_end_run import MAIN
-from research.figures.near_decode import draw_near_decode, draw_near_split, near_decode_figures
-from research.figures.report import draw_all
+from research.clusters.steps import MAIN
+from research.figures import near_storage
+from research.figures.chart import draw
+from research.figures.report import charts_of, draw_all
 from research.near_storage import decode
-from research.near_storage.decode_cases import (
-    OURS,
-    PLAIN,
-    SPLIT,
-    NearCase,
-    main_cases,
-    split_cases,
-    with_budget,
-    without_budget,
-)
-from research.near_storage.decode_run import anonymous_of, resident_bytes
-from research.near_storage.decode_table import (
+from research.near_storage.decode import (
     beta_of,
     decode_table,
     pairs,
@@ -37,6 +27,18 @@ from research.near_storage.decode_table import (
     speedups,
     splits,
     summary,
+)
+from research.near_storage.decode_run import (
+    OURS,
+    PLAIN,
+    SPLIT,
+    NearCase,
+    anonymous_of,
+    main_cases,
+    resident_bytes,
+    split_cases,
+    with_budget,
+    without_budget,
 )
 
 LENGTH, TOKEN_BYTES, LAYERS = 512, 1024, 4
@@ -124,7 +126,7 @@ def test_its_figures(result_file: Path, tmp_path: Path) -> None:
         "axes alone have no colour"
     )
     result = Result.load(result_file)
-    steps, memory = draw_near_decode(result).axes
+    steps, memory = draw(near_storage.decode(result)).axes
     rows = of(result.figures["rows"], MAIN)
     assert len(rows) > len(METHODS), "and the pair with one hot pool"
     bars = [bar.get_width() for bar in steps.patches]  # type: ignore[attr-defined]
@@ -133,15 +135,15 @@ def test_its_figures(result_file: Path, tmp_path: Path) -> None:
     for row in rows:
         assert max(0.0, row["grown_bytes"]) / 2**20 in wide
         assert sum(row["device_bytes"]) / 2**20 in wide
-    [axes] = draw_near_split(result).axes
+    [axes] = draw(near_storage.split(result)).axes
     best, *_ = axes.get_lines()
     drawn: Any = best.get_ydata()
     assert list(drawn) == [row["median_ms"] for row in of(result.figures["rows"], SPLIT)[1:]]
     result.figures = {"rows": [], **summary([])}
-    assert near_decode_figures(result, "a") == {}
-    for draw in (draw_near_decode, draw_near_split):
+    assert charts_of(result, "a") == {}
+    for chart in (near_storage.decode, near_storage.split):
         with pytest.raises(ConfigError):
-            draw(result)
+            chart(result)
 
 
 def test_it_goes_on(
@@ -310,7 +312,7 @@ def test_splits() -> None:
     table = decode_table({"rows": [solved, *fixed], **summary([solved, *fixed])})
     for word in ("measured best", "+10%", "-33%", "Eq. 4"):
         assert word in table
-    assert splits(fixed) == [], "nobody solved"
+    assert splits(fixed) == [], "no row solved"
     assert splits([solved, *fixed[:2]]) == [], "two points are no curve"
 
 

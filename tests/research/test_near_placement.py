@@ -14,16 +14,26 @@ from matplotlib.image import imread
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.evaluate.result import Result
-from research.clusters.key_stream import KeyStream
-from research.figures.near_counts import draw_near_counts
-from research.figures.near_placement import draw_near_placement
+from research.clusters.recording import KeyStream
+from research.figures import near_storage
+from research.figures.chart import draw
 from research.figures.report import draw_all
 from research.near_storage import program
-from research.near_storage.placement import measure_placement, settings_of
-from research.near_storage.pools import RULES, Clairvoyant, Pools
-from research.near_storage.premises import IMPORTANT, UNIMPORTANT, measure_premises, tiers_of
-from research.near_storage.table import times_less
-from research.near_storage.trace import best, best_count, importance_steps
+from research.near_storage.placement import (
+    IMPORTANT,
+    RULES,
+    UNIMPORTANT,
+    Clairvoyant,
+    Pools,
+    best,
+    best_count,
+    importance_steps,
+    measure_placement,
+    measure_premises,
+    settings_of,
+    tiers_of,
+)
+from research.near_storage.program import times_less
 
 PROMPT, OUTPUT = 60, 24
 SMALL = [
@@ -255,12 +265,12 @@ def test_tables_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "20% to 50%" in text
     assert f"{result.figures['rows'][0]['read_later']:,.1f}" in text
     assert "halved" not in text
-    assert len(draw_near_placement(result).axes) == 4
+    assert len(draw(near_storage.placement(result)).axes) == 4
     empty = Result.begin("near_storage", [], {}, seed=0)
     with pytest.raises(ConfigError, match="no rules"):
-        draw_near_placement(empty)
+        draw(near_storage.placement(empty))
     with pytest.raises(ConfigError, match="no premises"):
-        draw_near_counts(empty)
+        draw(near_storage.counts(empty))
     for arguments, why in (
         (["--hot=0.1", "--alphas=0.2"], "must hold"), (["--hot=2"], "at most 1"),
         (["--hot=x"], "takes numbers"), (["--decay=x"], "takes numbers"),

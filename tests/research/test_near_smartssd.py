@@ -7,25 +7,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from research.near_storage.smartssd_constants import GIB, SHAPES, Constants, Shape
-from research.near_storage.smartssd_hillinfer import (
-    ABLATIONS,
-    FP16,
-    INT4,
-    INT8,
-    Variant,
-    device_scan_s,
-    hillinfer_step,
+from research.near_storage.smartssd_machine import (
+    ASSUMED_LOCALITY,
+    GIB,
+    NO_LOCALITY,
+    SHAPES,
+    Constants,
+    Locality,
+    Places,
+    Shape,
+    Workload,
+    divide,
 )
-from research.near_storage.smartssd_locality import ASSUMED_LOCALITY
-from research.near_storage.smartssd_places import NO_LOCALITY, Locality, Places, Workload, divide
 from research.near_storage.smartssd_step import (
+    ABLATIONS,
     BASELINES,
+    FP16,
     FULL,
     H2O,
+    INT4,
+    INT8,
     LEOAM,
     PREFETCH,
+    Variant,
     baseline_step,
+    device_scan_s,
+    hillinfer_step,
     layer_gpu_s,
 )
 

@@ -11,33 +11,30 @@ from matplotlib.image import imread
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
 from research.figures.report import draw_all
-from research.near_storage.smartssd import parse_arguments, run
-from research.near_storage.smartssd_constants import (
-    ASSUMED,
-    PAPER,
-    SHAPES,
-    SHEET,
-    Constants,
-    listed,
-)
-from research.near_storage.smartssd_hillinfer import (
-    ABLATIONS,
-    INT8,
-    JOINT,
-    choose_split,
-    hillinfer_step,
-)
-from research.near_storage.smartssd_locality import ASSUMED_LOCALITY, read_locality
-from research.near_storage.smartssd_places import Workload, divide
-from research.near_storage.smartssd_sweep import (
+from research.near_storage.smartssd import (
     LOCALITY,
     RIVALS,
     calibration,
     needed,
+    parse_arguments,
+    run,
     sensitivity,
     speedup,
     splits,
 )
+from research.near_storage.smartssd_machine import (
+    ASSUMED,
+    ASSUMED_LOCALITY,
+    PAPER,
+    SHAPES,
+    SHEET,
+    Constants,
+    Workload,
+    divide,
+    listed,
+    read_locality,
+)
+from research.near_storage.smartssd_step import ABLATIONS, INT8, JOINT, choose_split, hillinfer_step
 
 RULES = ("both", "naive")
 LONG = Workload(shape=SHAPES["qwen-7b"], tokens=36 * 1024)

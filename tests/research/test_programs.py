@@ -23,7 +23,7 @@ def refused(
 
 
 @pytest.mark.parametrize("command", ["search", "settings", "tuning sweep", "clusters"])
-def test_a_file_of_somebody_else_stays(
+def test_a_foreign_file_stays(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

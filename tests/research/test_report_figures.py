@@ -10,11 +10,10 @@ from matplotlib.image import imread
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
-from research.figures.method import draw_methods
-from research.figures.needle import draw_needles
-from research.figures.pareto import Dot, dots_of, draw_pareto, front_of
+from research.figures import accuracy
+from research.figures.accuracy import Dot, by_length, dots_of, front_of
+from research.figures.chart import draw
 from research.figures.report import draw_all
-from research.figures.result_lengths import by_length
 
 
 def make(kind: str, settings: dict[str, Any], **figures: Any) -> Result:
@@ -54,7 +53,7 @@ def needle_grid() -> Result:
 
 
 def test_needles_lie_at_their_length_and_depth() -> None:
-    figure = draw_needles(needle_grid())
+    figure = draw(accuracy.needles(needle_grid()))
     for shift, title in ((0, "full"), (50, "kvswap at 1/13")):
         axes = panel(figure, title)
         assert tick_labels(axes, "x") == ["2K", "16K"]
@@ -81,7 +80,7 @@ def test_many_needle_cells_have_no_numbers() -> None:
         for n in range(1, 13)
         for d in range(10)
     ]
-    axes = panel(draw_needles(make("needles", {"task": "t"}, cells=cells)), "full")
+    axes = panel(draw(accuracy.needles(make("needles", {"task": "t"}, cells=cells))), "full")
     assert len(axes.texts) == 0
 
 
@@ -92,7 +91,7 @@ def dot(method: str, share: float, score: float, budget: str = "1/13") -> Dot:
     return Dot(method=method, budget=budget, share=share, score=score)
 
 
-def test_the_front_has_those_that_nobody_beats() -> None:
+def test_the_front_has_those_that_no_other_beats() -> None:
     dots = [
         dot("best", 1 / 13, 99), dot("twin", 1 / 13, 99), dot("same memory", 1 / 13, 98),
         dot("same score", 1 / 12, 99), dot("small", 1 / 40, 60), dot("worse", 1 / 20, 59),
@@ -121,7 +120,7 @@ def compared(**more: Any) -> list[Any]:
     ]
 
 
-def accuracy(summaries: list[Any], tokens: Any = 16384, **more: Any) -> Result:
+def answered(summaries: list[Any], tokens: Any = 16384, **more: Any) -> Result:
     cells = [
         {"task": "single", "setting": each["setting"], "scores": [1.0, 0.0], "tokens": 77,
          **({"length": each["length"]} if "length" in each else {})}
@@ -131,11 +130,11 @@ def accuracy(summaries: list[Any], tokens: Any = 16384, **more: Any) -> Result:
 
 
 def test_memory_is_a_share_of_what_full_attention_takes() -> None:
-    dots = {(d.method, d.budget): d for d in dots_of(accuracy(compared()))}
+    dots = {(d.method, d.budget): d for d in dots_of(answered(compared()))}
     assert len(dots) == 5
     assert dots["quest", "1/13"].share == pytest.approx(1 / 13)
     full, small = summary("full", 1.0, 1300, 1300), summary("h2o@1/13", 0.5, 60, 1200)
-    [own] = dots_of(accuracy([full, small]))
+    [own] = dots_of(answered([full, small]))
     assert own.share == pytest.approx(1 / 20), "a smaller batch's own full cache counts"
     assert dots["kvswap", "1/34"].share == pytest.approx(40 / 1300)
     assert dots["kvswap", "1/34"].score == pytest.approx(90)
@@ -143,15 +142,15 @@ def test_memory_is_a_share_of_what_full_attention_takes() -> None:
 
 def test_who_did_not_answer_all_tasks_is_hollow_and_no_front() -> None:
     tasks = {"kvswap@1/34": 1, "loki@1/34": 0}
-    both = accuracy([{**s, "tasks": tasks.get(s["setting"], 2)} for s in compared()])
+    both = answered([{**s, "tasks": tasks.get(s["setting"], 2)} for s in compared()])
     dots = {(d.method, d.budget): d for d in dots_of(both)}
     assert [key for key, d in dots.items() if d.in_part] == [("kvswap", "1/34")]
     assert [d.method for d in front_of(list(dots.values()))] == ["h2o", "loki", "kvswap", "quest"]
-    axes = panel(draw_pareto(both))
+    axes = panel(draw(accuracy.pareto(both)))
     hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
     assert [line.get_xydata()[0].tolist() for line in hollow] == [[40 / 1300, 90.0]]
-    assert "hollow: not all tasks" in panel(draw_pareto(both)).figure.get_suptitle()
-    methods = draw_methods(both)
+    assert "hollow: not all tasks" in panel(draw(accuracy.pareto(both))).figure.get_suptitle()
+    methods = draw(accuracy.methods(both))
     assert "hollow: not all tasks" in methods.get_suptitle()
     white = [line for line in panel(methods).get_lines() if line.get_color() == "white"]
     spots = [spot for line in white for spot in np.asarray(line.get_xydata()).tolist()]
@@ -159,18 +158,18 @@ def test_who_did_not_answer_all_tasks_is_hollow_and_no_front() -> None:
     [[loss, place]] = spots
     assert loss == pytest.approx(10)
     assert kvswap < place < kvswap + 0.5, "the second budget's dot"
-    finished = accuracy([{**s, "tasks": 2 if s["mean"] else 0} for s in compared()])
-    assert "hollow" not in draw_pareto(finished).get_suptitle()
+    finished = answered([{**s, "tasks": 2 if s["mean"] else 0} for s in compared()])
+    assert "hollow" not in draw(accuracy.pareto(finished)).get_suptitle()
 
 
 def test_a_method_that_was_not_run_does_not_pass_for_one_that_does_not_fit() -> None:
-    assert "or not run" in draw_methods(accuracy(compared())).get_suptitle()
+    assert "or not run" in draw(accuracy.methods(answered(compared()))).get_suptitle()
     refused = [{**s, "refused": None if s["mean"] else "too little"} for s in compared()]
-    assert "or not run" not in draw_methods(accuracy(refused)).get_suptitle()
+    assert "or not run" not in draw(accuracy.methods(answered(refused))).get_suptitle()
 
 
 def test_the_front_is_drawn_through_its_dots() -> None:
-    figure = draw_pareto(accuracy(compared()))
+    figure = draw(accuracy.pareto(answered(compared())))
     axes = panel(figure)
     assert len(figure.axes) == 1
     [front] = [line for line in axes.get_lines() if line.get_drawstyle() == "steps-post"]
@@ -192,7 +191,7 @@ def test_labels_do_not_lie_on_each_other() -> None:
     crowd = [
         summary(f"method-{n}@1/13", 0.9 + 0.002 * (n % 4), 100 + n // 4, 1300) for n in range(16)
     ]
-    figure = draw_pareto(accuracy([summary("full", 1.0, 1300, 1300), *crowd]))
+    figure = draw(accuracy.pareto(answered([summary("full", 1.0, 1300, 1300), *crowd])))
     axes = panel(figure)
     assert len(figure.axes) == 1
     boxes = [t.get_window_extent() for t in axes.texts if t.get_text().startswith("method")]
@@ -203,16 +202,16 @@ def test_labels_do_not_lie_on_each_other() -> None:
 
 def test_a_panel_for_each_length(tmp_path: Path) -> None:
     short = [{**each, "mean": each["mean"] and each["mean"] / 2} for each in compared(length=8192)]
-    both = accuracy([*compared(length=16384), *short], [16384, 8192])
+    both = answered([*compared(length=16384), *short], [16384, 8192])
     assert [one.settings["tokens"] for one in by_length(both)] == [8192, 16384]
     assert len(by_length(both)[0].figures["cells"]) == 7
-    figure = draw_pareto(both)
+    figure = draw(accuracy.pareto(both))
     assert titles(figure) == ["8K tokens", "16K tokens"]
     for title, top in (("8K tokens", 48.5), ("16K tokens", 97)):
         axes = panel(figure, title)
         [front] = [line for line in axes.get_lines() if line.get_drawstyle() == "steps-post"]
         assert np.max(front.get_xydata()[:, 1]) == pytest.approx(top)
-    assert titles(draw_methods(both)) == ["8K tokens", "16K tokens"]
+    assert titles(draw(accuracy.methods(both))) == ["8K tokens", "16K tokens"]
     both.save(tmp_path / "two.json")
     names = draw_all([tmp_path / "two.json"], tmp_path)
     assert names == ["two-tasks", "two-pareto", "accuracy-by-budget"]
@@ -234,8 +233,12 @@ def test_results_and_their_figures(tmp_path: Path) -> None:
 def test_nothing_to_draw_is_refused() -> None:
     cell = {"tokens": 1024, "depth": 0.5, "setting": "full", "scores": [], "refused": None}
     with pytest.raises(ConfigError, match="no cell"):
-        draw_needles(make("needles", {"task": "t"}, cells=[cell]))
+        draw(accuracy.needles(make("needles", {"task": "t"}, cells=[cell])))
     with pytest.raises(ConfigError, match="no cell"):
-        draw_needles(make("needles", {"task": "t"}, cells=[]))
+        draw(accuracy.needles(make("needles", {"task": "t"}, cells=[])))
     with pytest.raises(ConfigError, match="no method"):
-        draw_pareto(accuracy([summary("full", 1.0, 13, 13), summary("loki@1/13", None, 0, 0)]))
+        draw(
+            accuracy.pareto(
+                answered([summary("full", 1.0, 13, 13), summary("loki@1/13", None, 0, 0)])
+            )
+        )

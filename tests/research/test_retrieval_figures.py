@@ -21,10 +21,10 @@ from penstock.evaluate.retrieval_counts import (
     add_counts,
     retrieving_share,
 )
+from research.figures import louiskv
+from research.figures.chart import draw
+from research.figures.louiskv import compared, has_retrievals
 from research.figures.report import draw_all
-from research.figures.retrieval import draw_retrievals, draw_units
-from research.figures.retrieval_points import has_retrievals, panels_of
-from research.figures.segments import draw_segments
 
 LOUIS = "louiskv:selected_tokens={},window_tokens=64,sink_tokens=4,{}"
 
@@ -72,7 +72,7 @@ def test_steps_that_told_nothing_are_steps() -> None:
     assert (counts["segments"], counts["segment_tokens"]) == ([3], [4])
 
 
-def test_nobody_to_observe() -> None:
+def test_nothing_to_observe() -> None:
     assert watched(steps=[3]) is None
 
 
@@ -115,7 +115,7 @@ def ablation() -> Result:
 
 
 def test_panels_compare_what_all_settings_answered() -> None:
-    small, large = panels_of(ablation())
+    small, large = compared(ablation())
     assert (small.budget, large.budget, small.tokens) == (256, 512, 4096)
     assert small.tasks == ("one", "two")
     assert small.full == pytest.approx(99.0)
@@ -143,13 +143,13 @@ def test_other_units_are_another_panel() -> None:
         if "tau=0.6" in cell["setting"]:  # one setting of its kind: nothing to compare
             more.append(cell | {"setting": f"{cell['setting']},summary=mean+spread"})
     result.figures["cells"] += more
-    panels = panels_of(result)
+    panels = compared(result)
     assert [(panel.budget, panel.rest) for panel in panels] == [
         (256, units(16)), (256, units(4)), (512, units(16)), (512, units(4)),
     ]  # fmt: skip
     assert [len(panel.family("tau")) for panel in panels] == [2, 2, 2, 2]
     assert [len(panel.points) for panel in panels] == [7, 3, 7, 3]
-    titles = [axes.get_title() for axes in draw_retrievals(result).axes]
+    titles = [axes.get_title() for axes in draw(louiskv.retrievals(result)).axes]
     assert titles[1] == "256 of 4K tokens selected, unit_tokens=4"
 
 
@@ -175,7 +175,7 @@ def heights(axes: Any, digits: int) -> list[float]:
 
 
 def test_scores_lie_over_their_share_of_retrievals() -> None:
-    figure: Figure = draw_retrievals(ablation())
+    figure: Figure = draw(louiskv.retrievals(ablation()))
     small, large = figure.axes
     assert lines(small)["semantic boundaries, by \u03c4"] == [(0.3, 35.0), (0.5, 75.0)]
     assert lines(large)["fixed stride, in steps"] == [(0.52, 59.0)]
@@ -186,12 +186,12 @@ def test_scores_lie_over_their_share_of_retrievals() -> None:
 
 
 def test_bars_are_what_every_step_retrieves() -> None:
-    figure = draw_units(ablation())
+    figure = draw(louiskv.units(ablation()))
     assert heights(figure.axes[1], 1) == [96.0, 94.0, 50.0, 48.0, 90.0, 88.0, 88.0, 86.0]
 
 
 def test_segments_by_length_layer_and_neighbour() -> None:
-    lengths, layers, alike = draw_segments(ablation()).axes
+    lengths, layers, alike = draw(louiskv.segments(ablation())).axes
     # tau 0.6: 40 and 20 of 60 segments; tau 0.8: 60 and 40 of 100. Nothing is longer than four.
     assert [height for height in heights(lengths, 3) if height] == [0.667, 0.333, 0.6, 0.4]
     assert [t.get_text() for t in lengths.get_xticklabels()] == ["1", "2", "3\u20134"]
@@ -216,7 +216,7 @@ def test_the_list_of_ablations_has_what_the_figures_want() -> None:
     result.figures["cells"] = [
         {"length": 4096, "task": "one", "setting": text, "scores": [0.5]} for text in texts
     ]
-    for panel in panels_of(result):
+    for panel in compared(result):
         families = Counter(point.family for point in panel.points)
         assert families == {"tau": 5, "stride": 3, "every": 1, "pages": 1, "quest": 1, "arkvale": 1}
 
@@ -226,11 +226,11 @@ def test_nothing_to_compare() -> None:
     result.figures["cells"] = [cell | {"scores": [], "retrieval": None}
                                for cell in result.figures["cells"]]  # fmt: skip
     assert not has_retrievals(result)
-    for draw in (draw_retrievals, draw_units):
+    for chart in (louiskv.retrievals, louiskv.units):
         with pytest.raises(ConfigError, match="no two settings"):
-            draw(result)
+            chart(result)
     with pytest.raises(ConfigError, match="semantic boundaries"):
-        draw_segments(result)
+        draw(louiskv.segments(result))
 
 
 def test_cells_add_up_and_the_table_says_how_often() -> None:

@@ -18,12 +18,12 @@ from penstock.evaluate.result import Result
 from penstock.evaluate.tasks import GeneratedTasks, Sample
 from penstock.evaluate.tasks.sample import score
 from penstock.models.loader import LoadedModel, load
-from research.figures.report import draw_all, figures_of
-from research.figures.search_accuracy import draw_search_accuracy
+from research.figures import search
+from research.figures.chart import draw
+from research.figures.report import charts_of, draw_all
 from research.search_accuracy import program
+from research.search_accuracy.program import accuracy_tables, summarise
 from research.search_accuracy.searches import Plan, answer_document, small_memory
-from research.search_accuracy.summary import summarise
-from research.search_accuracy.table import accuracy_tables
 from research.search_accuracy.verifier import follow, rate_hops, read_rules
 
 PROMPT = (
@@ -156,7 +156,7 @@ def test_the_figure_shows_the_rows(tmp_path: Path) -> None:
     table = " ".join(accuracy_tables(figures).split())
     assert "step-wise search, verifier 50 (9-91) 100 (34-100) best of N" in table
     with matplotlib.rc_context(STYLE):
-        figure = draw_search_accuracy(result)
+        figure = draw(search.accuracy(result))
     [axes] = figure.axes
     assert "12 % of single samples" in axes.get_title(loc="left")
     heights = {
@@ -173,7 +173,7 @@ def test_the_figure_shows_the_rows(tmp_path: Path) -> None:
     )
     result.figures = {"rows": []}
     with pytest.raises(ConfigError, match="no rows"):
-        figures_of(result, "x")["x"](result)
+        charts_of(result, "x")
 
 
 def test_the_program_goes_on_and_changes_nothing_in_small_memory(

@@ -17,14 +17,21 @@ from penstock.evaluate.result import Result
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_model
-from research.figures.report import draw_all, figures_of
+from research.figures.report import charts_of, draw_all
 from research.search import plan, speed
 from research.search.plan import FIG_7_CONVENTION, FIG_7_GIB
-from research.search.predictions import Prediction, predict
-from research.search.search_walk import SearchWalk, genealogy
-from research.search.speed_table import speed_table
-from research.search.totals import comparison, request_totals
-from research.search.variants import BASELINE, IN_MEMORY, VARIANTS, SearchCase
+from research.search.search_row import SearchWalk, genealogy
+from research.search.speed import speed_table
+from research.search.variants import (
+    BASELINE,
+    IN_MEMORY,
+    VARIANTS,
+    Prediction,
+    SearchCase,
+    comparison,
+    predict,
+    request_totals,
+)
 
 SMALL = (
     "--config=tiny", "--layers=2", "--beams=8", "--steps=16,32", "--prompt-tokens=32",
@@ -43,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reserving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files with room for blocks that nobody wrote, as pinned memory has it."""
+    """Files with room for blocks that were not written, as pinned memory has it."""
 
     def reserve(tier: Any, num_blocks: int) -> None:
         tier._blocks.region.reserve(num_blocks)
@@ -124,7 +131,7 @@ def test_figures_come_from_the_file_alone(whole: Path, tmp_path: Path) -> None:
     )
     result = Result.load(whole)
     rows = [row for row in result.figures["rows"] if row["variant"] != BASELINE]
-    assert figures_of(replace(result, figures={"rows": rows}), "x") == {}
+    assert charts_of(replace(result, figures={"rows": rows}), "x") == {}
 
 
 def test_a_run_is_gone_on_with(

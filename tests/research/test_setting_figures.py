@@ -10,9 +10,9 @@ from matplotlib.text import Text
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
-from research.figures.breakdown import draw_breakdown, has_breakdown
+from research.figures import settings
+from research.figures.chart import draw
 from research.figures.report import draw_all
-from research.figures.setting import draw_setting
 
 
 def make(kind: str, settings: dict[str, Any], **figures: Any) -> Result:
@@ -59,7 +59,7 @@ def test_setting_a_has_a_line_for_each_method() -> None:
         for batch in (4, 1, 2)
     ]
     rows.append(setting_row("flexgen", "real", 16384, 1, None))
-    figure = draw_setting(setting("A", rows))
+    figure = draw(settings.throughput(setting("A", rows)))
     near, far = panel(figure, "NVMe (simulated), 16K tokens"), "this disk, 32K tokens"
     lines = {str(line.get_label()): line.get_xydata() for line in near.get_lines()}
     assert lines["kvswap"][:, 1].tolist() == [10, 20, 40]
@@ -80,7 +80,7 @@ def test_setting_a_has_a_line_for_each_method() -> None:
 def test_names_of_many_lines_stay_in_their_panel() -> None:
     rows = [setting_row(f"method-{n}", "nvme", 16384, 1, 100.0 + n) for n in range(10)]
     rows.append(setting_row("kvswap", "nvme", 16384, 1, 0.01))
-    figure = draw_setting(setting("A", rows))
+    figure = draw(settings.throughput(setting("A", rows)))
     figure.draw_without_rendering()
     for axes in figure.axes:
         assert len(axes.texts) == 11
@@ -92,19 +92,21 @@ def test_names_of_many_lines_stay_in_their_panel() -> None:
 
 
 def test_a_measured_disk_is_not_called_simulated() -> None:
-    figure = draw_setting(setting("A", [setting_row("kvswap", "real", 16384, 1, 2.0)]))
+    figure = draw(settings.throughput(setting("A", [setting_row("kvswap", "real", 16384, 1, 2.0)])))
     assert "simulated" not in figure.get_suptitle()
 
 
 def test_selections_that_are_made_up_have_a_line_of_their_own() -> None:
     plain = setting_row("kvswap", "nvme", 16384, 1, 2.0)
-    figure = draw_setting(
-        setting("A", [plain, {**plain, "overlap": 0.77, "whole_model_tokens_per_s": 4.0}])
+    figure = draw(
+        settings.throughput(
+            setting("A", [plain, {**plain, "overlap": 0.77, "whole_model_tokens_per_s": 4.0}])
+        )
     )
     axes = panel(figure, "NVMe (simulated), 16K tokens")
     assert [line.get_label() for line in axes.get_lines()] == ["kvswap", "kvswap, 77 % overlap"]
     assert "synthetic selections: 77 %" in figure.get_suptitle()
-    alone = draw_setting(setting("A", [{**plain, "overlap": 0.77}]))
+    alone = draw(settings.throughput(setting("A", [{**plain, "overlap": 0.77}])))
     assert [line.get_label() for line in alone.axes[0].get_lines()] == ["kvswap"]
     assert "synthetic selections: 77 %" in alone.get_suptitle()
 
@@ -118,7 +120,7 @@ def test_setting_b_has_the_largest_batch_on_its_bars() -> None:
         setting_row("kvswap", "nvme", 16384, 16, 77.0),
         setting_row("kvswap", "emmc", 32768, 16, 88.0),
     ]
-    figure = draw_setting(setting("B", rows))
+    figure = draw(settings.throughput(setting("B", rows)))
     axes = panel(figure, "eMMC (simulated), 16K tokens")
     assert tick_labels(axes, "y") == ["kvswap", "flexgen", "full, in memory"]
     bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in axes.patches}
@@ -139,7 +141,7 @@ def test_setting_b_has_a_bar_for_each_budget() -> None:
         {**setting_row("kvswap", "nvme", 16384, 9, 30.0), **tight},
         {**setting_row("kvswap", "nvme", 16384, 16, None), **wide, "predicted_tokens_per_s": 40.0},
     ]
-    figure = draw_setting(setting("B", rows))
+    figure = draw(settings.throughput(setting("B", rows)))
     axes = panel(figure, "NVMe (simulated), 16K tokens")
     texts = {round(text.xy[1], 2): text.get_text() for text in axes.texts}
     assert texts == {
@@ -156,7 +158,7 @@ def test_setting_b_has_a_bar_for_each_budget() -> None:
 def test_what_was_too_slow_to_run_is_hollow() -> None:
     rows = [setting_row("loki", "emmc", 16384, 1, 0.5), setting_row("loki", "emmc", 16384, 2, None)]
     rows[1]["predicted_tokens_per_s"] = 0.8
-    figure = draw_setting(setting("A", rows))
+    figure = draw(settings.throughput(setting("A", rows)))
     axes = panel(figure, "eMMC (simulated), 16K tokens")
     assert axes.get_lines()[0].get_xydata().tolist() == [[0, 0.5], [1, 0.8]]
     [hollow] = axes.collections
@@ -167,7 +169,7 @@ def test_what_was_too_slow_to_run_is_hollow() -> None:
 def test_methods_without_a_budget_do_not_name_one() -> None:
     free = {**block("flexgen", 8, io=9.0), "budget": "none"}
     both = setting("A", [free, {**block("kvswap", 8, io=1.0), "budget": "1/34"}])
-    for figure in (draw_setting(both), draw_breakdown(both)):
+    for figure in (draw(settings.throughput(both)), draw(settings.breakdown(both))):
         assert "KV budget 1/34 of the full cache" in figure.get_suptitle()
         assert "none" not in figure.get_suptitle()
 
@@ -184,7 +186,7 @@ def test_the_breakdown_stacks_the_parts_of_each_method() -> None:
         block("loki", 8, io=6.0, select=1.0, rest=2.0), block("flexgen", 8, io=90, rest=3.0),
         block("kvswap", 16, io=55.0, rest=1.0), block("kvswap", 8, "emmc", io=77.0, rest=1.0),
     ]  # fmt: skip
-    figure = draw_breakdown(setting("A", rows))
+    figure = draw(settings.breakdown(setting("A", rows)))
     axes = panel(figure)
     assert len(figure.axes) == 1
     assert tick_labels(axes, "y") == ["flexgen", "loki", "quest", "kvswap"]
@@ -200,12 +202,14 @@ def test_the_breakdown_stacks_the_parts_of_each_method() -> None:
     assert 9 < axes.get_xlim()[1] < 20, "one long bar does not hide the others"
     assert [text.get_position()[1] for text in axes.texts if text.get_text() == "//"] == [0]
     assert "NVMe (simulated), 16,384 tokens, batch 8" in figure.get_suptitle()
-    tied = draw_breakdown(setting("A", [block("loki", 8, io=1), block("loki", 8, "emmc", io=1)]))
+    tied = draw(
+        settings.breakdown(setting("A", [block("loki", 8, io=1), block("loki", 8, "emmc", io=1)]))
+    )
     assert "NVMe" in tied.get_suptitle()
     with pytest.raises(ConfigError, match="breakdown"):
-        draw_breakdown(setting("A", [setting_row("loki", "nvme", 16384, 1, 1.0)]))
-    assert has_breakdown(setting("A", rows))
-    assert not has_breakdown(setting("B", rows)), "batches differ from method to method"
+        draw(settings.breakdown(setting("A", [setting_row("loki", "nvme", 16384, 1, 1.0)])))
+    with pytest.raises(ConfigError, match="breakdown"):  # batches differ from method to method
+        settings.breakdown(setting("B", rows))
 
 
 def test_results_and_their_figures(tmp_path: Path) -> None:
@@ -225,4 +229,4 @@ def test_nothing_to_draw_is_refused() -> None:
     for letter in "AB":
         for rows in ([], [setting_row("full", "nvme", 16384, 1, None)]):
             with pytest.raises(ConfigError, match="no row"):
-                draw_setting(setting(letter, rows))
+                draw(settings.throughput(setting(letter, rows)))

@@ -11,9 +11,16 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.methods import KVSwap, Quest
 from research.settings import program as settings
-from research.settings.cases import put_together
-from research.settings.methods import Machine, cases_of_a, cases_of_b, part_of, plan_whole, planned
-from research.settings.table import rate_of, ratios_of, ratios_text
+from research.settings.cases import (
+    Machine,
+    cases_of_a,
+    cases_of_b,
+    part_of,
+    plan_whole,
+    planned,
+    put_together,
+)
+from research.settings.program import rate_of, ratios_of, ratios_text
 
 LLAMA = KVShape(
     num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16

@@ -7,28 +7,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from research.statistics.drift import drift, held_out, squared_distances
-from research.statistics.low_rank import (
+from research.statistics.capture import Rotation, find_rotation
+from research.statistics.keys import (
+    drift,
+    held_out,
     joined,
     rank_that_holds,
     ranks_up_to,
     recall_of_low_rank,
     same_top,
     spectrum,
+    squared_distances,
 )
-from research.statistics.mass import mass_of_best, tokens_that_hold
-from research.statistics.overlap import (
+from research.statistics.measures import (
+    ReuseBuffer,
+    Series,
     concentration,
     group_worth,
+    inside_and_between,
     jaccard,
+    mass_of_best,
+    mean_cosine,
     overlap,
+    segment_lengths,
     stable_part,
+    tokens_that_hold,
     top_set,
 )
-from research.statistics.queries import inside_and_between, mean_cosine, segment_lengths
-from research.statistics.reuse import ReuseBuffer
-from research.statistics.rotary import Rotation, find_rotation
-from research.statistics.series import Series
 
 
 def seen(tokens: int, padding: int = 0) -> Tensor:

@@ -22,10 +22,11 @@ from penstock.models.cache_argument import OUTPUT_NAME
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
-from research.figures.statistics import draw_statistics
+from research.figures import measured
+from research.figures.chart import draw
 from research.statistics import program
 from research.statistics.capture import Step, full_attention_steps
-from research.statistics.mass import LEVELS
+from research.statistics.measures import LEVELS
 from research.statistics.run import Statistics, measure
 
 LENGTHS = (120, 83)
@@ -288,7 +289,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{groups[3]:.2f}" in text
     result = Result.load(out)
     with matplotlib.rc_context(STYLE):
-        figure = draw_statistics(result)
+        figure = draw(measured.statistics(result))
         save(figure, "statistics", tmp_path)
     assert imread(tmp_path / "statistics.png")[..., :3].std(axis=2).max() > 0.05, (
         "axes alone have no colour"
@@ -303,9 +304,9 @@ def test_one_step_compares_nothing(prompt_file: Path, capsys: pytest.CaptureFixt
     assert result.figures["overlap"][0]["overlap"] == [None] * 8
     assert result.figures["queries"]["cosine"] == [None] * 8
     assert "critical groups of adjacent steps overlap strongly: - of" in capsys.readouterr().out
-    draw_statistics(result)
+    draw(measured.statistics(result))
 
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(ConfigError, match="no layer"):
-        draw_statistics(Result.begin("statistics", [], {}, seed=0))
+        draw(measured.statistics(Result.begin("statistics", [], {}, seed=0)))

@@ -5,7 +5,8 @@ from matplotlib.patches import Rectangle
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
-from research.figures.throughput import draw_throughput
+from research.figures import measured
+from research.figures.chart import draw
 
 
 def result_with(medians: dict[str, float]) -> Result:
@@ -26,7 +27,7 @@ def result_with(medians: dict[str, float]) -> Result:
 @pytest.mark.parametrize(("slowest", "scale"), [(150.0, "linear"), (5000.0, "log")])
 def test_bars_stand_on_zero_where_they_can(slowest: float, scale: str) -> None:
     rows = {"floor, StaticCache": 100.0, "kvswap": 125.0, "flexgen": slowest}
-    panel = draw_throughput(result_with(rows)).axes[0]
+    panel = draw(measured.throughput(result_with(rows))).axes[0]
     assert panel.get_xscale() == scale
     assert ("log scale" in panel.get_xlabel()) == (scale == "log")
     bars = [bar for bar in panel.patches if isinstance(bar, Rectangle)]
@@ -39,4 +40,4 @@ def test_bars_stand_on_zero_where_they_can(slowest: float, scale: str) -> None:
 
 def test_a_result_without_rows_has_no_figure() -> None:
     with pytest.raises(ConfigError, match="no row"):
-        draw_throughput(result_with({}))
+        draw(measured.throughput(result_with({})))

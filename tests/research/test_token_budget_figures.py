@@ -8,8 +8,10 @@ from matplotlib.image import imread
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
+from research.figures import louiskv
+from research.figures.chart import draw
+from research.figures.louiskv import has_token_budgets
 from research.figures.report import run
-from research.figures.token_budgets import draw_token_budgets, has_token_budgets
 
 SCORES = {
     "full": 1.0,
@@ -43,7 +45,7 @@ def lines(axes: Any) -> dict[str, list[float]]:
 
 
 def test_scores_lie_at_their_budgets() -> None:
-    figure = draw_token_budgets(make(SCORES))
+    figure = draw(louiskv.token_budgets(make(SCORES)))
     near, far = figure.axes
     assert [axes.get_title("left") or axes.get_title() for axes in (near, far)] == [
         "16K tokens", "32K tokens",
@@ -66,7 +68,7 @@ def test_settings_that_answered_less_are_left_out() -> None:
     for cell in result.figures["cells"]:
         if cell["setting"].startswith("quest") and cell["task"] == "two":
             cell["scores"] = []
-    [axes] = draw_token_budgets(result).axes
+    [axes] = draw(louiskv.token_budgets(result)).axes
     assert "quest" not in lines(axes)
     assert not has_token_budgets(result), "one method is left"
 
@@ -87,7 +89,7 @@ def test_many_lines_are_no_figure() -> None:
 
 def test_no_budgets() -> None:
     with pytest.raises(ConfigError, match="selected_tokens"):
-        draw_token_budgets(make({"full": 1.0, "kvswap@1/13": 0.9}))
+        draw(louiskv.token_budgets(make({"full": 1.0, "kvswap@1/13": 0.9})))
 
 
 def test_report_draws_it_or_says_that_there_is_nothing(

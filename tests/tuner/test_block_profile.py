@@ -1,4 +1,4 @@
-"""BlockProfile: planted delays come back, and foretell work that nobody measured."""
+"""BlockProfile: planted delays come back, and foretell work that was not measured."""
 
 import random
 from dataclasses import replace

@@ -79,7 +79,7 @@ class Machine:
         self, work: Workpiece, policy: KVSwap, *, store: str, limit_bytes: int | None
     ) -> "Decode":
         if len(self.opened) == self.breaks_at:
-            raise RuntimeError("somebody pulled the plug")
+            raise RuntimeError("the plug was pulled")
         self.opened.append(policy)
         self.now_open += 1
         self.most_open = max(self.most_open, self.now_open)
@@ -206,7 +206,7 @@ def test_of_two_that_differ_in_rank_alone_the_lighter_is_taken_unless_it_is_clea
     pick = found.best.candidate
     twin = lighter_twin(pick, good_ones(found.spot, task.floor))
     assert (pick.policy.rank == least) == taken
-    assert twin.policy in machine.opened, "it was a finalist, whoever was taken"
+    assert twin.policy in machine.opened, "it was a finalist"
     assert (twin == pick) == taken
     assert (twin.choice, twin.policy.index_bits) == (pick.choice, pick.policy.index_bits)
     assert twin.policy.rank == least
@@ -260,15 +260,15 @@ def test_a_finished_search_is_not_run_again(
     plug_in(task, machine)
     first = searched(task)
     again = gridded(journal=journal_of(tmp_path / "j"))
-    nobody = Machine(CPU)
-    nobody.breaks_at = 0
-    plug_in(again, nobody)
+    idle = Machine(CPU)
+    idle.breaks_at = 0
+    plug_in(again, idle)
     second = searched(again)
     assert summary(second.found) == summary(first.found)
     assert again.journal.made == 0
     assert len(again.journal.used) == first.measurements
     elsewhere = gridded(journal=journal_of(tmp_path / "j"), store="nvme")
-    plug_in(elsewhere, nobody)
+    plug_in(elsewhere, idle)
     with pytest.raises(RuntimeError, match="pulled the plug"):
         KVSwapSearch(elsewhere).spread()
 

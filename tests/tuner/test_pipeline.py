@@ -133,7 +133,7 @@ def test_nothing_is_hidden_where_every_layer_waits_for_its_query() -> None:
     assert stall == pytest.approx(6 * 35 * TICK)
     assert total == pytest.approx(6 * (40 + 7 + 35) * TICK)
     single = step_time(layers[:1], latency_s=5 * TICK)
-    assert single == pytest.approx((82 * TICK, 35 * TICK)), "nobody predicts the first layer"
+    assert single == pytest.approx((82 * TICK, 35 * TICK)), "the first layer is not predicted"
     promised = step_time([replace(layers[0], is_predicted=True)], latency_s=5 * TICK)
     assert promised == pytest.approx(single)
 

@@ -191,7 +191,7 @@ def test_equally_fast_ones_go_by_quality() -> None:
     assert best_solutions(profile, [], floor=1.0) == []
 
 
-def test_what_nobody_has_looked_at_is_taken_on_trust() -> None:
+def test_what_was_not_looked_at_is_taken_on_trust() -> None:
     assert keeps_quality(candidate(4, 400, 48, None), 0.0)
     assert keeps_quality(candidate(4, 400, 48, 0.1), 0.1)
     assert not keeps_quality(candidate(4, 400, 48, 0.1001), 0.1)

@@ -232,11 +232,7 @@ def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure everything that the command line asks for, print it and save it.
-
-    Raises:
-        PenstockError: bad input, or no room for the caches.
-    """
+    """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     private = ("out", "store", "json", "data", "haystack", "resume")
     settings = {k: v for k, v in vars(args).items() if k not in private}

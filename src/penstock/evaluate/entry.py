@@ -1,4 +1,8 @@
-"""run_program(): a benchmark from the command line, its errors told in one line."""
+"""run_program(): a benchmark from the command line, its errors told in one line.
+
+A program has `parse_arguments`, which raises ConfigError where the command line makes no sense, and
+`run`, which raises any PenstockError. They do not say so one by one.
+"""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -41,11 +41,7 @@ Place = tuple[int, float]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: an option that makes no sense.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="penstock bench needles", description=__doc__)
     add = parser.add_argument
     add("--model", default="recall", help="the bundled model, or a folder")
@@ -253,11 +249,7 @@ class NeedleGrid:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure the grid, print a table for each setting and save the result as it grows.
-
-    Raises:
-        PenstockError: bad input, or no room for the caches.
-    """
+    """Measure the grid, print a table for each setting and save the result as it grows."""
     args = parse_arguments(arguments)
     private = ("out", "store", "json", "haystack", "resume")
     settings = {k: v for k, v in vars(args).items() if k not in private}

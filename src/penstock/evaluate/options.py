@@ -11,7 +11,7 @@ from penstock.evaluate.result import result_file
 def read_options(
     parser: argparse.ArgumentParser, arguments: Sequence[str], *, seed: bool = True,
     resume: bool = True, minutes: bool = True, out: str = "the result, saved as it grows",
-    renamed: Mapping[str, str] | None = None,
+    renamed: Mapping[str, str] | None = None, renamed_with_out: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """Add `--output` and `--json` to a program's own options, and read the command line.
 
@@ -20,6 +20,7 @@ def read_options(
         seed, resume, minutes: whether the program has `--seed`, `--resume`, `--minutes`.
         out: what `--output` is.
         renamed: former names of the program's own options, and their present ones.
+        renamed_with_out: the same, of command lines with the former `--out` alone.
 
     Raises:
         ConfigError: --resume without --output.
@@ -34,6 +35,8 @@ def read_options(
         add("--resume", action="store_true", help="go on with the result in --output")
     add("--json", action="store_true", help="print the result as the last line")
     names = {"--out": "--output", **(renamed or {})}
+    if any(word.partition("=")[0] == "--out" for word in arguments):
+        names |= renamed_with_out or {}
     args = parser.parse_args(list(under_new_names(arguments, names)))
     if resume and args.resume and not args.out:
         raise ConfigError("--resume goes on with the file of --output; name it")

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+_SAY_EVERY_S = 2.0
+
 
 class Progress:
     """Counts pieces of work of about the same cost and says when the rest will be done.
@@ -21,6 +23,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._began = clock()
+        self._said = 0.0
 
     @property
     def done(self) -> int:
@@ -36,9 +39,27 @@ class Progress:
         """Work need not be done."""
         self._done += count
 
+    def add(self, what: str, count: int) -> None:
+        """Work was done; a line every two seconds at most says so."""
+        self.step(count)
+        if self._clock() - self._said > _SAY_EVERY_S:
+            self.say(what)
+
+    def up_to(self, what: str) -> Callable[[int], None]:
+        """A function that takes how much of some work is done in all."""
+        before = 0
+
+        def reach(done: int) -> None:
+            nonlocal before
+            self.add(what, done - before)
+            before = done
+
+        return reach
+
     def say(self, what: str) -> None:
         """Print a line: share done, time taken, time left, and what is going on."""
-        spent_s = self._clock() - self._began
+        self._said = self._clock()
+        spent_s = self._said - self._began
         left = "?"
         if self._worked:
             left = _clock_time(spent_s / self._worked * (self._total - self._done))

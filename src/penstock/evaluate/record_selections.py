@@ -135,11 +135,7 @@ def summary(recording: Recording) -> str:
 
 
 def run(arguments: Sequence[str]) -> Recording:
-    """Record what the command line asks for, save it and say what it is.
-
-    Raises:
-        PenstockError: bad input, or no room for the cache.
-    """
+    """Record what the command line asks for, save it and say what it is."""
     args = parse_arguments(arguments)
     recording = record(args)
     recording.save(args.out)

@@ -114,15 +114,18 @@ def sit(sitting: Sitting, work: Work, args: argparse.Namespace) -> Result:
         measured = sitting.result.figures is not before
         sitting.keep(work.figures())
     if stopped is None or measured:
-        print(work.report())
-        closed(sitting.result, args)
+        closed(sitting.result, args, work.report())
     if stopped is not None:
         raise stopped
     return sitting.result
 
 
-def closed(result: Result, args: argparse.Namespace) -> Result:
-    """The result, which is printed as the last line with --json."""
+def closed(result: Result, args: argparse.Namespace, report: str = "") -> Result:
+    """Save the result, print the report, and with --json the result as the last line."""
+    if args.out:
+        result.save(args.out)
+    if report:
+        print(report)
     if args.json:
         print(json.dumps(result.as_dict()))
     return result

@@ -227,12 +227,7 @@ def show(
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure everything that the command line asks for, print it and save it.
-
-    Raises:
-        ConfigError: an argument makes no sense.
-        StorageError: the store cannot be used.
-    """
+    """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     began = time.perf_counter()
     stream = read_stream(args.stream, args.seed)

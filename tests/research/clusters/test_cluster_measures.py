@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from research.clusters.drift import measure_drift
-from research.clusters.picture import chosen_heads, numbers, picture
-from research.clusters.variance import global_labels, tightness
+from research.clusters.layouts import chosen_heads, numbers, picture
+from research.clusters.replay import global_labels, measure_drift, tightness
 
 
 def noise(*size: int, seed: int = 0) -> torch.Tensor:

@@ -11,12 +11,10 @@ from matplotlib.image import imread
 from penstock.core.errors import ConfigError, PromptError
 from penstock.evaluate.result import Result
 from penstock.models.loader import load
-from research.clusters import program
-from research.clusters.run import spaced
-from research.clusters.table import PAPER_VARIANCE, paper_ratio
-from research.figures.cluster_costs import draw_cluster_costs
-from research.figures.cluster_drift import draw_cluster_drift
-from research.figures.cluster_keys import draw_cluster_keys
+from research.clusters import run as program
+from research.clusters.run import PAPER_VARIANCE, paper_ratio, spaced
+from research.figures import clusters
+from research.figures.chart import draw
 from research.figures.report import draw_all
 
 SMALL = [
@@ -65,7 +63,7 @@ def test_tables_have_the_papers_values(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{variance:.1f}" in text
     assert "buffers" not in result.figures
     with pytest.raises(ConfigError, match="all --parts"):
-        draw_cluster_costs(result)
+        draw(clusters.costs(result))
     assert paper_ratio("global") is None
     pairs = zip(PAPER_VARIANCE["static"], PAPER_VARIANCE["adaptive"], strict=True)
     assert paper_ratio("static") == pytest.approx(sum(a / b for a, b in pairs) / 8)
@@ -99,17 +97,17 @@ def test_figures(result_file: Path, tmp_path: Path) -> None:
             "axes alone have no colour"
         )
     result = Result.load(result_file)
-    drift = draw_cluster_drift(result)
+    drift = draw(clusters.drift(result))
     drawn: Any = drift.axes[0].get_lines()[2].get_ydata()
     assert list(drawn) == result.figures["drift"]["outside"][2]
-    bars: Any = draw_cluster_costs(result).axes[0].patches
+    bars: Any = draw(clusters.costs(result)).axes[0].patches
     rows = result.figures["methods"]
     assert bars[0].get_height() == pytest.approx(rows[0]["by_key"] / rows[2]["by_key"])
-    assert len(draw_cluster_keys(result).axes) == 6
+    assert len(draw(clusters.keys(result)).axes) == 6
     empty = Result.begin("clusters", [], {}, seed=0)
-    for draw in (draw_cluster_costs, draw_cluster_drift, draw_cluster_keys):
+    for chart in (clusters.costs, clusters.drift, clusters.keys):
         with pytest.raises(ConfigError):
-            draw(empty)
+            chart(empty)
 
 
 def test_bad_input() -> None:

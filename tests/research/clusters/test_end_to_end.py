@@ -14,8 +14,7 @@ from penstock.methods.dynakv.policy import DynaKV
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.plain_model import random_model
-from research.clusters import end_to_end, end_to_end_run, step_grid
-from research.clusters.end_to_end_run import CACHE, DISK, MAIN, Case, LiveRow, Pace
+from research.clusters import end_to_end, steps
 from research.clusters.end_to_end_table import (
     BOTH,
     FLASH,
@@ -31,13 +30,10 @@ from research.clusters.end_to_end_table import (
     speedups,
     summary,
 )
-from research.clusters.read_watch import ReadWatch, covered_ns
-from research.figures.cluster_speed import (
-    cluster_speed_figures,
-    draw_cluster_cache,
-    draw_cluster_speed,
-)
-from research.figures.report import draw_all
+from research.clusters.steps import CACHE, DISK, MAIN, Case, LiveRow, Pace, ReadWatch, covered_ns
+from research.figures import clusters
+from research.figures.chart import draw
+from research.figures.report import charts_of, draw_all
 
 SMALL = (
     "--devices=ufs", "--ratios=0.1", "--steps=4", "--rounds=2", "--warm=2", "--cache-length=0",
@@ -151,7 +147,7 @@ def test_pieces_become_one(result_file: Path, tmp_path: Path) -> None:
         *[f"another, {cores} cores"] * 3, None, None, None,
     ]  # fmt: skip
     assert one.figures["minutes"] == pytest.approx(3 * whole.figures["minutes"])
-    assert one.figures["growth"] == [], "nobody has two lengths on one machine"
+    assert one.figures["growth"] == [], "no machine has two lengths"
     assert {gain["method"]: gain["lengths"] for gain in one.figures["speedups"]} == {
         "pqcache": [256, 320], NO_CLUSTERS: [256, 320],
     }  # fmt: skip
@@ -236,7 +232,7 @@ def test_caches_of_several_sizes(
     assert less[BOTH]["memory"] > less[VIRTUAL]["memory"]
     assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 8.0]
     assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
-    bars = heights(draw_cluster_cache(result).axes[0])
+    bars = heights(draw(clusters.cache(result)).axes[0])
     held = by_slots[0.0]["ledger_items"]
     assert (held["slots and window"] + held["index"]) / 2**20 in bars
 
@@ -250,7 +246,8 @@ def row(method: str, length: int, ms: float, **more: Any) -> dict[str, Any]:
         **case.row, "mean_ms": ms, "median_ms": ms, "p90_ms": ms, "tokens_per_s": 1e3 / ms,
         "reads": 10.0, "read_bytes": 4096.0, "read_kib": 0.4, "read_ms": 1.0, "select_ms": 1.0,
         "effective_bandwidth": 1e9 / ms, "stall_share": 0.5, "hit_rate": 0.3,
-        "ledger_bytes": 1 << 20, "right": 1.0, **more,
+        "ledger_bytes": 1 << 20, "ledger_items": {"slots and window": 1 << 19, "index": 1 << 18},
+        "right": 1.0, **more,
     }  # fmt: skip
 
 
@@ -275,19 +272,19 @@ def test_speedups_and_growth() -> None:
         assert word in text
     result = Result.begin("clusters.end_to_end", [], {}, seed=0)
     result.figures = {"model": "m", "rows": rows, **summary(rows)}
-    speed, bandwidth, steps = draw_cluster_speed(result).axes
+    speed, bandwidth, steps = draw(clusters.speed(result)).axes
     assert heights(speed) == pytest.approx([4.0, 3.0])
     assert len(bandwidth.patches) == 2
     [ours] = [line for line in steps.get_lines() if line.get_label() == "DynaKV"]
     assert list(ours.get_ydata()) == [10.0, 20.0]  # type: ignore[arg-type]
-    assert set(cluster_speed_figures(result, "a")) == {"a", "a-cache"}
+    assert set(charts_of(result, "a")) == {"a", "a-cache"}
     static = [*rows[:2], row("dynakv:update=static", 1024, 9.0)]
     result.figures = {"rows": static, **summary(static)}
-    assert cluster_speed_figures(result, "a") == {}, "nothing that the paper compares with"
+    assert charts_of(result, "a") == {}, "nothing that the paper compares with"
     result.figures = {"rows": rows[:2], **summary(rows[:2])}
-    for draw in (draw_cluster_speed, draw_cluster_cache):
+    for chart in (clusters.speed, clusters.cache):
         with pytest.raises(ConfigError):
-            draw(result)
+            chart(result)
 
 
 def test_gains_of_the_cache() -> None:
@@ -314,7 +311,7 @@ def test_gains_of_the_cache() -> None:
         assert word in text
     result = Result.begin("clusters.end_to_end", [], {}, seed=0)
     result.figures = {"model": "m", "rows": rows}
-    memory, time = draw_cluster_cache(result).axes
+    memory, time = draw(clusters.cache(result)).axes
     # In the order of the rows; what the ledger holds beside them is 60 everywhere.
     assert heights(memory) == pytest.approx([n / 2**20 for n in (240, 240, 140, 190, 90)])
     assert heights(time) == pytest.approx([ms for _, ms, _, _ in figures])
@@ -352,11 +349,11 @@ def test_cases_and_bad_input() -> None:
     cases = end_to_end.all_cases(args)
     assert len({case.key for case in cases}) == len(cases)
     assert [len([c for c in cases if c.section == part]) for part in (MAIN, CACHE)] == [42, 44]
-    assert step_grid.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
+    assert steps.pace_of(args) == Pace(warm=8, rounds=4, steps=12)
     case = Case(section=CACHE, device="ufs", length=1000, ratio=0.2, method="dynakv", reuse=2)
     policy: Any = case.policy
     assert (policy.selected_tokens, policy.reuse_tokens) == (200, 400)
-    assert end_to_end_run.key_of({**case.row, "mean_ms": 1.0}) == case.key
+    assert steps.key_of({**case.row, "mean_ms": 1.0}) == case.key
     for arguments, said in (
         (["--lengths=a"], "takes numbers"), (["--lengths=64"], "at least"),
         (["--devices=tape"], "tape"), (["--ratios=1.5"], "below 1"), (["--resume"], "--output"),

@@ -13,9 +13,7 @@ from penstock.evaluate.tasks.words import Words
 from penstock.generation.prompts import make_batch
 from penstock.models.loader import LoadedModel, load
 from penstock.testing.tiny_models import tiny_model
-from research.clusters.key_stream import record_keys
-from research.clusters.ring_walk import ring_walk
-from research.clusters.texts import answer_of, generated, read_on
+from research.clusters.recording import answer_of, generated, read_on, record_keys, ring_walk
 from research.statistics.capture import full_attention_steps
 
 

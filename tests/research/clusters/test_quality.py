@@ -9,9 +9,9 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.evaluate.accuracy_settings import Setting
 from penstock.evaluate.result import Result
 from research.clusters import quality
-from research.clusters.quality import FULL, PARTS, cell, parse_arguments, run, summary
-from research.clusters.traces import Trace
-from research.figures.cluster_quality import draw_cluster_quality
+from research.clusters.quality import FULL, PARTS, Trace, cell, parse_arguments, run, summary
+from research.figures import clusters
+from research.figures.chart import draw
 
 SMALL = ["--prompt", "256", "--max-new-tokens", "48", "--documents", "1", "--selected", "48",
          "--window", "16"]  # fmt: skip
@@ -38,7 +38,7 @@ def test_a_short_walk(tmp_path: Path) -> None:
     assert ours["selected"] == 48
     assert ours["ledger_bytes"] < ours["full_bytes"] * 2
     assert str(tmp_path) not in out.read_text()
-    names = [text.get_text() for text in draw_cluster_quality(result).legends[0].get_texts()]
+    names = [text.get_text() for text in draw(clusters.quality(result)).legends[0].get_texts()]
     assert names == ["DynaKV", "static update"]
 
 
@@ -53,7 +53,7 @@ def test_processes_share_what_was_said(tmp_path: Path, monkeypatch: pytest.Monke
     assert [[(row["document"], row["method"]) for row in part] for part in parts] == [
         [(1, "full")], [(0, "dynakv")], [(0, "full")], [(1, "dynakv")],
     ]  # fmt: skip
-    assert "as_full" not in parts[1][0], "nobody there to compare with"
+    assert "as_full" not in parts[1][0], "nothing to compare with"
     assert len(list(traces.iterdir())) == 4
 
     def refuse(loaded: object, text: object, setting: Setting, on_step: object) -> None:
@@ -99,6 +99,13 @@ def test_cells_are_what_they_say() -> None:
     assert summary([{"method": "b", "error": "too small"}]) == [
         {"method": "b", "error": "too small"}
     ]
+
+
+def test_a_saved_command_still_counts_tokens_with_output() -> None:
+    args = parse_arguments(["--output", "3072", "--out", "old.json"])
+    assert (args.output, args.out) == (3072, "old.json")
+    args = parse_arguments(["--max-new-tokens", "64", "--output", "new.json"])
+    assert (args.output, args.out) == (64, "new.json")
 
 
 @pytest.mark.parametrize(

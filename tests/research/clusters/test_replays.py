@@ -4,11 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from research.clusters.key_stream import KeyStream
 from research.clusters.layouts import LAYOUTS, StoredHead, run_layouts
-from research.clusters.methods import attention_found, global_method, run_method
-from research.clusters.replay import Settings, choose, fitted_clusters, replay
-from research.clusters.table import mean_length
+from research.clusters.recording import KeyStream
+from research.clusters.replay import (
+    Settings,
+    attention_found,
+    choose,
+    fitted_clusters,
+    global_method,
+    replay,
+    run_method,
+)
+from research.clusters.run import mean_length
 
 PROMPT, OUTPUT, DIM = 96, 400, 8
 SETTINGS = Settings(cluster_tokens=12, top=0.15)

@@ -10,8 +10,8 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
 from research.device_tier import kernels, speed
 from research.device_tier.kernel_cases import SMALL, KernelCase
-from research.figures.device_kernels import draw_device_kernels
-from research.figures.device_speed import draw_device_breakdown, draw_device_speed
+from research.figures import device_tier
+from research.figures.chart import draw
 from research.figures.report import draw_all
 
 SMALL_RUN = ["--on", "cpu", "--small", "--config", "tiny", "--most-seconds", "0.001"]
@@ -76,14 +76,14 @@ def test_figures_are_drawn_from_the_files(measured: Path, tmp_path: Path) -> Non
     assert names == ["fast", "fast-breakdown", "kernels"]
     assert "<path" in (tmp_path / "figures" / "fast.svg").read_text()
     result = Result.load(out)
-    upper, lower = draw_device_speed(result).axes
+    upper, lower = draw(device_tier.speed(result)).axes
     assert upper.get_title("left") or upper.get_title() == "96 in, 60 out"
     heights = [bar.get_height() for bar in _bars(upper)]
     rates = [row["tokens_per_s"] for row in result.figures["rows"]]
     assert sorted(rates) == pytest.approx(sorted(h for h in heights if h > 0))
     assert not [bar for bar in _bars(lower) if bar.get_height() > 0], "no GPU, no GPU memory"
-    assert len(draw_device_breakdown(result).axes) == 1
-    kernels_figure = draw_device_kernels(Result.load(measured))
+    assert len(draw(device_tier.breakdown(result)).axes) == 1
+    kernels_figure = draw(device_tier.kernels(Result.load(measured)))
     assert len(kernels_figure.axes) == 5, "four ceilings, and the prefill"
     shares = [entry["of_prefill"] for entry in Result.load(measured).figures["clustering"]]
     assert [bar.get_width() for bar in _bars(kernels_figure.axes[-1])] == pytest.approx(shares)
@@ -96,6 +96,6 @@ def _bars(axes: Any) -> list[Any]:
 def test_nothing_to_draw_is_said(measured: Path) -> None:
     result = Result.load(measured)
     result.figures = {"rows": [{"pattern": "1/1", "batch": 1, "method": "x", "error": "no"}]}
-    for draw in (draw_device_speed, draw_device_breakdown, draw_device_kernels):
+    for chart in (device_tier.speed, device_tier.breakdown, device_tier.kernels):
         with pytest.raises(ConfigError):
-            draw(result)
+            chart(result)

@@ -24,8 +24,8 @@ from research.device_tier.methods import (
     parse_method,
     parse_patterns,
 )
-from research.device_tier.plain_kernels import as_flagged, without_triton
-from research.device_tier.speed_table import ratio_lines, speed_table
+from research.device_tier.speed import ratio_lines, speed_table
+from research.device_tier.timers import as_flagged, without_triton
 
 SMALL = ":selected_tokens=48,window_tokens=16,sink_tokens=4"
 METHODS = (

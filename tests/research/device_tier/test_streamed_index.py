@@ -10,8 +10,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.engine.device_tier.device_index import Wanted
 from penstock.evaluate.result import Result
 from research.device_tier import speed
-from research.device_tier.query_stream import QueryStream
-from research.device_tier.stated_units import StatedUnits
+from research.device_tier.streamed_index import QueryStream, StatedUnits
 
 SEGMENT = 8
 OPTIONS = "selected_tokens=64,window_tokens=16,sink_tokens=4"

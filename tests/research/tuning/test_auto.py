@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from research.tuning.auto import parse_arguments, summary
-from research.tuning.table import auto_table
+from research.tuning.setting_runs import auto_table
 
 
 def row(policy: str, speed: float, kl: float, *, pick: bool = False) -> dict[str, object]:

@@ -16,11 +16,11 @@ from penstock.methods.search_space import policy_from
 from penstock.tuner import engine_run, kvswap_search, pace
 from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
 from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS
-from research.figures.report import draw_all, figures_of
-from research.figures.tuning_prediction import draw_predictions
-from research.tuning import program, setting_runs, sweep, sweep_device
-from research.tuning.setting_runs import middle_run
-from research.tuning.table import predict_table, sweep_table
+from research.figures import tuning
+from research.figures.chart import draw
+from research.figures.report import charts_of, draw_all
+from research.tuning import program, setting_runs, sweep
+from research.tuning.setting_runs import middle_run, predict_table, sweep_table
 
 Row = dict[str, Any]
 SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 3
@@ -30,8 +30,8 @@ STEPS, LAST_ROUNDS = 2, 3  # of the tuner's own runs; unlike `ROUNDS`
 @pytest.fixture(autouse=True, scope="module")
 def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sweep_device, "SITTINGS", SITTINGS)
-        patched.setattr(sweep_device, "FINAL_ROUNDS", FINAL_ROUNDS)
+        patched.setattr(sweep, "SITTINGS", SITTINGS)
+        patched.setattr(sweep, "FINAL_ROUNDS", FINAL_ROUNDS)
         patched.setattr(engine_run, "STEPS", STEPS)
         patched.setattr(engine_run, "WARM_STEPS", 1)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", LAST_ROUNDS)
@@ -210,7 +210,7 @@ def test_dots_lie_at_what_was_measured(sweep_file: Path) -> None:
     result = Result.load(sweep_file)
     rows = result.figures["devices"]["nvme"]["settings"]
     rows[0].update(of_tuner=True)
-    [axes] = draw_predictions(result).axes
+    [axes] = draw(tuning.predictions(result)).axes
     dots = {
         (x, y): line.get_markerfacecolor() == "white"
         for line in axes.get_lines() if line.get_marker() == "o"
@@ -222,8 +222,8 @@ def test_dots_lie_at_what_was_measured(sweep_file: Path) -> None:
     assert axes.get_xlim() == axes.get_ylim()
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     with pytest.raises(ConfigError, match="no rows"):
-        draw_predictions(replace(result, figures={"devices": {}}))
-    assert list(figures_of(result, "x")) == ["x-predicted"]
+        draw(tuning.predictions(replace(result, figures={"devices": {}})))
+    assert list(charts_of(result, "x")) == ["x-predicted"]
 
 
 # Bad input ----------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_bad_options(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory=1000"], "nothing fits 1000 B"),
+        (["--memory=1000B"], "nothing fits 1000 B"),
         (["--memory=much"], "cannot read 'much'"),
         (["--model=recall", "--context=99999"], "40,960 positions; 99,999"),
     ],

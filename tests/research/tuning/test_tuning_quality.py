@@ -16,10 +16,11 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.journal import Journal
-from research.figures.report import figures_of
-from research.figures.tuning_quality import draw_tuning_quality, has_quality
-from research.tuning.held_out import HeldOutQuality, held_out_texts, quality_key
-from research.tuning.summary import errors_of, fastest, keeps_all, sweep_summary
+from research.figures import tuning
+from research.figures.chart import draw
+from research.figures.report import charts_of
+from research.tuning.setting_runs import errors_of, fastest, keeps_all, sweep_summary
+from research.tuning.workbench import HeldOutQuality, held_out_texts, quality_key
 
 Row = dict[str, Any]
 FORCED = 8
@@ -34,9 +35,9 @@ def loaded() -> LoadedModel:
 
 def row(speed: float, kl: float | None = 0.01, *, roles: tuple[str, ...] = (), **more: Any) -> Row:
     return {
-        "tokens_per_s": speed, "kl": kl, "roles": list(roles), "within_limits": True,
-        "peak_bytes": 90, "predicted_bytes": 100, "error": 0.1, "of_tuner": False,
-        "group_tokens": 4, **more,
+        "tokens_per_s": speed, "predicted_tokens_per_s": speed, "kl": kl, "roles": list(roles),
+        "within_limits": True, "peak_bytes": 90, "predicted_bytes": 100, "error": 0.1,
+        "of_tuner": False, "group_tokens": 4, **more,
     }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_quality_tells_good_from_bad_and_is_measured_once(
     summary = quality.summary(0.03)
     assert (summary["settings"], summary["within_floor"]) == (2, 1)
     assert summary["texts"] == [len(texts[0])]
-    monkeypatch.setattr("research.tuning.held_out.Reference", None)
+    monkeypatch.setattr("research.tuning.workbench.Reference", None)
     again = HeldOutQuality(loaded, adapter, texts, forced=FORCED, journal=Journal(path, {}))
     again.measure([BAD])
     assert again.found[quality_key(fields_of(BAD))]["kl"] == bad
@@ -162,7 +163,7 @@ def result_of(*devices: Row) -> Result:
 def test_quality_lies_over_throughput_with_the_picks_marked() -> None:
     device = device_of(best=10.0, pick=9.6, paper=8.0)
     device["settings"][1]["kl"] = 0.0
-    figure = draw_tuning_quality(result_of(device, device_of(best=3.0, pick=3.0)))
+    figure = draw(tuning.quality(result_of(device, device_of(best=3.0, pick=3.0))))
     left, right = figure.axes
     marked = {
         line.get_marker(): tuple(np.asarray(line.get_xydata())[0])
@@ -182,8 +183,7 @@ def test_without_quality_there_is_no_figure_of_it() -> None:
     for each in device["settings"]:
         each["kl"] = None
     result = result_of(device)
-    assert not has_quality(result)
-    assert list(figures_of(result, "x")) == ["x-predicted"]
+    assert list(charts_of(result, "x")) == ["x-predicted"]
     with pytest.raises(ConfigError, match="random weights"):
-        draw_tuning_quality(result)
-    assert list(figures_of(result_of(device_of(best=1.0)), "x")) == ["x", "x-predicted"]
+        draw(tuning.quality(result))
+    assert list(charts_of(result_of(device_of(best=1.0)), "x")) == ["x", "x-predicted"]

@@ -7,9 +7,9 @@ from typing import Any, cast
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.search_space import fields_of
 from penstock.tuner.candidates import Candidate
-from research.tuning.held_out import HeldOutQuality, quality_key
-from research.tuning.summary import TOP
-from research.tuning.two_looks import TwoLooks
+from research.tuning.setting_runs import TOP
+from research.tuning.sweep import TwoLooks
+from research.tuning.workbench import HeldOutQuality, quality_key
 
 Row = dict[str, Any]
 FLOOR = 0.03

@@ -36,11 +36,7 @@ token. memory: most fast memory of the cache, and its share of the full cache.""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a number is out of its range, or --output cannot be a file.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="penstock audit", description=__doc__)
     add = parser.add_argument
     add(
@@ -242,11 +238,7 @@ def open_prompts(args: argparse.Namespace) -> tuple[LoadedModel, PromptBatch, Te
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Audit what the command line asks for, print it and save it.
-
-    Raises:
-        PenstockError: bad input, or no room for the caches.
-    """
+    """Audit what the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
     settings = parse_settings(args.policies or [_POLICIES])
     policies = [setting.text for setting in settings]

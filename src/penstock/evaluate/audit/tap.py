@@ -64,8 +64,13 @@ class AttentionTap:
             if (visible := call.visible) is not None:
                 mask = torch.zeros(visible.shape, dtype=call.query.dtype, device=visible.device)
                 mask = mask.masked_fill(~visible, NEGATIVE_INFINITY)
-            total = AttentionSum(call)
-            total.add(call.keys, call.values, mask)
+            total, new = AttentionSum(call), call.query.shape[2]
+            if mask is None and new > 1:
+                if past := call.keys.shape[2] - new:
+                    total.add(call.keys[:, :, :past], call.values[:, :, :past], None)
+                total.add(call.keys[:, :, -new:], call.values[:, :, -new:], None, causal=True)
+            else:
+                total.add(call.keys, call.values, mask)
             return total.result()
 
         def marking(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,7 @@ _CHUNK = 1024
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: a setting makes no sense.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="penstock bench documents", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,11 +60,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(arguments: Sequence[str]) -> Result:
-    """Measure what the arguments ask for.
-
-    Raises:
-        PenstockError: bad input, or a disk that fails.
-    """
+    """Measure what the arguments ask for."""
     args = parse_arguments(arguments)
     settings: dict[str, Any] = {
         name: getattr(args, name)
