@@ -31,15 +31,15 @@ class CompactPool:
         """
         base = np.arange(self._batch)[:, None] * pool.slots_per_row
         kept = np.arange(pool.num_slots, pool.slots_per_row)
-        rows = np.concatenate([base + slots.clip(0), base + kept], axis=1)
-        index = torch.from_numpy(rows.reshape(-1)).to(pool.memory.device)
-        places = rows.shape[1] * self._group_tokens
+        numbers = np.concatenate([base + slots.clip(0), base + kept], axis=1)
+        index = torch.from_numpy(numbers.reshape(-1)).to(pool.memory.device)
+        places = numbers.shape[1] * self._group_tokens
         memory, mask = self._memory[: index.numel()], self._mask[: index.numel()]
         torch.index_select(pool.memory, 0, index, out=memory)
         torch.index_select(pool.slot_mask.flatten(0, 1), 0, index, out=mask)
         if (slots < 0).any():
             hidden = torch.from_numpy(slots < 0).to(mask.device)
-            mask.view(self._batch, rows.shape[1], -1)[:, : slots.shape[1]].masked_fill_(
+            mask.view(self._batch, numbers.shape[1], -1)[:, : slots.shape[1]].masked_fill_(
                 hidden.unsqueeze(-1), NEGATIVE_INFINITY
             )
         tokens = memory.view(self._dtype).view(self._batch, places, *self._token_shape)

@@ -38,22 +38,22 @@ class BlockShape:
         """Bytes of a block."""
         return self.kv.num_layers * self.layer_bytes
 
-    def layered(self, rows: Tensor) -> Tensor:
-        """Rows of bytes as blocks.
+    def layered(self, slots: Tensor) -> Tensor:
+        """Slots of bytes as blocks.
 
         Args:
-            rows: uint8 [num_slots, slot_bytes], a slot at least a block long.
+            slots: uint8 [num_slots, slot_bytes], a slot at least a block long.
 
         Returns:
             The same memory. [num_slots, layers, 2, kv_heads, block_tokens, head_dim]
         """
-        kv, row = self.kv, rows.stride(0) // self.kv.dtype.itemsize
+        kv, step = self.kv, slots.stride(0) // self.kv.dtype.itemsize
         size = (kv.num_layers, 2, kv.num_kv_heads, self.block_tokens, kv.head_dim)
         strides = [1]
         for width in reversed(size[1:]):
             strides.insert(0, strides[0] * width)
-        flat = rows.reshape(-1).view(kv.dtype) if rows.is_contiguous() else rows.view(kv.dtype)
-        return flat.as_strided((rows.shape[0], *size), (row, *strides))
+        flat = slots.reshape(-1).view(kv.dtype) if slots.is_contiguous() else slots.view(kv.dtype)
+        return flat.as_strided((slots.shape[0], *size), (step, *strides))
 
 
 class BeamMemory(ABC):

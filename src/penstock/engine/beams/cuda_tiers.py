@@ -128,14 +128,14 @@ class DiskTier(SlowTier):
         computed = self._computed()
 
         def job() -> None:
-            for units, rows in self._parts(blocks, slots):
+            for units, targets in self._parts(blocks, slots):
                 places = np.arange(len(units))
                 self._blocks.region.submit_read(units, self._staging, places).wait()
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed)
-                    for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                    for slot, place in zip(targets.tolist(), places.tolist(), strict=True):
                         source = self._staging.tensor[place, : self._block_bytes]
-                        self.slots[row].copy_(source, non_blocking=True)
+                        self.slots[slot].copy_(source, non_blocking=True)
                 self._stream.synchronize()
 
         return self._thread.submit("load", len(blocks), job)
@@ -146,13 +146,13 @@ class DiskTier(SlowTier):
         computed = self._computed()
 
         def job() -> None:
-            for units, rows in self._parts(blocks, slots):
+            for units, targets in self._parts(blocks, slots):
                 places = np.arange(len(units))
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed)
-                    for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                    for slot, place in zip(targets.tolist(), places.tolist(), strict=True):
                         target = self._staging.tensor[place, : self._block_bytes]
-                        target.copy_(self.slots[row], non_blocking=True)
+                        target.copy_(self.slots[slot], non_blocking=True)
                 self._stream.synchronize()
                 self._blocks.write(units, self._staging, places)
 

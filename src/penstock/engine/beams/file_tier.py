@@ -74,8 +74,8 @@ class GrowingRegion:
         self.region = region
         self._room = 0
 
-    def write(self, blocks: Int64Array, buffer: AlignedBuffer, rows: Int64Array) -> None:
-        """Write rows of a buffer as `blocks`, both int64 [num_blocks].
+    def write(self, blocks: Int64Array, buffer: AlignedBuffer, slots: Int64Array) -> None:
+        """Write slots of a buffer as `blocks`, both int64 [num_blocks].
 
         Raises:
             StoreFullError: there is no room.
@@ -89,7 +89,7 @@ class GrowingRegion:
             except StoreFullError:
                 self.region.reserve(end)
                 self._room = end
-        self.region.write(blocks, buffer, rows)
+        self.region.write(blocks, buffer, slots)
 
 
 class FileTier(SlowTier):
@@ -119,24 +119,26 @@ class FileTier(SlowTier):
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Read in the background; the moves before it have ended then."""
         region, buffer = self._blocks.region, self._buffer
-        units, rows = _array(blocks), _array(slots)
+        units, places = _array(blocks), _array(slots)
         return self._thread.submit(
-            "load", len(units), lambda: region.submit_read(units, buffer, rows).wait()
+            "load", len(units), lambda: region.submit_read(units, buffer, places).wait()
         )
 
     @override
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> Move:
         """Write from the slots in the background."""
-        units, rows = _array(blocks), _array(slots)
+        units, places = _array(blocks), _array(slots)
         return self._thread.submit(
-            "save", len(units), lambda: self._blocks.write(units, self._buffer, rows)
+            "save", len(units), lambda: self._blocks.write(units, self._buffer, places)
         )
 
     @override
     def give_back(self, slots: Sequence[int]) -> Move | None:
         """Give the memory of empty slots back to the system, behind the moves under way."""
-        rows = list(slots)
-        return self._thread.submit("give back", len(rows), lambda: self._buffer.give_back(rows))
+        emptied = list(slots)
+        return self._thread.submit(
+            "give back", len(emptied), lambda: self._buffer.give_back(emptied)
+        )
 
     @override
     def check(self) -> None:

@@ -347,7 +347,7 @@ class ScheduledMemory(BeamMemory):
             return
         with self._clock.waiting():
             self._settle(slot for pair in pairs for slot in pair)
-        rows = self._slow.slots
+        slots = self._slow.slots
         for source, target in pairs:
-            rows[target].copy_(rows[source])
+            slots[target].copy_(slots[source])
         self.traffic.copied_bytes += len(pairs) * self.shape.block_bytes
