@@ -52,6 +52,25 @@ def test_a_table_that_fits_is_as_it_was(width: int) -> None:
     assert printed(table, width) == console.file.getvalue()
 
 
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_on_a_terminal_that_is_too_narrow_each_row_is_a_paragraph(width: int) -> None:
+    table = Table(title="a title")
+    table.caption = "a caption"
+    for name in ("name", *(f"column {i}" for i in range(12))):
+        table.add_column(name, no_wrap=True)
+    for row in ("first", "second"):
+        table.add_row(row, *(f"{row} {i}" if i != 3 else "" for i in range(12)))
+    out = io.StringIO()
+    print_table(Console(file=out, width=width, force_terminal=True, color_system=None), table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "a title"
+    assert lines[-1] == "a caption"
+    assert [line for line in lines if not line.startswith(" ")][1:-1] == ["first", "second"]
+    assert lines.count("  column 7 second 7") == 1
+    assert not [line for line in lines if "column 3" in line], "what is empty says nothing"
+
+
 def test_every_table_of_the_commands_is_printed_so() -> None:
     """`Console.print` cuts a table at the width of the terminal."""
     folder = Path(__file__).parents[2] / "src" / "penstock" / "cli"

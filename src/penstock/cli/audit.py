@@ -4,6 +4,7 @@ import typer
 
 from penstock.cli.console import plain_output
 
+AUDIT = "How close policies stay to full attention on a text."
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -74,7 +74,7 @@ def devices_command(
     ] = "512MiB",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the disk that a KV cache would lie on, and list the simulated devices."""
+    """Measure the disk for KV caches; list simulated ones."""
     from penstock.devices.measure import fit_profile
     from penstock.devices.presets import PRESETS
     from penstock.storage.measured_directory import measure_directory

@@ -48,7 +48,7 @@ def main() -> None:
     try:
         from penstock.cli.main import app
 
-        app()
+        app(prog_name="penstock")
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except SystemExit as leave:

@@ -33,7 +33,9 @@ def fetch_command(
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:  # fmt: skip
-    """Fetch a model; its name can then be given wherever a model folder can, without a network.
+    """Fetch a model, for later use without a network.
+
+    Its name can then be given wherever a model folder can.
 
     What was downloaded is checked; a download that was broken off goes on. A model of the hub lies
     in the Hugging Face cache (HF_HOME), whose contents hf cache lists and removes.

@@ -9,7 +9,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli.audit import PASS_ON, audit_command
+from penstock.cli.audit import AUDIT, PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.command import SETTINGS_ERROR, PenstockCommand, TorchCommand
@@ -95,6 +95,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]},
 )
 app.command("demo", cls=TorchCommand)(demo_command)
 app.command("generate", cls=TorchCommand)(generate_command)
@@ -104,8 +105,8 @@ app.command("fetch", cls=PenstockCommand)(fetch_command)
 app.command("devices", cls=PenstockCommand)(devices_command)
 app.command("plan", cls=TorchCommand)(plan_command)
 app.command("tune", cls=TorchCommand)(tune_command)
-app.command("audit", cls=TorchCommand, context_settings=PASS_ON)(audit_command)
-app.add_typer(doc_app)
+app.command("audit", cls=TorchCommand, context_settings=PASS_ON, short_help=AUDIT)(audit_command)
+app.add_typer(doc_app, short_help="Store a long text's KV cache, and ask it again and again.")
 app.add_typer(bench_app)
 app.command("config", cls=ConfigCommand)(config_command)
 
@@ -191,4 +192,6 @@ def _say_error(message: str, advice: str = "") -> None:
 
 
 def _say(line: Text) -> None:
-    PlainConsole(stderr=True, soft_wrap=True).print(line)
+    console = PlainConsole(stderr=True)
+    # A terminal would break it within words; in a pipe it is one line.
+    console.print(line, soft_wrap=not console.is_terminal)

@@ -56,7 +56,7 @@ def plan_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Predict speed, memory and traffic on a machine that need not be present."""
+    """Predict speed and memory on a machine that is not here."""
     from penstock.devices.presets import PRESETS
     from penstock.tuner.advice import advise, fastest
     from penstock.tuner.cost_model import Workload, check_weights

@@ -138,8 +138,9 @@ def search_command(
     offline: OfflineOption = False, trust_remote_code: TrustOption = False, tree: _Tree = None,
     as_json: JsonOption = False, force: ForceOption = False,
 ) -> None:  # fmt: skip
-    """Answer a prompt by searching: sample continuations, rate them, go on with the best.
+    """Answer a prompt by step-wise beam search.
 
+    Continuations are sampled and rated, and the best go on.
     The best answer goes to stdout, the live view and the end table to stderr.
     """
     from penstock.cli.prompts import read_prompt
