@@ -15,7 +15,7 @@ from penstock.core.errors import PenstockError
 _WORKERS_MOST = 14
 _AHEAD = 6
 _Job = TypeVar("_Job")
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 _maker: list[Callable[[Any], Any]] = []
 """Of this process, if it is one of those that work ahead."""
@@ -32,9 +32,9 @@ def default_workers() -> int:
 
 
 def do_ahead(
-    build: Callable[..., Callable[[_Job], _Made]], given: tuple[Any, ...], jobs: Iterable[_Job], *,
-    workers: int,
-) -> Iterator[_Made]:  # fmt: skip
+    build: Callable[..., Callable[[_Job], _Result]], given: tuple[Any, ...], jobs: Iterable[_Job],
+    *, workers: int,
+) -> Iterator[_Result]:  # fmt: skip
     """The results of jobs, in their order. How many processes there are changes nothing in them.
 
     Args:
@@ -53,7 +53,7 @@ def do_ahead(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin,
         initargs=(build, given),
     )  # fmt: skip
-    waiting: deque[Future[_Made]] = deque()
+    waiting: deque[Future[_Result]] = deque()
     try:
         for job in jobs:
             waiting.append(pool.submit(_do, job))

@@ -214,7 +214,7 @@ SECTIONS: dict[str, Any] = {
 }  # fmt: skip
 """Tables that every file has."""
 _Run = TypeVar("_Run", bound=RunSettings)
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 def read_settings(path: str | Path) -> Settings:
@@ -241,7 +241,7 @@ def read_strictly(path: str | Path, make: Callable[[Mapping[str, Any]], _Run]) -
     return read_table(path, checked)
 
 
-def read_table(path: str | Path, make: Callable[[Mapping[str, Any]], _Made]) -> _Made:
+def read_table(path: str | Path, make: Callable[[Mapping[str, Any]], _Result]) -> _Result:
     """Make something of a TOML file; what is wrong with it is said with the file's name.
 
     Raises:

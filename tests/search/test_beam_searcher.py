@@ -83,10 +83,10 @@ def decoders(
     assert all(decoder.is_closed for decoder, _ in made)
 
 
-Made = list[tuple[PlainDecoder, dict[str, Any]]]
+Decoders = list[tuple[PlainDecoder, dict[str, Any]]]
 
 
-def test_the_searcher_answers_a_text(bundled: LoadedModel, decoders: Made) -> None:
+def test_the_searcher_answers_a_text(bundled: LoadedModel, decoders: Decoders) -> None:
     prompts: list[str] = []
 
     def rate(prompt: str, texts: list[str]) -> list[int]:
@@ -112,7 +112,7 @@ def test_the_searcher_answers_a_text(bundled: LoadedModel, decoders: Made) -> No
     assert plain["traffic"]["loaded_bytes"] == 0
 
 
-def test_the_models_own_end_token_ends(model: PreTrainedModel, decoders: Made) -> None:
+def test_the_models_own_end_token_ends(model: PreTrainedModel, decoders: Decoders) -> None:
     greedy = params(beams=1, width=1, temperature=0)
     end = BeamSearcher(model).search(PROMPT, replace(greedy, ignore_end=True)).beams[0].token_ids[4]
     before = model.generation_config.eos_token_id
@@ -129,7 +129,7 @@ def test_the_models_own_end_token_ends(model: PreTrainedModel, decoders: Made) -
 
 
 def test_the_models_own_stop_strings_end(
-    bundled: LoadedModel, decoders: Made, monkeypatch: pytest.MonkeyPatch
+    bundled: LoadedModel, decoders: Decoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "The grass is green . The sky is blue . " * 5
     greedy = params(beams=1, width=1, temperature=0)
@@ -145,7 +145,7 @@ def test_the_models_own_stop_strings_end(
     assert beyond.text.startswith(whole.text)
 
 
-def test_what_the_searcher_refuses(model: PreTrainedModel, decoders: Made) -> None:
+def test_what_the_searcher_refuses(model: PreTrainedModel, decoders: Decoders) -> None:
     searcher = BeamSearcher(model)
     with pytest.raises(PromptError, match="500 tokens and 40 more"):
         searcher.search([5] * 500, params(max_new_tokens=40))
@@ -173,7 +173,9 @@ def test_a_tokenizer_beside_a_model_that_has_one(bundled: LoadedModel) -> None:
     LLM(bundled.model, tokenizer=bundled.tokenizer)
 
 
-def test_an_interrupted_searcher_tells_what_it_found(bundled: LoadedModel, decoders: Made) -> None:
+def test_an_interrupted_searcher_tells_what_it_found(
+    bundled: LoadedModel, decoders: Decoders
+) -> None:
     def interrupt(step: SearchStep) -> None:
         if step.record.step == 1:
             raise KeyboardInterrupt

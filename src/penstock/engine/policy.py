@@ -44,7 +44,7 @@ class IndexRequest:
     adapter: LayerAdapter | None
     device: torch.device
     score_tokens: int
-    """See `SlotPlan.score_tokens`."""
+    """Tokens that the index scores at a time, which bounds its scratch memory."""
     selected_units: int
     """Units of a selection."""
     rows_per_sequence: int = 1
@@ -61,7 +61,7 @@ class StoreRequest:
     """What a policy is given to open a cache's store."""
 
     location: str
-    """See `KVStore.create`."""
+    """A directory, "auto", "memory" or a simulated device, as `KVStore.create` takes it."""
     sealed: Sealing
     shape: KVShape
     """Of a row."""

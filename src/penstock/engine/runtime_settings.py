@@ -22,7 +22,7 @@ class RuntimeSettings:
     limit_bytes: int | None
     """Budget for all fast memory of the cache; None for no limit."""
     store: str
-    """See `KVStore.create`."""
+    """A directory, "auto", "memory" or a simulated device, as `KVStore.create` takes it."""
     sealed: Sealing = "auto"
     """Encrypt what the cache writes to a disk."""
     max_tokens: int

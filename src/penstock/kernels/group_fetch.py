@@ -38,7 +38,7 @@ class SlotArrays:
     """One layer's slots and where they are filled from; the arrays stay where they are."""
 
     slot_of: NDArray[np.int32]
-    """See `SlotTable`. [batch, max_units]"""
+    """Slot of each unit, as `SlotTable` has it. [batch, max_units]"""
     unit_in: NDArray[np.int32]
     """[batch, slots]"""
     heads: NDArray[np.int64]
