@@ -5,12 +5,17 @@ They import the module of what they build, so that this one must stay light.
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from training.ahead import AheadError, do_ahead
+
+ROOT = Path(__file__).parents[2]
 
 
 def build_asker(fails_at: int) -> Callable[[int], int]:
@@ -50,3 +55,12 @@ def test_jobs_are_not_all_taken_at_once() -> None:
     assert next(results) == 0
     assert len(taken) < 20
     results.close()  # type: ignore[attr-defined]
+
+
+def test_processes_of_rows_and_of_corpora_import_no_torch() -> None:
+    """Each of them would take seconds to start."""
+    code = "import sys, training.corpus, training.workers; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

@@ -104,7 +104,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         ConfigError: both were given, or neither.
         PromptError: the file cannot be read, or it is no text.
     """
-    from penstock.generation.prompts import read_text_file, require_text
+    from penstock.core.printable import require_text
+    from penstock.generation.prompts import read_text_file
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give the prompt with either --prompt or --prompt-file")

@@ -1,6 +1,8 @@
-"""printable(): text out of files, names and models, as it may stand on a terminal."""
+"""Text from outside: as it may stand on a terminal, and whether it is text at all."""
 
 import re
+
+from penstock.core.errors import PromptError
 
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 and C1, which begin what a terminal obeys
@@ -21,3 +23,15 @@ def printable(text: str) -> str:
 def _spelt(found: re.Match[str]) -> str:
     code = ord(found.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def require_text(text: str, what: str) -> None:
+    """Refuse text with halves of characters, as a shell's bytes that are not UTF-8 become.
+
+    Raises:
+        PromptError: says what it is.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is not UTF-8 text") from error

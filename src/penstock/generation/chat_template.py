@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from penstock.core.errors import ConfigError, PromptError
-from penstock.generation.prompts import require_text
+from penstock.core.printable import require_text
 
 Message: TypeAlias = Mapping[str, Any]
 """A role and a content: a text, or parts of type "text"; and whatever else a template reads."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import PromptError
+from penstock.core.printable import require_text
 from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
@@ -96,18 +97,6 @@ def decode_text(content: bytes, what: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PromptError(f"{what} is not UTF-8 text") from error
-
-
-def require_text(text: str, what: str) -> None:
-    """Refuse text with halves of characters, as a shell's bytes that are not UTF-8 become.
-
-    Raises:
-        PromptError: says what it is.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
         raise PromptError(f"{what} is not UTF-8 text") from error
 
 
