@@ -161,6 +161,14 @@ def test_the_names_are_those_of_options() -> None:
     assert not taken & {"PENSTOCK_KERNELS", "PENSTOCK_CONFIG", "PENSTOCK_LOG_LEVEL"}
 
 
+def test_a_log_level_shows_what_is_logged(file: Path) -> None:
+    words = ["generate", "--prompt", "The sky is", "--max-new-tokens", "1", "--disk", "memory"]
+    file.write_text('log-level = "info"')
+    said = run(*words).stderr
+    assert "INFO penstock.models.cache_adapter: TieredCache(kvswap, memory " in said
+    assert "INFO" not in run(*words, "--log-level", "error").stderr, "the command line comes first"
+
+
 def test_options_of_penstock_itself_may_stand_behind_a_command(file: Path) -> None:
     file.write_text("x = 1")
     for words in (["--debug", "doc", "ls"], ["doc", "ls", "--debug"]):

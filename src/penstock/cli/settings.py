@@ -35,9 +35,9 @@ OWN_MEANING: Mapping[str, frozenset[str]] = {
 }
 """Settings that mean something of their own to a command, which takes them by its name alone."""
 PER_CALL = frozenset({
-    "prompt", "prompt-file", "messages", "raw", "output", "force", "name", "title", "trace", "tree",
-    "text", "tables", "save-tables", "repair", "keep", "alone", "token", "resume", "revision",
-    "trust-remote-code", "help",
+    "prompt", "prompt-file", "messages", "raw", "file", "session", "output",
+    "force", "name", "title", "trace", "tree", "text", "tables", "save-tables", "repair", "keep",
+    "alone", "token", "resume", "revision", "trust-remote-code", "help",
 })  # fmt: skip
 """What one call is about; no settings."""
 _MOST_BYTES = 1 << 20
