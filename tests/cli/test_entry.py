@@ -101,6 +101,7 @@ from penstock.cli.main import app
 library = sys.argv[1]
 for arguments, code in (
     (["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["plan", "--help"], 0),
+    (["search", "--help"], 0), (["config"], 0),
     (["doc", "ls", "--library", library], 0), (["doc", "gc", "--library", library], 0),
     (["generat"], 2), (["generate", "tiny", "--tokens", "9"], 2), (["devices", "--size"], 2),
 ):

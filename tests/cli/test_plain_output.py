@@ -153,3 +153,13 @@ def test_programs_that_print_by_themselves(capsys: pytest.CaptureFixture[str]) -
     assert told.out == told.err + "\n"
     assert CONTROL.search(told.out) is None
     assert SEEN in told.out
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_line_is_broken_between_words_on_a_terminal_alone(is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = PlainConsole(file=out, width=20, force_terminal=is_terminal, color_system=None)
+    console.print("one line of several words", soft_wrap=True)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    broken = ["one line of several", "words"]
+    assert lines == (broken if is_terminal else ["one line of several words"])

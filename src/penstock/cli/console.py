@@ -23,6 +23,11 @@ class PlainConsole(Console):
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
 
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        """As `Console.print`; what is one line in a pipe is broken between words on a terminal."""
+        one_line = soft_wrap and not self.is_terminal
+        super().print(*objects, soft_wrap=one_line, **options)
+
     def render_str(self, text: str, **options: Any) -> Text:
         """As `Console.render_str`; spelt out here, so that a table has room for it."""
         return super().render_str(printable(text), **options)

@@ -192,6 +192,4 @@ def _say_error(message: str, advice: str = "") -> None:
 
 
 def _say(line: Text) -> None:
-    console = PlainConsole(stderr=True)
-    # A terminal would break it within words; in a pipe it is one line.
-    console.print(line, soft_wrap=not console.is_terminal)
+    PlainConsole(stderr=True).print(line, soft_wrap=True)

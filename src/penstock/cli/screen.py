@@ -264,8 +264,7 @@ def _hit_rate(decode: PhaseStats) -> str:
 def show_report(console: Console, report: RunReport, sizes: ProcessSizes) -> None:
     """Print the notices and the end table of a run."""
     for notice in report.notices:
-        note = Text.assemble(("note: ", "bold yellow"), notice)
-        console.print(note, soft_wrap=not console.is_terminal)
+        console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
     table = Table(show_header=False, border_style="dim")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -237,8 +237,7 @@ def search_rows(output: SearchOutput, sizes: ProcessSizes | None = None) -> list
 def show_search(console: Console, output: SearchOutput, sizes: ProcessSizes) -> None:
     """Print the notices, the beams and the end table of a search."""
     for notice in () if output.place is None else output.place.notices:
-        note = Text.assemble(("note: ", "bold yellow"), notice)
-        console.print(note, soft_wrap=not console.is_terminal)
+        console.print(Text.assemble(("note: ", "bold yellow"), notice), soft_wrap=True)
     if len(output.beams) > 1:
         beams = [(output.tree.nodes[beam.node], beam.text) for beam in output.beams]
         print_table(console, beam_table(beams[:_SHOWN_BEAMS], console.width))
