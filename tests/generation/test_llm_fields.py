@@ -8,11 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.generation.engine import LLM
 from penstock.generation.logprobs import TopTokens, position_of
 from penstock.generation.output import CompletionOutput, RequestOutput
 from penstock.generation.sampling import SamplingParams
+from penstock.methods import POLICIES
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import LoadedModel
 from penstock.testing.tiny_chat import tiny_chat_model
@@ -205,6 +206,45 @@ def test_the_prompt_is_read_once_for_all_answers() -> None:
     finally:
         hook.remove()
     assert seen[-5:] == [(1, 16), (1, 16), (1, 8), (3, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("policy", ["kvswap", "quest", "infinigen", "clusterkv", "dynakv", "full"])
+def test_a_budget_for_all_answers_is_not_spent_on_the_prompt(policy: str) -> None:
+    """The plan for a prompt alone would be another one, under which its answers do not fit."""
+    settings: dict[str, Any] = {} if policy == "full" else {"selected_tokens": 40}
+    llm = LLM(
+        tiny_model("llama"), policy=POLICIES[policy](**settings), store="memory",
+        prefill_chunk_size=64,
+    )  # fmt: skip
+    params = SamplingParams(n=3, seed=5, max_tokens=4)
+    [output] = llm.generate([[5 + i % 150 for i in range(200)]], params)
+    assert [len(each.token_ids) for each in output.outputs] == [4, 4, 4]
+    assert output.run.stats.prefill.tokens == 200
+    assert not any("once for each answer" in notice for notice in output.run.notices)
+
+
+def test_where_nothing_can_be_forked_the_prompt_is_read_for_each_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(tiny_model("llama"), memory=None, store="memory", prefill_chunk_size=16)
+    prompts = [list(range(5, 45)), list(range(9, 30))]
+    params = [
+        SamplingParams(n=2, seed=3, max_tokens=5, prompt_logprobs=0),
+        SamplingParams(temperature=0, max_tokens=4),
+    ]
+    forked = llm.generate(prompts, params)
+
+    def refuses(self: TieredCache, indices: Tensor) -> None:
+        raise BudgetError("too small", needed_bytes=1)
+
+    monkeypatch.setattr(TieredCache, "batch_select_indices", refuses)
+    read = llm.generate(prompts, params)
+    assert "prompts were read once for each answer" in " ".join(read[0].run.notices)
+    assert [[each.token_ids for each in output.outputs] for output in read] == [
+        [each.token_ids for each in output.outputs] for output in forked
+    ]
+    assert read[0].prompt_logprobs is not None
+    assert len(read[0].prompt_logprobs) == 40
 
 
 def test_the_best_of_several_answers(loaded: LoadedModel, llm: LLM) -> None:

@@ -195,6 +195,15 @@ def test_arguments_of_generate(loaded: LoadedModel) -> None:
     assert llm.generate("a", lora_request=None, tokenization_kwargs={})
 
 
+def test_methods_that_are_left_out(loaded: LoadedModel) -> None:
+    llm: Any = LLM(loaded)
+    with pytest.raises(AttributeError, match=r"LLM has no beam_search: .* by BeamSearcher"):
+        llm.beam_search("a")
+    with pytest.raises(AttributeError, match=r"^LLM has no tokens$"):
+        llm.tokens  # noqa: B018
+    assert not hasattr(llm, "embed")
+
+
 class Bar:
     """Stands for tqdm."""
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.core.errors import BudgetError
 from penstock.generation.answer import Answer, EndTokens
 from penstock.generation.answer_text import stops_with
-from penstock.generation.chunked_prefill import prefill
+from penstock.generation.chunked_prefill import OnLogits, prefill
 from penstock.generation.decoding import (
     DecodeSteps,
     end_tokens,
@@ -95,20 +96,18 @@ class BatchRun:
         self._answers = [self._answers_of(row, self._ends) for row in range(len(requests))]
         self._rows = [answer for answers in self._answers for answer in answers]
         self._choices: dict[int, Choice] = {}
+        self._notices: tuple[str, ...] = ()
         self._prefill_s = self._first_token_s = self._last_token_s = 0.0
 
     def run(self) -> None:
         """Read the prompts and make the answers."""
         started_s, prompts = time.perf_counter(), self._prompt_logprobs
         # Of a stored text, a cache may have begun with a row for each answer.
-        has_rows = self._cache.batch_size == len(self._rows)
-        logits = prefill(
-            self._model, self._cache,
-            self._batch.take(self._row_prompts()) if has_rows else self._batch, self._chunk,
-            on_logits=prompts.take if prompts.is_wanted else None,
-        )  # fmt: skip
-        if not has_rows:
-            logits = self._fork(logits)
+        if self._cache.batch_size == len(self._rows):
+            logits = self._prefill(self._batch.take(self._row_prompts()))
+        else:
+            on_logits = prompts.take if prompts.is_wanted else None
+            logits = self._fork(self._prefill(self._batch, on_logits))
         tokens = self._choose(logits)
         done = self._take()
         self._first_token_s = self._last_token_s
@@ -149,7 +148,7 @@ class BatchRun:
             memory=cache.report(),
             store=cache.store_description,
             simulated=cache.simulated,
-            notices=(*notices, *cache.notices),
+            notices=(*notices, *self._notices, *cache.notices),
             restored_tokens=restored,
             recomputed_tokens=recomputed,
         )
@@ -171,12 +170,21 @@ class BatchRun:
             )
         return answers
 
+    def _prefill(self, batch: PromptBatch, on_logits: OnLogits | None = None) -> Tensor:
+        """Read a batch; returns the logits behind it. [rows, vocabulary]"""
+        return prefill(self._model, self._cache, batch, self._chunk, on_logits)
+
     def _fork(self, logits: Tensor) -> Tensor:
         """Give each answer a row of the cache, and of the logits. [answers, vocabulary]"""
         if len(self._rows) == len(self._requests):
             return logits
         rows = self._row_prompts()
-        self._cache.batch_select_indices(rows)
+        try:
+            self._cache.batch_select_indices(rows)
+        except BudgetError:
+            self._notices += ("prompts were read once for each answer: the budget holds no fork",)
+            self._cache.reset()
+            return self._prefill(self._batch.take(rows))
         return logits[rows.to(logits.device)]
 
     def _row_prompts(self) -> Tensor:

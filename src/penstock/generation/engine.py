@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,11 +12,16 @@ from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
 from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_stream import AnswerStream
+from penstock.generation.batch_cache import batch_cache
 from penstock.generation.batch_run import BatchRun, Listeners, OnText
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.chat_template import ChatTemplate, ContentFormat, Message, as_conversations
 from penstock.generation.default_params import default_sampling_params
-from penstock.generation.engine_arguments import check_arguments, check_generate_arguments
+from penstock.generation.engine_arguments import (
+    check_arguments,
+    check_generate_arguments,
+    missing_attribute,
+)
 from penstock.generation.model_choice import chosen_model
 from penstock.generation.output import RequestOutput
 from penstock.generation.progress_bar import ProgressBar
@@ -145,6 +150,11 @@ class LLM:
         self._exact, self._seal, self._graphs = exact, seal, not enforce_eager
         self._prefill_chunk_size = max(2, prefill_chunk_size)
         self._has_own_defaults = generation_config == "auto"
+
+    if not TYPE_CHECKING:  # which would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(name)
 
     @property
     def model(self) -> CausalLM:
@@ -415,22 +425,15 @@ class LLM:
         """Answer a batch over a cache of its own."""
         total = batch.prompts.padded_tokens
         choices = self._choices.for_batch(batch.num_answers, batch.most_tokens)
-        cache = TieredCache(
-            self.model,
-            policy=choices.policy,
-            memory=choices.memory,
-            store=choices.store,
-            max_tokens=batch.most_tokens,
-            batch_size=batch.num_answers,
-            exact=self._exact,
-            sealed=self._seal,
-            adapter=choices.adapter,
-            cuda_graphs=self._graphs,
-            tracer=tracer,
+        make = partial(
+            TieredCache, self.model, store=choices.store, max_tokens=batch.most_tokens,
+            batch_size=batch.num_answers, exact=self._exact, sealed=self._seal,
+            adapter=choices.adapter, cuda_graphs=self._graphs, tracer=tracer,
             progress=None if on_progress is None else lambda done: on_progress(done, total),
-            prompt_tokens=total,
-            index_progress=on_index,
-        )
+            prompt_tokens=total, index_progress=on_index,
+        )  # fmt: skip
+        prompts, answers = len(batch.requests), batch.num_answers
+        cache = batch_cache(make, choices, prompts=prompts, answers=answers)
         with cache:
             return self._answer(batch, cache, listeners, notices=choices.notices)
 

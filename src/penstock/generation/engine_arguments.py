@@ -95,3 +95,24 @@ def check_generate_arguments(where: str, given: Mapping[str, Any]) -> None:
         ConfigError: names the first of them, with its reason if it is vLLM's.
     """
     refuse(where, given.keys(), given, _GENERATE_LEFT_OUT)
+
+
+_METHODS_LEFT_OUT: Mapping[str, str] = {
+    "beam_search": "beams are searched by BeamSearcher",
+    **dict.fromkeys(
+        ("encode", "embed", "classify", "reward", "score"), "models generate; none is pooled"
+    ),
+    **dict.fromkeys(("sleep", "wake_up"), "a call frees its cache when it returns"),
+    "get_metrics": "run= of an answer has the counters",
+    "llm_engine": "LLM runs a call's prompts itself",
+    "set_tokenizer": "give LLM tokenizer=",
+    "collective_rpc": _ONE_PROCESS,
+    "apply_model": "the model is LLM.model",
+    "reset_prefix_cache": "no cache is shared between calls",
+}
+
+
+def missing_attribute(name: str) -> AttributeError:
+    """The error for an attribute that `LLM` lacks; says what to take instead of vLLM's."""
+    reason = _METHODS_LEFT_OUT.get(name)
+    return AttributeError(f"LLM has no {name}" + (f": {reason}" if reason else ""))
