@@ -38,6 +38,8 @@ os.environ["PENSTOCK_CONFIG"] = os.devnull
 
 compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
 
+LONG = ("training", "research", "evaluate", "tuner", "cli", "search", "documents")
+
 if not torch.cuda.is_available():
     # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,
     # which transformers does, so that this stands above the tests of the kernels.
@@ -52,8 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("shuffle") is not None:
-        config.option.loadscopereorder = False  # xdist would take the longest files first
+    config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     seed: int | None = config.getoption("other_sums")
     if seed is not None:
         torch.nn.functional.linear = _rounded_otherwise(torch.nn.functional.linear, seed)
@@ -61,14 +62,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed: int | None = config.getoption("shuffle")
-    if seed is None:
-        return
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     order = list(files)
-    random.Random(seed).shuffle(order)
+    if seed is None:
+        order.sort(key=lambda path: (not _is_long(path), -len(files[path])))
+    else:
+        random.Random(seed).shuffle(order)
     items[:] = [item for path in order for item in files[path]]
+
+
+def _is_long(path: Path) -> bool:
+    """Whether single tests of a file may take seconds: begun last, one would run beside nothing."""
+    parts = path.relative_to(Path(__file__).parent).parts
+    return len(parts) == 1 or parts[0] in LONG
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.fidelity import KL_FLOOR, Reference
 
-FORCED = 12
+FORCED = 8
 
 
 @pytest.fixture(scope="module")
@@ -114,5 +114,5 @@ def test_refusals(loaded: LoadedModel, texts: list[Tensor], reference: Reference
         reference.measure(KVSwap(), memory="1/999")
     with pytest.raises(PromptError, match="0 tokens"):
         Reference(loaded.model, [], forced=FORCED)
-    with pytest.raises(PromptError, match="45 tokens; with 12"):
-        Reference(loaded.model, [texts[0], texts[0][:45]], forced=FORCED)
+    with pytest.raises(PromptError, match="41 tokens; with 8"):
+        Reference(loaded.model, [texts[0], texts[0][:41]], forced=FORCED)

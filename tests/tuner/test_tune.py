@@ -34,7 +34,7 @@ def _short() -> Iterator[None]:
         patched.setattr(kvswap_search, "CORNER_POINTS", 3)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", 3)  # unlike `ROUNDS`
         patched.setattr(pace, "_PASSES", 1)
-        patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 12)
+        patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
         yield
 
 
