@@ -96,11 +96,12 @@ def refused(*arguments: object, **extra: Any) -> str:
     assert done.exit_code in (1, 2), done.output
     assert isinstance(done.exception, SystemExit)
     assert done.stdout == ""
-    lines: list[str] = done.stderr.splitlines()
+    # What to try stands behind it.
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("try: ")]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ")
     assert "unexpected" not in lines[0]
-    return lines[0]
+    return str(lines[0])
 
 
 def test_add_says_what_it_did(library: Path) -> None:

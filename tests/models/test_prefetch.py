@@ -211,7 +211,7 @@ def test_layers_that_are_badly_predicted_choose_for_themselves() -> None:
     assert len(adapter.prediction_cosine) == 3
     known = replace(adapter, prediction_cosine=(0.0, 0.9, 0.5))
     for given, late, told in ((known, {0, 2}, 0), (None, set(), 1)):
-        policy = LouisKV(predict=True, window_tokens=8)
+        policy = LouisKV(predict=True, window_tokens=8, selected_tokens=16)
         cache = TieredCache(model, policy, store="host", max_tokens=200, adapter=given)
         assert cache._settings.true_query_layers == late
         assert len(cache.notices) == told

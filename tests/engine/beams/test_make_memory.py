@@ -21,7 +21,7 @@ def test_what_a_refusal_asks_for_is_enough(strategy: str) -> None:
     settings: dict[str, Any] = {
         "shape": BlockShape(kv=KV, block_tokens=16, windows=(None,) * 3), "beams": 6,
         "max_tokens": 790, "device": torch.device("cpu"), "store": "memory",
-        "strategy": strategy, "options": ScheduleSettings(), "prefetch": True,
+        "strategy": strategy, "settings": ScheduleSettings(), "prefetch": True,
     }  # fmt: skip
     with pytest.raises(BudgetError) as caught:
         make_beam_memory(MemoryRequest(**settings, limit_bytes=1 << 16))
