@@ -13,10 +13,10 @@ from penstock.evaluate.result import Result
 from research.clusters.recording import KeyStream
 from research.figures import near_storage
 from research.figures.chart import draw
-from research.figures.report import draw_all
 from research.near_storage import program
 from research.near_storage.agreement import measure_agreement
 from research.near_storage.program import SCORE_NAMES
+from tests.research.drawn_figures import figures_drawn
 
 NORMALISERS = [name for name in SCORE_NAMES if name not in ("engine", "products")]
 PROMPT, OUTPUT, TOP = 80, 20, 0.2
@@ -128,7 +128,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     by_name = {(row["rule"], row["bits"], row["top"]): row for row in result.figures["rows"]}
     assert by_name["engine", 8, 0.2]["overlap"] > 0.97
     assert by_name["products", 16, 0.2]["overlap"] < 0.8
-    assert draw_all([out], tmp_path) == ["near-agreement-small"]
+    assert figures_drawn(out) == ["near-agreement-small"]
     assert len(draw(near_storage.agreement(result)).axes) == 2
     with pytest.raises(ConfigError, match="no rows"):
         draw(near_storage.agreement(Result.begin("near_storage", [], {}, seed=0)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.process_memory import anonymous_bytes
@@ -17,7 +16,7 @@ from penstock.methods.hillinfer.policy import HillInfer
 from research.clusters.steps import MAIN
 from research.figures import near_storage
 from research.figures.chart import draw
-from research.figures.report import charts_of, draw_all
+from research.figures.report import charts_of
 from research.near_storage import decode
 from research.near_storage.decode import (
     beta_of,
@@ -40,6 +39,7 @@ from research.near_storage.decode_run import (
     with_budget,
     without_budget,
 )
+from tests.research.drawn_figures import figures_drawn
 
 LENGTH, TOKEN_BYTES, LAYERS = 512, 1024, 4
 METHODS = ("full", "h2o", "leoam", OURS, PLAIN, f"{OURS}:devices=2")
@@ -121,10 +121,7 @@ def test_hot_pools_of_many_sizes(result_file: Path) -> None:
 
 
 def test_its_figures(result_file: Path, tmp_path: Path) -> None:
-    assert draw_all([result_file], tmp_path) == ["small", "small-split"]
-    assert imread(tmp_path / "small.png")[..., :3].std(axis=2).max() > 0.05, (
-        "axes alone have no colour"
-    )
+    assert figures_drawn(result_file) == ["small", "small-split"]
     result = Result.load(result_file)
     steps, memory = draw(near_storage.decode(result)).axes
     rows = of(result.figures["rows"], MAIN)
@@ -176,12 +173,14 @@ def test_it_goes_on(
     assert time_up.figures["rows"] == []
 
 
-def test_slow_rows_and_rows_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_rows_and_rows_that_fail(
+    shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the sky is blue . the grass is green . " * 80)
     result = decode.run([
         *SMALL, "--split-lengths=", "--methods=full;hillinfer@1KiB", "--hot-share=0",
-        "--row-seconds=1e-6", f"--prompt-file={path}",
+        "--row-seconds=1e-6", f"--prompt-file={path}", f"--model={shallow}",
     ])  # fmt: skip
     assert str(tmp_path) not in json.dumps(result.as_dict())
     slow, failed = result.figures["rows"]
@@ -190,7 +189,8 @@ def test_slow_rows_and_rows_that_fail(tmp_path: Path, capsys: pytest.CaptureFixt
     assert failed["error"] in capsys.readouterr().out
     result.save(tmp_path / "out.json")
     path.write_text("the grass is green . the sky is blue . " * 80)
-    again = [*SMALL, "--hot-share=0", f"--prompt-file={path}", f"--out={tmp_path}/out.json"]
+    again = [*SMALL, "--hot-share=0", f"--prompt-file={path}", f"--out={tmp_path}/out.json",
+             f"--model={shallow}"]  # fmt: skip
     with pytest.raises(ConfigError, match="digest="):
         decode.run([*again, "--resume"])
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.image import imread
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.evaluate.result import Result
@@ -33,7 +32,8 @@ from research.clusters.end_to_end_table import (
 from research.clusters.steps import CACHE, DISK, MAIN, Case, LiveRow, Pace, ReadWatch, covered_ns
 from research.figures import clusters
 from research.figures.chart import draw
-from research.figures.report import charts_of, draw_all
+from research.figures.report import charts_of
+from tests.research.drawn_figures import figures_drawn
 
 SMALL = (
     "--devices=ufs", "--ratios=0.1", "--steps=4", "--rounds=2", "--warm=2", "--cache-length=0",
@@ -89,10 +89,7 @@ def test_rows(result_file: Path) -> None:
 
 
 def test_its_figure(result_file: Path, tmp_path: Path) -> None:
-    assert draw_all([result_file], tmp_path) == ["small"]
-    assert imread(tmp_path / "small.png")[..., :3].std(axis=2).max() > 0.05, (
-        "axes alone have no colour"
-    )
+    assert figures_drawn(result_file) == ["small"]
 
 
 def test_it_goes_on(
@@ -231,7 +228,7 @@ def test_caches_of_several_sizes(
     assert less[VIRTUAL]["memory"] > 1.05, "two pools instead of one for each of four layers"
     assert less[BOTH]["memory"] > less[VIRTUAL]["memory"]
     assert [gain["reuse"] for gain in result.figures["cache"]] == [1.0, 8.0]
-    assert draw_all([tmp_path / "text.json"], tmp_path) == ["text-cache"]
+    assert figures_drawn(tmp_path / "text.json") == ["text-cache"]
     bars = heights(draw(clusters.cache(result)).axes[0])
     held = by_slots[0.0]["ledger_items"]
     assert (held["slots and window"] + held["index"]) / 2**20 in bars

@@ -21,11 +21,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_text_is_followed(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_followed(
+    text: Path, shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "follow.json"
     methods = f"full-dynamic;louiskv:tau=1,{EXACT};louiskv:tau=-1,{OPTIONS};arkvale:{OPTIONS}"
     result = follow.run([
-        "--model", "recall", "--text", str(text), str(text), "--prompt", "250", "--steps", "4",
+        "--model", str(shallow), "--text", str(text), str(text), "--prompt", "250", "--steps", "4",
         "--methods", methods, "--out", str(out), "--dtype", "float32",
     ])  # fmt: skip
     rows = {(row["text"], row["method"].split(",")[0]): row for row in result.figures["rows"]}
