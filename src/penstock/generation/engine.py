@@ -1,8 +1,6 @@
 """LLM: prompts in, answers out, over `model.generate` with a TieredCache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,8 +10,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
 from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_stream import AnswerStream
-from penstock.generation.batch_cache import batch_cache
-from penstock.generation.batch_run import BatchRun, Listeners, OnText
+from penstock.generation.batch_run import Listeners, OnText
+from penstock.generation.batch_runner import BatchRunner, OnProgress
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.chat_template import ChatTemplate, ContentFormat, Message, as_conversations
 from penstock.generation.default_params import default_sampling_params
@@ -42,9 +40,6 @@ from penstock.models.fetch import OnBytes
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer
 from penstock.storage.store import Sealing
-
-OnProgress = Callable[[int, int], None]
-"""Called after each prefill chunk with the tokens done and the tokens in all, padding counted."""
 
 
 class LLM:
@@ -135,7 +130,7 @@ class LLM:
             raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config={generation_config!r} is neither auto nor vllm")
-        self._choices = CacheChoices.of(
+        choices = CacheChoices.of(
             policy=policy, memory=memory, store=store, adapter=adapter, config=config
         )
         self._loaded = chosen_model(
@@ -143,12 +138,14 @@ class LLM:
             revision=revision, hf_token=hf_token, offline=offline,
             trust_remote_code=trust_remote_code, on_bytes=on_bytes,
         )  # fmt: skip
-        if self._choices.config is not None:
-            self._choices.config.check(fingerprint(self.model), self._loaded.name)
+        if choices.config is not None:
+            choices.config.check(fingerprint(self.model), self._loaded.name)
         self._requests = RequestMaker.of(self._loaded, max_model_len)
-        self._sampler = Sampler.seeded(SamplingParams(seed=seed).seed, self.model)
-        self._exact, self._seal, self._graphs = exact, seal, not enforce_eager
-        self._prefill_chunk_size = max(2, prefill_chunk_size)
+        self._runner = BatchRunner(
+            loaded=self._loaded, choices=choices, exact=exact, seal=seal, graphs=not enforce_eager,
+            chunk=max(2, prefill_chunk_size),
+            sampler=Sampler.seeded(SamplingParams(seed=seed).seed, self.model),
+        )  # fmt: skip
         self._has_own_defaults = generation_config == "auto"
 
     if not TYPE_CHECKING:  # which would take any name then
@@ -226,10 +223,10 @@ class LLM:
         if bar.is_shown:
             on_progress = bar.on_prefill
         try:
-            params = self._params(sampling_params)
+            params = self._requests.params_of(sampling_params, self.get_default_sampling_params)
             batches = self._requests.batches(prompts, params)
             on_step = bar.counting(sum(batch.most_new_tokens for batch in batches))
-            return self._run_all(
+            return self._runner.run_all(
                 batches, Listeners(on_text=on_text, on_step=on_step), on_progress=on_progress,
                 on_index=on_index, tracer=tracer,
             )  # fmt: skip
@@ -265,7 +262,7 @@ class LLM:
             As for `generate`: settings and prompts at once, others from the iterator.
         """
         check_generate_arguments("stream", left_out)
-        params = self._params(sampling_params)
+        params = self._requests.params_of(sampling_params, self.get_default_sampling_params)
         for each in [params] if isinstance(params, SamplingParams) else params:
             if each.num_answers > each.n:
                 raise ConfigError("best_of cannot be streamed: which are best is known at the end")
@@ -278,7 +275,7 @@ class LLM:
                     on_progress(done, total)
 
             listeners = Listeners(on_news=on_news, on_step=lambda count: check())
-            return self._run_all(batches, listeners, on_progress=progress)
+            return self._runner.run_all(batches, listeners, on_progress=progress)
 
         return AnswerStream(run)
 
@@ -384,72 +381,6 @@ class LLM:
         most = params.max_tokens or cache.max_tokens - batch.padded_tokens
         requests = self._requests.of_batch(batch, params, most)
         listeners = Listeners(on_text=on_text, should_stop=should_stop)
-        return self._answer(
+        return self._runner.answer(
             Batch(batch, requests), cache, listeners, notices=notices, recomputed=recomputed_tokens
         )
-
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> SamplingParams | list[SamplingParams]:
-        """Copies that are checked: fields may have been assigned since, and may be again."""
-        if given is None:
-            return self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return given.clone()
-        several = list(given) if isinstance(given, Sequence) else [given]
-        for each in several:
-            if not isinstance(each, SamplingParams):
-                raise ConfigError(
-                    f"sampling_params is a {type(each).__name__}; give SamplingParams, one for all "
-                    "prompts or a list with one for each"
-                )
-        return [each.clone() for each in several]
-
-    def _run_all(
-        self, batches: Sequence[Batch], listeners: Listeners, **options: Any
-    ) -> list[RequestOutput]:
-        """Run batches one behind the other; answers are counted over all of them."""
-        outputs: list[RequestOutput] = []
-        on_text, first = listeners.on_text, 0
-        for batch in batches:
-            if on_text is not None:
-                listeners = replace(listeners, on_text=partial(_numbered_from, first, on_text))
-            outputs += self._run(batch, listeners, **options)
-            first += batch.num_answers
-        return outputs
-
-    def _run(
-        self, batch: Batch, listeners: Listeners, *, on_progress: OnProgress | None = None,
-        on_index: Callable[[float], None] | None = None, tracer: Tracer | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
-        """Answer a batch over a cache of its own."""
-        total = batch.prompts.padded_tokens
-        choices = self._choices.for_batch(batch.num_answers, batch.most_tokens)
-        make = partial(
-            TieredCache, self.model, store=choices.store, max_tokens=batch.most_tokens,
-            batch_size=batch.num_answers, exact=self._exact, sealed=self._seal,
-            adapter=choices.adapter, cuda_graphs=self._graphs, tracer=tracer,
-            progress=None if on_progress is None else lambda done: on_progress(done, total),
-            prompt_tokens=total, index_progress=on_index,
-        )  # fmt: skip
-        prompts, answers = len(batch.requests), batch.num_answers
-        cache = batch_cache(make, choices, prompts=prompts, answers=answers)
-        with cache:
-            return self._answer(batch, cache, listeners, notices=choices.notices)
-
-    def _answer(
-        self, batch: Batch, cache: TieredCache, listeners: Listeners, *,
-        notices: tuple[str, ...], recomputed: int = 0,
-    ) -> list[RequestOutput]:  # fmt: skip
-        held = cache.get_seq_length()
-        run = BatchRun(
-            self._loaded, batch.prompts, batch.requests, cache, sampler=self._sampler,
-            chunk=self._prefill_chunk_size, listeners=listeners,
-        )  # fmt: skip
-        run.run()
-        return run.outputs(run.report(notices, restored=held - recomputed, recomputed=recomputed))
-
-
-def _numbered_from(first: int, on_text: OnText, number: int, piece: str) -> None:
-    """Pass on a piece of an answer by its number in the call."""
-    on_text(first + number, piece)

@@ -1,6 +1,6 @@
 """Requests: the prompts of a call beside their settings, checked, and put into batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -80,6 +80,28 @@ class RequestMaker:
         """Of a prompt and an answer."""
         positions = inspect_model(self.loaded.model).max_positions
         return positions if self.max_model_len is None else self.max_model_len
+
+    def params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None,
+        default: Callable[[], SamplingParams],
+    ) -> SamplingParams | list[SamplingParams]:  # fmt: skip
+        """Copies that are checked: fields may have been assigned since, and may be again.
+
+        Raises:
+            ConfigError: something else was given, or a field is out of its range.
+        """
+        if given is None:
+            return default()
+        if isinstance(given, SamplingParams):
+            return given.clone()
+        several = list(given) if isinstance(given, Sequence) else [given]
+        for each in several:
+            if not isinstance(each, SamplingParams):
+                raise ConfigError(
+                    f"sampling_params is a {type(each).__name__}; give SamplingParams, one for all "
+                    "prompts or a list with one for each"
+                )
+        return [each.clone() for each in several]
 
     def batches(
         self, prompts: Prompt | Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
