@@ -123,6 +123,7 @@ def test_a_file_is_a_model(file: Path, cache: Path) -> None:
     assert loaded.tokenizer.decode(loaded.tokenizer("it is")["input_ids"][-5:]) == "it is"
     [output] = LLM(loaded, store="memory").generate([5, 6, 7, 8], PARAMS)
     assert len(output.token_ids) > 0
+    assert notice in output.run.notices
 
 
 def test_it_is_converted_once(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

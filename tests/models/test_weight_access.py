@@ -1,6 +1,7 @@
 """Offloaded and packed weights: models run, and are told apart by what they compute with."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,3 +198,27 @@ def test_a_module_with_more_than_its_weights_is_called() -> None:
     linear.__dict__["forward"] = nn.Identity()
     assert not is_plain(linear)
     assert not is_plain(nn.Linear(4, 4, device="meta"))
+
+
+class FourBit(nn.Linear):
+    """A layer as bitsandbytes has them: its scales lie beside the weight."""
+
+    def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("it would be damaged")
+
+
+def test_layers_that_a_state_dict_would_damage_are_read_otherwise() -> None:
+    def of(scale: float) -> tuple[str, ModelIdentity]:
+        model: Any = tiny_model("llama")
+        layer = FourBit(8, 4, bias=True)
+        layer.weight = nn.Parameter(torch.ones(16, 1, dtype=torch.uint8), requires_grad=False)
+        nn.init.zeros_(layer.bias)
+        state: Any = layer.weight
+        state.quant_state = SimpleNamespace(absmax=torch.full((8,), scale), nested=False)
+        model.model.layers[1].mlp.down_proj = layer
+        return fingerprint(model), ModelIdentity.of(model, None)
+
+    (name, identity), (other_name, other) = of(1.0), of(2.0)
+    assert (name, identity) == of(1.0)
+    assert name != other_name
+    assert identity != other

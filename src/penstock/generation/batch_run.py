@@ -96,7 +96,7 @@ class BatchRun:
         self._answers = [self._answers_of(row, self._ends) for row in range(len(requests))]
         self._rows = [answer for answers in self._answers for answer in answers]
         self._choices: dict[int, Choice] = {}
-        self._notices: tuple[str, ...] = ()
+        self._notices = loaded.notices
         self._prefill_s = self._first_token_s = self._last_token_s = 0.0
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class BatchRun:
         """What the run took.
 
         Args:
-            notices: of the caller, in front of the cache's.
+            notices: of the caller, in front of the model's and the cache's.
             restored, recomputed: tokens; see `RunReport`.
         """
         cache = self._cache

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.models.model_shape import decoder_config
-from penstock.models.weight_access import plain_parts, readable_weight
+from penstock.models.weight_access import persistent_buffers, plain_parts, readable_weight
 
 _SAMPLED_VALUES = 512
 _FIELDS = (
@@ -30,10 +30,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = decoder_config(model)
     fields = {name: getattr(config, name, None) for name in _FIELDS}
     digest = hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode())
-    kept = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for name, tensor in (*model.named_parameters(), *buffers):
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         # Offloading makes two of a tied weight, of which a model in memory has one.
         if tensor.ndim < 2 or (tensor.device.type == "meta" and name in tied):
             continue

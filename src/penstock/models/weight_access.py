@@ -1,5 +1,7 @@
 """Where a model's weights are: plain tensors in memory, packed by a quantiser, or offloaded."""
 
+import copy
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,7 +61,7 @@ def readable_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         UnsupportedModelError: an entry cannot be read; names it.
     """
     offloaded: dict[str, tuple[Any, str]] | None = None
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in sorted(_state_of(model).items()):
         if not isinstance(weight, Tensor):
             raise UnsupportedModelError(
                 f"{name} of {type(model).__name__} is no tensor ({type(weight).__name__}), so that "
@@ -80,14 +82,67 @@ def readable_weight(model: PreTrainedModel, name: str, weight: Tensor) -> Tensor
     return _fetched(model, name, _offloaded(model)) if weight.device.type == "meta" else weight
 
 
+def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a model's state, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """As `state_dict`, which damages a model of bitsandbytes that has run on some CPUs.
+
+    Its 4-bit layers repack themselves in their first call, and are restored by `state_dict` as
+    something else (0.50): their next call computes with wrong scales.
+    """
+    if not any(_is_four_bit(module) for module in model.modules()):
+        return dict(model.state_dict())
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        at = f"{prefix}." if prefix else ""
+        if not _is_four_bit(module):
+            module._save_to_state_dict(found, at, keep_vars=False)
+            continue
+        bias = getattr(module, "bias", None)
+        found[f"{at}weight"] = module.weight
+        if bias is not None:
+            found[f"{at}bias"] = bias
+    return found
+
+
+def _is_four_bit(module: nn.Module) -> bool:
+    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+
+
 def plain_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A weight as plain tensors: itself, or those that a quantiser's class is made of."""
+    if getattr(weight, "quant_state", None) is not None:
+        yield from _four_bit_parts(name, weight)
+        return
     if type(weight) in _PLAIN or not hasattr(weight, "__tensor_flatten__"):
         yield name, weight
         return
     inner, _ = weight.__tensor_flatten__()
     for each in inner:
         yield from plain_parts(f"{name}.{each}", getattr(weight, each))
+
+
+def _four_bit_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+    """Codes and scales of a weight of bitsandbytes, the same before and behind its first call."""
+    codes, state = weight.data, weight.quant_state
+    scales = state.absmax
+    if getattr(state, "packing_format_for_cpu", False):
+        functional: Any = importlib.import_module("bitsandbytes.functional")
+        scales = scales.T
+        restored = copy.copy(state)
+        restored.original_nested = False  # its scales are known already
+        codes, _ = functional._convert_weight_packed_for_cpu_inverse(codes, restored)
+    elif getattr(state, "nested", False):
+        functional = importlib.import_module("bitsandbytes.functional")
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    yield f"{name}.codes", codes.view(torch.uint8).reshape(-1, 1)
+    yield f"{name}.scales", scales.reshape(-1, 1).to(torch.bfloat16)
 
 
 def _hooks(module: nn.Module) -> list[Any]:
