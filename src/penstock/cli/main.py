@@ -12,6 +12,7 @@ from penstock import __version__
 from penstock.cli.audit import AUDIT, PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
+from penstock.cli.chat import chat_command
 from penstock.cli.command import SETTINGS_ERROR, PenstockCommand, TorchCommand
 from penstock.cli.config import ConfigCommand, config_command
 from penstock.cli.console import PlainConsole, say
@@ -99,6 +100,7 @@ app = typer.Typer(
 )
 app.command("demo", cls=TorchCommand)(demo_command)
 app.command("generate", cls=TorchCommand)(generate_command)
+app.command("chat", cls=TorchCommand)(chat_command)
 app.command("search", cls=SearchCommand)(search_command)
 app.command("calibrate", cls=TorchCommand)(calibrate_command)
 app.command("fetch", cls=PenstockCommand)(fetch_command)

@@ -27,13 +27,15 @@ class ChatHistory:
         messages: so far, answers included
         attached: texts that come in front of the next message
         tokens: those that the cache holds, and perhaps the last one of an answer behind them
+        max_tokens: most that the chat was begun for
     """
 
-    def __init__(self, loaded: LoadedModel, template: ChatTemplate) -> None:
+    def __init__(self, loaded: LoadedModel, template: ChatTemplate, max_tokens: int) -> None:
         self._loaded, self._template = loaded, template
         self.messages: list[dict[str, Any]] = []
         self.attached: list[str] = []
         self.tokens: list[int] = []
+        self.max_tokens = max_tokens
         self._text = ""
         self._marks: list[tuple[int, int]] = []
         """So many first characters of the text are so many first tokens; ascending."""
@@ -116,7 +118,7 @@ class ChatHistory:
         return json.dumps(
             {
                 "format": _FORMAT, "messages": self.messages, "attached": self.attached,
-                "text": self._text, "marks": self._marks,
+                "text": self._text, "marks": self._marks, "max_tokens": self.max_tokens,
             }
         ).encode()  # fmt: skip
 
@@ -134,7 +136,8 @@ class ChatHistory:
                 stored["format"] == _FORMAT
                 and all(type(each["role"]) is type(each["content"]) is str for each in messages)
                 and all(type(each) is str for each in attached)
-                and type(text) is str
+                and type(text) is str and type(stored["max_tokens"]) is int
+                and len(tokens) <= stored["max_tokens"]
                 and all(type(size) is type(count) is int for size, count in marks)
                 and all(0 < size <= len(text) and 0 < count <= len(tokens) for size, count in marks)
             )  # fmt: skip
@@ -146,6 +149,7 @@ class ChatHistory:
                 what=CHAT,
             )
         self.messages, self.attached = messages, attached
+        self.max_tokens = stored["max_tokens"]
         self.tokens, self._text, self._marks = list(tokens), text, marks
 
 

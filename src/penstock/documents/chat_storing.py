@@ -18,11 +18,13 @@ from penstock.documents.recovery import OnTokens
 from penstock.documents.settings import Memory, Reader, stored_fields, unit_tokens
 from penstock.documents.storing import OnBytes, document_shape, store_cache
 from penstock.engine.index_fit import SAMPLE_TOKENS
+from penstock.engine.stored_past import SECTOR_BYTES
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import lasting_name
 from penstock.models.model_shape import inspect_model
 from penstock.storage.documents import DocumentWriter
+from penstock.storage.store import Sealing
 
 _TITLE = "a chat"
 
@@ -35,36 +37,38 @@ class ChatCache(NamedTuple):
 
 
 def open_chat(
-    reader: Reader, path: Path, history: ChatHistory, on_tokens: OnTokens, **options: Any
-) -> ChatCache:
+    reader: Reader, path: Path, history: ChatHistory, on_tokens: OnTokens, *,
+    max_tokens: int | None, **options: Any,
+) -> ChatCache:  # fmt: skip
     """Open a saved chat; what is damaged of its beginning is prefilled again, and stored.
 
     Args:
         history: becomes the chat's.
+        max_tokens: in place of what the chat was begun for.
         options: of `cache_of`.
 
     Raises:
         As for `Conversation.resume`.
     """
     require_documents()
-    opened = _open(reader, path, history)
+    opened = _open(reader, path, history, max_tokens)
     try:
-        return ChatCache(opened, cache_of(opened, **options))
+        return ChatCache(opened, cache_of(opened, max_tokens=history.max_tokens, **options))
     except DocumentDamagedError:
         with Document(opened) as document:
             document.recover(on_tokens=on_tokens)
     except BaseException:
         opened.stored.close()
         raise
-    opened = _open(reader, path, history)
+    opened = _open(reader, path, history, max_tokens)
     try:
-        return ChatCache(opened, cache_of(opened, **options))
+        return ChatCache(opened, cache_of(opened, max_tokens=history.max_tokens, **options))
     except BaseException:
         opened.stored.close()
         raise
 
 
-def _open(reader: Reader, path: Path, history: ChatHistory) -> OpenDocument:
+def _open(reader: Reader, path: Path, history: ChatHistory, max_tokens: int | None) -> OpenDocument:
     opened = OpenDocument.open(reader, path)
     try:
         if CHAT not in opened.stored.blob_names:
@@ -73,6 +77,8 @@ def _open(reader: Reader, path: Path, history: ChatHistory) -> OpenDocument:
                 "begin a chat and read the text in"
             )
         history.load(opened.stored.blob(CHAT), opened.tokens + opened.about.pending)
+        if max_tokens is not None:
+            history.max_tokens = max_tokens
     except BaseException:
         opened.stored.close()
         raise
@@ -91,7 +97,7 @@ def require_documents() -> None:
 
 def cache_of(
     opened: OpenDocument, *, memory: Memory, max_tokens: int, exact: bool,
-    progress: Callable[[int], None], index_progress: Callable[[float], None],
+    sealed: Sealing, progress: Callable[[int], None], index_progress: Callable[[float], None],
 ) -> TieredCache:  # fmt: skip
     """A cache that holds a saved chat, with room for more; where the budget holds all of it, all of
     it is in memory, as it would be if the chat had gone on.
@@ -107,7 +113,12 @@ def cache_of(
         )
     policy: SelectionPolicy | str = opened.policy
     memory = opened.budget(memory)
-    given: dict[str, Any] = {"exact": exact, "adapter": settings.adapter, "sealed": settings.sealed}
+    given: dict[str, Any] = {
+        "exact": exact,
+        "adapter": settings.adapter,
+        "sealed": sealed,
+        "sector_bytes": SECTOR_BYTES,
+    }
     with TieredCache(model, policy, memory, settings.store, max_tokens=max_tokens, **given) as bare:
         if bare.plan.is_resident:
             policy = "full"

@@ -22,6 +22,7 @@ from penstock.documents.recovery import OnTokens
 from penstock.documents.settings import STORED, DocumentSettings, Memory, Reader, as_loaded
 from penstock.documents.storing import OnBytes
 from penstock.engine.policy import SelectionPolicy
+from penstock.engine.stored_past import SECTOR_BYTES
 from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.chat_template import ChatTemplate
 from penstock.generation.engine import LLM
@@ -137,8 +138,9 @@ class Conversation:
         self._cache = TieredCache(
             self._loaded.model, self._policy, self._memory, settings.store,
             max_tokens=self.max_tokens, exact=exact, adapter=settings.adapter,
-            sealed=True if settings.key is not None else seal, progress=self._tell_tokens,
-            index_progress=self._tell_index,
+            sector_bytes=SECTOR_BYTES,
+            sealed=True if settings.key is not None else seal, progress=self._report_tokens,
+            index_progress=self._report_index,
         )  # fmt: skip
         self.notices += self._cache.notices
 
@@ -146,14 +148,15 @@ class Conversation:
     def resume(
         cls, model: str | Path | LoadedModel | CausalLM, path: str | Path, *,
         template: ChatTemplate | None = None, memory: Memory = STORED,
-        max_tokens: int | None = None, exact: bool = False,
+        max_tokens: int | None = None, exact: bool = False, seal: Sealing = "auto",
         settings: DocumentSettings | None = None, on_tokens: OnTokens = _unseen,
     ) -> "Conversation":  # fmt: skip
         """Go on with a saved chat; nothing of it is prefilled.
 
         Args:
             memory: "stored": the budget that the chat was begun with.
-            on_tokens: told of what is damaged and prefilled again.
+            max_tokens: None: what the chat was begun for.
+            on_tokens: called with what of the damage is prefilled again, and all of it.
 
         Raises:
             DocumentMismatchError: another model, tokenizer or adapter; names the fields.
@@ -167,8 +170,9 @@ class Conversation:
         chat._reader = Reader(chat._loaded, settings)
         opened, chat._cache = open_chat(
             chat._reader, Path(path), chat._history, on_tokens, memory=memory,
-            max_tokens=chat.max_tokens, exact=exact, progress=chat._tell_tokens,
-            index_progress=chat._tell_index,
+            max_tokens=max_tokens, exact=exact, progress=chat._report_tokens,
+            index_progress=chat._report_index,
+            sealed=True if settings.key is not None else seal,
         )  # fmt: skip
         chat._base = chat._saved = opened
         chat._policy, chat._memory = opened.policy, opened.budget(memory)
@@ -186,11 +190,11 @@ class Conversation:
                 f"{self._loaded.name} came without a tokenizer, and a chat needs its template; "
                 "give a name or a folder, or what load() returned"
             )
-        self._history = ChatHistory(self._loaded, template or ChatTemplate())
-        self._history.render(self._history.message_of("?"))  # refused now, or never
         positions = inspect_model(self._loaded.model).max_positions
-        self.max_tokens = positions if max_tokens is None else max_tokens
-        if not 2 <= self.max_tokens <= positions:
+        most = positions if max_tokens is None else max_tokens
+        self._history = ChatHistory(self._loaded, template or ChatTemplate(), most)
+        self._history.render(self._history.message_of("?"))  # refused now, or never
+        if not 2 <= most <= positions:
             raise ConfigError(
                 f"max_tokens={max_tokens} must lie in 2 to {positions:,}, the positions of "
                 f"{self._loaded.name}"
@@ -211,6 +215,11 @@ class Conversation:
     def messages(self) -> list[dict[str, Any]]:
         """What was said so far, the system prompt in front."""
         return [dict(each) for each in self._history.messages]
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of the chat."""
+        return self._history.max_tokens
 
     @property
     def attached(self) -> list[str]:
@@ -251,7 +260,7 @@ class Conversation:
     ) -> ChatTurn:  # fmt: skip
         """Take a turn: a message of the user, and the answer to it.
 
-        An answer that is stopped from outside stays, as far as it was told. A turn that raises is
+        An answer that is stopped from outside stays, as far as it was shown. A turn that raises is
         given up: its message is not part of the chat, and what was prefilled of it is found again
         where it is asked once more.
 
@@ -271,26 +280,27 @@ class Conversation:
         message = self._history.message_of(text)
         prompt, ids = self._history.render(message)
         params = self._fitting(sampling_params or self._llm.get_default_sampling_params(), ids)
-        before, told = replace(self.counts), False
+        before, is_shown = replace(self.counts), False
 
-        def tell(row: int, piece: str) -> None:
-            nonlocal told
-            told = True
+        def pass_on(row: int, piece: str) -> None:
+            nonlocal is_shown
+            is_shown = True
             on_text(piece)
 
         def answer(start: int) -> RequestOutput:
+            on_tokens(0, len(ids) - start)
             self._on_tokens = lambda done, _: on_tokens(done - start, len(ids) - start)
             self._on_index = on_index
             batch = self._llm.batch_of([ids], params)
             [output] = self._llm.answer(
-                batch, params, self._cache, on_text=tell, should_stop=should_stop
+                batch, params, self._cache, on_text=pass_on, should_stop=should_stop
             )
             return output
 
         try:
             output = self._take_in(ids, answer)
         except DocumentDamagedError:
-            if told:
+            if is_shown:
                 raise
             output = self._take_in(ids, answer)  # without what was saved
         finally:
@@ -420,10 +430,10 @@ class Conversation:
         stats = self._cache.stats
         return stats.prefill.read_bytes + stats.decode.read_bytes
 
-    def _tell_tokens(self, done: int) -> None:
+    def _report_tokens(self, done: int) -> None:
         self._on_tokens(done, done)
 
-    def _tell_index(self, share: float) -> None:
+    def _report_index(self, share: float) -> None:
         self._on_index(share)
 
     # The end ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def open_store(settings: RuntimeSettings, shape: KVShape, unit_tokens: int, batc
     request = StoreRequest(
         location=settings.store, sealed=settings.sealed, shape=shape,
         unit_bytes=unit_tokens * shape.token_bytes, batch=batch, max_tokens=settings.max_tokens,
-        scaling=settings.logit_scaling,
+        scaling=settings.logit_scaling, sector_bytes=settings.sector_bytes,
     )  # fmt: skip
     if settings.past is not None and settings.shares_past:
         own = KVStore.create(

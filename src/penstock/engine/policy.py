@@ -71,6 +71,8 @@ class StoreRequest:
     max_tokens: int
     scaling: float
     """Factor on the products of queries and keys."""
+    sector_bytes: int | None = None
+    """See `KVStore.create`."""
 
     def create(self, files_per_layer: int = 1) -> KVStore:
         """The store of most policies: a file of units for each layer.
@@ -84,7 +86,7 @@ class StoreRequest:
         """
         return KVStore.create(
             self.location, num_layers=files_per_layer * self.shape.num_layers,
-            unit_bytes=self.unit_bytes, sealed=self.sealed,
+            unit_bytes=self.unit_bytes, sealed=self.sealed, sector_bytes=self.sector_bytes,
         )  # fmt: skip
 
 

@@ -47,6 +47,8 @@ class RuntimeSettings:
     """Of a row, padding included, where they are known: its index is made behind the last chunk."""
     must_tier: bool = False
     """Tokens go through the tiers even where the budget would hold them all."""
+    sector_bytes: int | None = None
+    """What units are padded to; None: the store's sectors."""
     past: StoredPast | None = None
     """What the cache begins with, once it is restored."""
     index_progress: Callable[[float], None] | None = None

@@ -85,7 +85,7 @@ class TieredRuntime:
             self._store = open_store(settings, self._rows.shape, settings.policy.unit_tokens, batch)
         policy, plan = plan_cache(
             settings, self._rows, batch, current=current,
-            sector_bytes=1 if self._store is None else self._store.region(0).file.sector_bytes,
+            sector_bytes=1 if self._store is None else self._store.region(0).sector_bytes,
         )  # fmt: skip
         if plan.is_resident and self._store is not None:
             self._store.close()

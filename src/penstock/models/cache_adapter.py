@@ -90,7 +90,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         tracer: Tracer | None = None, progress: Callable[[int], None] | None = None,
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
-        sealed: Sealing = "auto",
+        sealed: Sealing = "auto", sector_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -118,7 +118,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
             must_tier: keep no more than slots in memory, also where the budget would hold all.
-            sealed: see `KVStore.create`.
+            sealed, sector_bytes: see `KVStore.create`. With the sectors of documents a cache is
+                planned as the one is that goes on from a document.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -143,8 +144,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
-            past=past, must_tier=must_tier, sealed=sealed, device=device, progress=progress,
-            prompt_tokens=prompt_tokens, index_progress=index_progress,
+            past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
+            progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
             scaling=attention_scaling(model, kv.head_dim),
         )  # fmt: skip
         self._plan(batch_size, at_least=is_auto(memory))

@@ -36,26 +36,28 @@ class KVStore:
 
     def __init__(
         self, files: Sequence[KVFile], unit_bytes: int, description: str,
-        close: Callable[[], None],
+        close: Callable[[], None], sector_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """Take over `files`, one a layer; `create` is the usual way to make a store.
 
         Args:
+            sector_bytes: as for `create`.
             close: called once, when the store closes or is dropped; closes the files.
         """
         self.unit_bytes = unit_bytes
         self.is_direct = all(file.is_direct for file in files)
         self.simulated = files[0].simulated
         self.throttle = files[0].throttle if isinstance(files[0], ThrottledFile) else None
-        self._regions = [UnitRegion(file, unit_bytes) for file in files]
+        self._regions = [UnitRegion(file, unit_bytes, sector_bytes) for file in files]
         self.padded_bytes = self._regions[0].padded_bytes
         self._description = description
         self._close = weakref.finalize(self, close)
 
     @classmethod
     def create(
-        cls, location: str = "auto", *, num_layers: int, unit_bytes: int, sealed: Sealing = "auto"
-    ) -> "KVStore":
+        cls, location: str = "auto", *, num_layers: int, unit_bytes: int, sealed: Sealing = "auto",
+        sector_bytes: int | None = None,
+    ) -> "KVStore":  # fmt: skip
         """Open a store.
 
         Args:
@@ -65,6 +67,7 @@ class KVStore:
             unit_bytes: payload of one unit.
             sealed: encrypt what lies on a disk, with a key that is never written; "auto": where
                 AES is fast.
+            sector_bytes: what units are padded to, whole sectors of the files; None: one.
 
         Raises:
             ConfigError: the location makes no sense.
@@ -88,7 +91,7 @@ class KVStore:
                     files = [ThrottledFile(file, throttle) for file in files]
                     rate = f"{profile.bandwidth / 1e6:.0f} MB/s"
                     description = f"simulated {profile.title} ({rate}) over {description}"
-                return cls(files, unit_bytes, description, opened.close)
+                return cls(files, unit_bytes, description, opened.close, sector_bytes)
             except BaseException:
                 opened.close()
                 raise

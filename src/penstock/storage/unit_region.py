@@ -18,6 +18,7 @@ class UnitRegion:
     Attributes:
         unit_bytes: payload of a unit
         padded_bytes: a unit's place on disk and in a buffer: the payload padded to whole sectors
+        sector_bytes: what units are padded to
         run_units: most units in one transfer
     """
 
@@ -30,7 +31,7 @@ class UnitRegion:
         assert unit_bytes > 0, unit_bytes
         self.file = file
         self.unit_bytes = unit_bytes
-        sector = sector_bytes or file.sector_bytes
+        self.sector_bytes = sector = sector_bytes or file.sector_bytes
         assert sector % file.sector_bytes == 0, (sector, file.sector_bytes)
         self.padded_bytes = -(-unit_bytes // sector) * sector
         self.observer: Callable[[Int64Array], None] | None = None

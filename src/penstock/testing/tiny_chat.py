@@ -62,6 +62,8 @@ def tiny_chat_model(
         bos_token_id=2, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # what was taught to chat begins no turn within an answer
+        model.lm_head.weight[[0, 2]] = 0
     if folder is not None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
