@@ -80,8 +80,8 @@ def main() -> None:
     screen.print(Text("$ penstock demo", "bold green"))
     penstock.cli.demo.PlainConsole = lambda **_: screen  # type: ignore[attr-defined, assignment]
     rows = penstock.cli.screen.report_rows
-    penstock.cli.screen.report_rows = lambda report: [
-        (name, figure) for name, figure in rows(report) if name in SHOWN
+    penstock.cli.screen.report_rows = lambda report, sizes=None: [
+        (name, figure) for name, figure in rows(report, sizes) if name in SHOWN
     ]
     sys.stdout = Out(screen)
     try:
