@@ -26,7 +26,7 @@ from penstock.testing.tiny_chat import tiny_chat_model
 FILE = "".join(f"On day {n} the ship had {n * 7 % 90} sacks of salt . " for n in range(146))
 """Of 6,000 characters and more, a token each."""
 QUESTIONS = ["Who ?", "And where is that ?", "When ?", "Why so ?", "Since when ?"]
-OPTIONS = ("--memory", "1/3", "--max-new-tokens", "12", "--max-tokens", "8000")
+OPTIONS = ("--memory", "1/3", "--max-new-tokens", "12", "--max-context", "8000")
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_at_a_terminal_killed_and_resumed(model: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     saved = tmp_path / "saved"
-    options = (*OPTIONS[:2], "--max-new-tokens", "2000", "--max-tokens", "8000")
+    options = (*OPTIONS[:2], "--max-new-tokens", "2000", "--max-context", "8000")
     with at_a_terminal(model, *options, home=home) as terminal:
         terminal.wait("/help says more")
         terminal.wait("> ")

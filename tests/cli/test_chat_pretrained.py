@@ -10,7 +10,7 @@ from penstock.cli.main import app
 
 FRANCE = "What is the capital of France?"
 OPTIONS = ("--dtype", "float32", "--max-new-tokens", "10")
-CHAT = (*OPTIONS, "--memory", "24MiB", "--max-tokens", "2048")
+CHAT = (*OPTIONS, "--memory", "24MiB", "--max-context", "2048")
 NOTES = "\n".join(f"On day {n} the ship had {n * 7 % 90} sacks of salt." for n in range(1, 40))
 """More tokens than a step selects at this budget."""
 

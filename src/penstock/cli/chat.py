@@ -69,6 +69,7 @@ VariablesOption = Annotated[
 MaxTokensOption = Annotated[
     int | None,
     typer.Option(
+        "--max-context",
         metavar="TOKENS", help="Longest chat; --memory is for so many.",
         show_default="the model's positions",
     ),

@@ -111,7 +111,7 @@ def show_turn(console: Console, turn: "ChatTurn", chat: "Conversation") -> None:
         say_note(
             console,
             f"the chat is full with {chat.max_tokens:,} tokens: /save PATH keeps it, /clear begins "
-            "anew, and a larger --max-tokens goes as far as the model's positions",
+            "anew, and a larger --max-context goes as far as the model's positions",
         )
     elif turn.output.finish_reason == "length":
         say_note(
