@@ -51,7 +51,10 @@ def smollm2(cache: Path) -> Path:
                 beside = Path(work) / "made"
                 beside.mkdir()
                 _download(Path(work), beside / GGUF)
-                _convert(beside)
+                try:
+                    _convert(beside)
+                except ImportError as error:  # releases before 5.24 want protobuf too
+                    raise NotThere(str(error).strip().splitlines()[0]) from error
                 beside.rename(made)
     return made
 

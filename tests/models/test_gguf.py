@@ -46,8 +46,8 @@ def write(path: Path, weights: dict[str, np.ndarray], architecture: str = "llama
     tokenizer = tiny_chat_model().tokenizer
     assert tokenizer is not None
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
-    merged = tokens[3:5]
-    tokens.append("".join(merged))
+    merged = [tokens[3:5], tokens[4:6]]  # a single one would be read as no list by some releases
+    tokens += map("".join, merged)
     writer: Any = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(4096)
     writer.add_embedding_length(WIDTH)
@@ -64,7 +64,7 @@ def write(path: Path, weights: dict[str, np.ndarray], architecture: str = "llama
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges([" ".join(merged)])
+    writer.add_token_merges([" ".join(pair) for pair in merged])
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     for name, weight in weights.items():
@@ -84,8 +84,8 @@ def tensors() -> dict[str, np.ndarray]:
     """A tiny model's weights under llama.cpp's names."""
     state = {name: weight.numpy() for name, weight in tiny_chat_model().model.state_dict().items()}
     found = {
-        "token_embd.weight": _with_a_row(state["model.embed_tokens.weight"]),
-        "output.weight": _with_a_row(state["lm_head.weight"]),
+        "token_embd.weight": _with_merged(state["model.embed_tokens.weight"]),
+        "output.weight": _with_merged(state["lm_head.weight"]),
         "output_norm.weight": state["model.norm.weight"],
     }
     for layer in range(2):
@@ -97,9 +97,9 @@ def tensors() -> dict[str, np.ndarray]:
     return found
 
 
-def _with_a_row(weight: np.ndarray) -> np.ndarray:
-    """With one of the merged token."""
-    return np.concatenate([weight, np.zeros((1, WIDTH), np.float32)])
+def _with_merged(weight: np.ndarray) -> np.ndarray:
+    """With rows of the merged tokens."""
+    return np.concatenate([weight, np.zeros((2, WIDTH), np.float32)])
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_file_is_a_model(file: Path, cache: Path) -> None:
     loaded = load(file, on_bytes=lambda what, done, total: told.append(what))
     original = tiny_chat_model().model.state_dict()
     for name, weight in loaded.model.state_dict().items():
-        like = weight[: len(original[name])].float()  # less the merged token's row
+        like = weight[: len(original[name])].float()  # less the merged tokens' rows
         torch.testing.assert_close(like, original[name], rtol=0.02, atol=0.02)
     [folder] = [path for path in cache.iterdir() if path.is_dir()]
     [notice] = loaded.notices

@@ -281,7 +281,7 @@ def _find_folder(hub: HubModel, on_bytes: OnBytes) -> tuple[Path, tuple[str, ...
             raise ModelLoadError(f"{name}: the folder has no config.json, so it holds no model")
         return folder, ()
     if os.path.isfile(folder) and folder.suffix.lower() == GGUF:
-        with _as_load_error(name):
+        with _as_load_error(name), _no_progress_bars():
             converted, notice = converted_folder(folder, on_bytes)
         return converted, (notice,) if notice else ()
     if os.path.exists(folder):
