@@ -192,7 +192,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
-    def wait(self, what: str, seconds: float = 60) -> str:
+    def wait(self, what: str, seconds: float = 240) -> str:
         """Read until something is seen; returns all up to its end, and goes on behind it."""
         until = time.monotonic() + seconds
         while not (found := re.search(what, self.seen)):
@@ -228,7 +228,7 @@ def test_at_a_terminal_killed_and_resumed(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     options = (*OPTIONS[:2], "--max-new-tokens", "2000", "--max-context", "8000")
     with at_a_terminal(model, *options, home=home) as terminal:
-        terminal.wait("/help says more")
+        terminal.wait("tokens; /help")
         terminal.wait("> ")
         terminal.type("half a line")
         terminal.wait("half a line")
