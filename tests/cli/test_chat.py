@@ -198,7 +198,8 @@ class Terminal:
         while not (found := re.search(what, self.seen)):
             assert time.monotonic() < until, f"no {what!r} in {self.seen!r}"
             if select.select([self._terminal], [], [], 1)[0]:
-                self.seen += os.read(self._terminal, 1 << 16).decode(errors="replace")
+                more = os.read(self._terminal, 1 << 16).decode(errors="replace")
+                self.seen = re.sub(r"\s+", " ", self.seen + more)  # lines fold anywhere
         before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return before
 
