@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.engine.adapter import FORMAT
+from penstock.testing.tiny_chat import tiny_chat_model
 
 PROMPT = ("--prompt", "The grass is green .")
 LEAST: dict[str, tuple[object, ...]] = {
     "generate": ("recall", *PROMPT, "--disk", "memory", "--max-new-tokens", 2),
+    "chat": ("talks", "--disk", "memory", "--max-new-tokens", 2, "--memory", "1/2"),
     "search": ("recall", *PROMPT, "--beams", 2, "--max-new-tokens", 2, "--disk", "memory"),
     "calibrate": ("recall", "--text", __file__, "-o", "made.safetensors"),
     "tune": ("recall", "--max-context", 512, "--disk", "nvme", "-o", "made.json"),
@@ -32,8 +34,9 @@ LEAST: dict[str, tuple[object, ...]] = {
     "doc ls": (), "doc gc": (), "doc show": ("d",), "doc rm": ("d",), "doc key": ("made.key",),
     "fetch": ("prose-1", "--from", "none"),
 }  # fmt: skip
-"""The least that a command with a file among its parameters can be given."""
-TEXTS = ("prompt_file", "text", "file")
+"""The least that a command with a file among its parameters can be given; "talks" is a model with a
+chat template."""
+TEXTS = ("prompt_file", "text", "file", "messages")
 """Any text will do for these."""
 WRITTEN = ("trace", "tree", "output", "save_tables", "to", "library")
 DEEP = "[" * 100_000
@@ -134,6 +137,8 @@ def wanted(name: str) -> tuple[str, ...] | None:
         return "none", "pipe", "folder", "endless", "binary", "empty"
     if name == "library":
         return "binary", "pipe", "endless"
+    if name == "session":  # a chat, or a place for one
+        return "binary", "pipe", "endless", "half.json"
     if name in WRITTEN:
         return "folder", "binary", "half.json", "arrays.npz"
     return None
@@ -153,10 +158,14 @@ def test_bad_files(
         states = ("folder", "binary", "pipe", "endless", "empty")
     if command in ("doc ask", "doc verify") and name == "adapter":
         return  # looked at once there is a document: see the tests of documents
+    if command == "chat":
+        tiny_chat_model(folder=tmp_path / "talks")
     for state in states:
         before = files[state].read_bytes() if files[state].is_file() else b""
         with soon(300):
-            done = CliRunner().invoke(app, arguments(command, name, option, files[state]))
+            done = CliRunner().invoke(
+                app, arguments(command, name, option, files[state]), input="Who ?\n"
+            )
         said = done.stderr.splitlines()
         assert done.exit_code in (1, 2), (state, done.exit_code, done.output)
         assert said, state

@@ -80,8 +80,11 @@ class Rig:
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = [FaultyFile(MemoryFile()) for _ in range(SHAPE.num_layers)]
 
-        def create(_: str, *, num_layers: int, unit_bytes: int, sealed: Sealing) -> KVStore:
+        def create(
+            _: str, *, num_layers: int, unit_bytes: int, sealed: Sealing, sector_bytes: int | None
+        ) -> KVStore:  # fmt: skip
             assert sealed == "auto"
+            assert sector_bytes is None
 
             def close() -> None:
                 for file in self.files:

@@ -20,7 +20,7 @@ from penstock.cli.doc_screen import RepairProgress
 from penstock.cli.generate import in_home
 from penstock.cli.screen import LateProgress
 from penstock.core.byte_size import format_bytes
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, PenstockError, PromptError
 
 if TYPE_CHECKING:
     from penstock.documents.conversation import Conversation
@@ -163,11 +163,13 @@ class ChatSession:
         """Read a text file in.
 
         Raises:
-            PromptError: it cannot be read, or the chat is full.
+            PromptError: it cannot be read or is empty, or the chat is full.
         """
         from penstock.generation.prompts import read_text_file
 
         text = read_text_file(path, "file")
+        if not text.strip():
+            raise PromptError(f"file {path} is empty")
         with TurnScreen(self._console, self._out) as screen:
             count = self._chat.attach(
                 f"--- File: {path.name} ---\n{text}", on_tokens=screen.on_tokens
