@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -148,12 +149,17 @@ def test_an_interrupt_ends_the_run(llm: LLM) -> None:
         _thread.interrupt_main()
         time.sleep(0.5)
 
-    with (
-        pytest.raises(KeyboardInterrupt),
-        llm.stream(PROMPTS[0], LONG, on_progress=interrupt) as stream,
-    ):
-        for _ in stream:
-            pass
+    # A shell's background job is started with SIGINT ignored.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            llm.stream(PROMPTS[0], LONG, on_progress=interrupt) as stream,
+        ):
+            for _ in stream:
+                pass
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert is_free(llm)
 
 
