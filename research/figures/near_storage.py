@@ -58,7 +58,7 @@ def agreement(result: Result) -> Chart:
     rows = required(found.get("rows"), "this result of near_storage agreement has no rows")
     top, layers = max(row["top"] for row in rows), found["layers"]
     by_place = {(row["rule"], row["bits"]): row for row in rows if row["top"] == top}
-    each = [[by_place.get((rule, bits)) for rule in _SCORES] for bits in _BITS]
+    each = [[by_place.get((score, bits)) for score in _SCORES] for bits in _BITS]
     overlaps = [[row and row["overlap"] for row in some] for some in each]
     marks = grouped(
         overlaps, *zip(*_BITS.values(), strict=True), width=0.84, fill=0.9, text={"fontsize": 8},
@@ -69,9 +69,9 @@ def agreement(result: Result) -> Chart:
                        marker="_", linestyle="", color=INK, markersize=8, label="worst layer")
                   for place, row in enumerate(some) if row]  # fmt: skip
     lines = [
-        line(layers, by_place[rule, bits]["overlap_of_layer"], marker="o", markersize=4,
+        line(layers, by_place[score, bits]["overlap_of_layer"], marker="o", markersize=4,
              color=colour, label=f"{name}, INT{bits}")
-        for rule, bits, colour, name in _SCORE_LINES if (rule, bits) in by_place
+        for score, bits, colour, name in _SCORE_LINES if (score, bits) in by_place
     ]  # fmt: skip
     targets = [rule(target, color=_BITS[bits][1], linewidth=0.9, linestyle=":")
                for bits, target in _TARGETS.items()]  # fmt: skip
