@@ -89,6 +89,16 @@ def test_five_turns_over_a_file_saved_and_resumed(model: Path, notes: Path, tmp_
     assert figure(second.stderr, "held") == held
 
 
+def test_a_stored_chat_knows_its_dtype(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    options = ("--memory", "1/2", *OPTIONS[2:], "--dtype", "bfloat16")  # the folder has float32
+    chat(model, *options, lines=["Who ?", f"/save {saved}"])
+    again = chat("--resume", saved, *OPTIONS[2:4], lines=["And where ?", "/stats"])
+    assert figure(again.stderr, "restored") > 0
+    refused = chat("--resume", saved, "--dtype", "float32", lines=["And where ?"], code=2)
+    assert "dtype (bfloat16 there, float32 here)" in refused.stderr
+
+
 def test_a_session_is_stored_at_every_turn(model: Path, tmp_path: Path) -> None:
     def turn(question: str) -> str:
         arguments = (model, *OPTIONS, "--session", tmp_path / "s", "--disk", "memory")

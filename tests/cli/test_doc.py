@@ -257,6 +257,11 @@ def test_damage_is_mended_while_asking(library: Path, answer_to_it: str) -> None
     assert "prefilled again" not in run("ask", "green", ASKED, *FEW).stderr
 
 
+def test_a_document_knows_its_dtype(library: Path) -> None:
+    run("add", "recall", "text.txt", "--name", "half", "--dtype", "bfloat16", "--disk", "memory")
+    assert run("ask", "half", ASKED, *FEW).stdout
+
+
 def test_rm_and_gc(library: Path) -> None:
     shutil.copytree(library / "green", library / "half")
     (library / "half" / "manifest.json").unlink()

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     ConfigOption,
     DeviceOption,
     DiskOption,
+    Dtype,
     DtypeOption,
     ExactOption,
     MaxNewTokensOption,
@@ -111,7 +112,9 @@ def chat_command(
     begun = _begun(resume, session)
     given = {name for name in context.params if _is_typed(context, name)}
     if begun is not None:
-        model = model if "model" in given else _model_of(begun, key_of(key))
+        called, stored_dtype = _model_of(begun, key_of(key))
+        model = model if "model" in given else called
+        dtype = dtype if "dtype" in given else stored_dtype
         _check_stored(given, disk)
     if model is None:
         raise ConfigError("give a MODEL: a folder, a name on the hub; or --resume a stored chat")
@@ -202,8 +205,8 @@ def _check_stored(given: set[str], disk: str) -> None:
         )
 
 
-def _model_of(path: Path, key: bytes | None) -> str:
-    """What the model of a stored chat was called.
+def _model_of(path: Path, key: bytes | None) -> tuple[str, Dtype | None]:
+    """What the model of a stored chat was called, and the type that it was loaded in.
 
     Raises:
         DocumentError: there is none.
@@ -211,10 +214,12 @@ def _model_of(path: Path, key: bytes | None) -> str:
     """
     from penstock.storage.documents import read_summary
 
-    about = read_summary(path, key).about
-    if about is None:
+    summary = read_summary(path, key)
+    if summary.about is None or summary.identity is None:
         raise DocumentKeyError(f"the chat in {path} is encrypted; give its --key")
-    return str(about.get("model"))
+    dtype = summary.identity.get("dtype")
+    known = Dtype(dtype) if dtype in list(Dtype) else None
+    return str(summary.about.get("model")), known
 
 
 def _variables(text: str | None) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def load_model_of(
 
     Args:
         model: what was given with --model; None: as the document says.
+        dtype: what was given with --dtype; None: as the document says.
 
     Raises:
         ModelLoadError: it cannot be loaded.
@@ -112,7 +113,11 @@ def load_model_of(
     called = shelf.model_of(name) if model is None else model
     try:
         return called, load_model(
-            console, called, dtype=dtype, device=device, source=source or ModelSource()
+            console,
+            called,
+            dtype=dtype or shelf.dtype_of(name),
+            device=device,
+            source=source or ModelSource(),
         )
     except ModelLoadError as error:
         if model is not None:

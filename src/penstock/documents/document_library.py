@@ -230,6 +230,15 @@ class DocumentLibrary:
             raise ConfigError(f"the document {name!r} does not say its model; give --model")
         return model
 
+    def dtype_of(self, name: str) -> str | None:
+        """Type of a document's keys and values; None where it is encrypted and there is no key.
+
+        Raises:
+            As for `model_of`.
+        """
+        identity = read_summary(self.documents.find(name), self.settings.key).identity
+        return None if identity is None else identity.get("dtype")
+
     def _longest(
         self, loaded: LoadedModel, tokens: Sequence[int]
     ) -> tuple[str | None, int, Document | None]:
