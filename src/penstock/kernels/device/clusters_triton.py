@@ -7,7 +7,8 @@ results repeat to the bit, and what grows with the points is one label each. An 
 the operations of its assignment, all of them on tensor cores.
 """
 
-# mypy: disable-error-code="import-untyped,untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped, import-not-found"
 
 import torch
 import triton
