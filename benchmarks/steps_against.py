@@ -2,9 +2,9 @@
 
     python -m benchmarks.steps_against ../former --out benchmarks/results/steps-against.json
 
-Both decode over the same synthetic document, in blocks of a few steps after each other. The process
-that is started first is often the slower one by some percent, so both orders are run; the ratio is
-the geometric mean of the two. Former checkouts may call the package's bench `penstock.bench`.
+Both decode over the same synthetic document, in blocks of a few steps after each other. Which
+process is started first may count for some percent, so both orders are run; the ratio is the
+geometric mean of the two. Former checkouts may call the package's bench `penstock.bench`.
 """
 
 import argparse
