@@ -21,8 +21,8 @@ _STEPS_IN_A_PIPE = 10
 _MOST_UNITS = 8
 
 
-class ByteProgress:
-    """Progress through bytes: a live bar with rate and ETA, ten lines in a pipe."""
+class CheckProgress:
+    """Progress of a check through bytes: a live bar with rate and ETA, ten lines in a pipe."""
 
     def __init__(self, console: Console, what: str) -> None:
         self._console, self._what = console, what
@@ -36,7 +36,7 @@ class ByteProgress:
             )  # fmt: skip
             self._bar.add_task(what, total=None, figures="")
 
-    def __enter__(self) -> "ByteProgress":
+    def __enter__(self) -> "CheckProgress":
         if self._bar is not None:
             self._bar.start()
         return self
@@ -98,7 +98,7 @@ def verify(
             total = of
             progress.update(done, of)
 
-        with ByteProgress(console, f"verify {name}") as progress:
+        with CheckProgress(console, f"verify {name}") as progress:
             damage = stored.verify(note)
         with contextlib.suppress(DocumentDamagedError):
             damage = needed(damage, read_groups(stored, About.of(stored).num_groups))
