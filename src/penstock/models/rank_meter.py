@@ -70,8 +70,10 @@ class RankMeter:
             progress(to_read)
             return
         cache.crop(-QUERIES)
-        with self._queries.watching():
+        decoder = self._queries.layers
+        with self._queries.watching(), _outputs(decoder) as outputs:
             true = self._read(tokens, cache)
+        first = 0  # cached layers from here on hold all tokens
         for i, (layer, basis) in enumerate(zip(self._layers, bases, strict=True)):
             cached: Any = cache.layers[layer]
             query = self._queries.true(layer, QUERIES)[0]
@@ -80,13 +82,14 @@ class RankMeter:
                 *selections(query, cached.keys[0].float(), basis.to(query.device), self._ranks)
             ]
             for j, mask in enumerate(masks):
-                cache.crop(-QUERIES)
-                with _masked(self._queries.layers[layer], mask):
+                _crop(cache, first)
+                first = layer
+                with _masked(decoder[layer], mask), _given(decoder, outputs[:layer]):
                     said = self._read(tokens, cache)
                 divergence = (true.exp() * (true - said)).sum(-1).mean()
                 self._sums[i, j] += float(divergence)
                 progress(QUERIES)
-        cache.crop(-QUERIES)
+        _crop(cache, first)
         self._read(tokens, cache)
         self._queries.forget()
         self._texts += 1
@@ -151,6 +154,43 @@ def _can_go_back(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether the last tokens can be read again, with a mask of ours."""
     slides = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
     return not slides and model.config._attn_implementation in ("sdpa", "eager")
+
+
+def _crop(cache: DynamicCache, first: int) -> None:
+    """Take the last tokens out of the cached layers from `first` on."""
+    for cached in cache.layers[first:]:
+        cached.crop(-QUERIES)
+
+
+@contextmanager
+def _outputs(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """What decoder layers return, in the order in which they are called."""
+    found: list[Any] = []
+    handles = [layer.register_forward_hook(lambda *call: found.append(call[2])) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _given(layers: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+    """Let the first layers return these instead of computing them; their cache stays as it is.
+
+    Layers below the one with a selection see what they saw before.
+    """
+    skipped = layers[: len(outputs)]
+    own = [layer.__dict__.get("forward") for layer in skipped]  # accelerate's, if any
+    try:
+        for layer, output in zip(skipped, outputs, strict=True):
+            layer.forward = lambda *_, output=output, **__: output
+        yield
+    finally:
+        for layer, forward in zip(skipped, own, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 @contextmanager
