@@ -188,7 +188,7 @@ def environment(line: Line, scratch: Path) -> dict[str, str]:
     given = {"--shuffle": line.shuffle, "--other-sums": line.other_sums}
     options = [f"{name}={seed}" for name, seed in given.items() if seed is not None]
     length = LONG_PATH - len(str(scratch)) - 1 if line.long_folder else 1
-    temporary = scratch / ("t" * length)
+    temporary = scratch / ("t" * max(length, 1))
     temporary.mkdir()
     env |= {
         "COLUMNS": str(line.columns), "TMPDIR": str(temporary),

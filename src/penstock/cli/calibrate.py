@@ -80,7 +80,7 @@ def calibrate_command(
             loaded.model, texts, rank=rank, window_tokens=window, progress=progress.update
         )
     written(adapter.save, output, "the adapter")
-    told = _told_ranks(adapter)
+    told = told_ranks(adapter)
     console.print(
         f"adapter of rank {adapter.rank} for {model}, from {adapter.tokens:,} tokens: {output}"
         + told,
@@ -88,7 +88,7 @@ def calibrate_command(
     )
 
 
-def _told_ranks(adapter: "LowRankAdapter") -> str:
+def told_ranks(adapter: "LowRankAdapter") -> str:
     """How the layers share a rank that a plan may choose; nothing where they share it evenly."""
     mean = min(TOLD_RANK, adapter.rank)
     ranks = [layer.rank_at(mean) for layer in adapter.shared_layers()]
