@@ -12,6 +12,7 @@ from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
 from penstock.methods.dynakv.index import PROMPT_QUERIES
 from penstock.methods.dynakv.policy import DynaKV
@@ -30,8 +31,10 @@ MAX_TOKENS, BATCH = 8192, 2
 FULL_BYTES = SHAPE.full_cache_bytes(BATCH, MAX_TOKENS)
 SLACK = 0.04
 
+ROTATION = KeyRotation(torch.logspace(0, -4, 16, dtype=torch.float64))
+_BASIS = torch.eye(SHAPE.joint_dim)[:, :64]
 MEASURED = LowRankAdapter(
-    [LayerAdapter(torch.eye(SHAPE.joint_dim)[:, :64], torch.ones(64))] * SHAPE.num_layers, "", 1,
+    [LayerAdapter(_BASIS, torch.ones(64), block_tokens=64)] * SHAPE.num_layers, "", 1,
     selection_cost=((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0), *([(0.1,) * 8] * 3)),
 ).shared_layers()  # fmt: skip
 """Of layers of which the first wants 56 components, and the others as many as there are."""
@@ -79,6 +82,7 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
     settings: dict[str, Any] = {
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
         "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
+        "rotations": [ROTATION] * SHAPE.num_layers,
     }  # fmt: skip
     runtime = TieredRuntime(RuntimeSettings(**{**settings, **options}), BATCH)
     for count in (600, 1, 1):
@@ -130,6 +134,7 @@ def temporary_bytes(runtime: TieredRuntime) -> int:
     scratch = LowRankIndex.scratch_bytes(
         SHAPE, batch=BATCH, max_units=plan.max_units, group_tokens=plan.group_tokens,
         rank=policy.rank if runtime.settings.adapter is None else 56, bits=policy.index_bits,
+        turned=True,
     )  # fmt: skip
     return scratch + 16 * SHAPE.joint_dim**2
 

@@ -18,9 +18,13 @@ from penstock.core.regular_file import open_regular
 from penstock.engine.rank_shares import UNIT, shared_ranks
 
 FORMAT = "penstock-adapter-1"
+BLOCK_FORMAT = "penstock-adapter-2"
+"""Of bases of keys that are turned back by blocks, which a reader of the first would misread."""
+FORMATS = (FORMAT, BLOCK_FORMAT)
 _HEADER_BYTES_MAX = 100 << 20
 """Of a safetensors file, as its own readers have it."""
 _AGAIN = "make it again with `penstock calibrate`"
+_MOST_BLOCK_TOKENS = 1 << 20
 _LONGEST = 1.001
 """Of a component of a column of length 1, rounded."""
 
@@ -35,6 +39,9 @@ class LayerAdapter:
     """Largest magnitude of each component, float32; the range of quantised codes. [rank]"""
     ranks: tuple[int, ...] = ()
     """This layer's share when the layers have 1, 2, ... components on average; empty: as many."""
+    block_tokens: int = 0
+    """The keys that it is of are turned back to their offset in a block of so many tokens; 0: keys
+    as the model has them."""
 
     @property
     def rank(self) -> int:
@@ -47,7 +54,7 @@ class LayerAdapter:
 
     def truncated(self, rank: int) -> "LayerAdapter":
         """The strongest `rank` components."""
-        return LayerAdapter(self.basis[:, :rank], self.peak[:rank])
+        return LayerAdapter(self.basis[:, :rank], self.peak[:rank], block_tokens=self.block_tokens)
 
 
 def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
@@ -70,11 +77,16 @@ def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
     return basis
 
 
-def fit_layer(keys: Tensor, rank: int) -> LayerAdapter:
-    """Fit one layer to a sample of keys. keys: [tokens, joint_dim]."""
+def fit_layer(keys: Tensor, rank: int, block_tokens: int = 0) -> LayerAdapter:
+    """Fit one layer to a sample of keys.
+
+    Args:
+        keys: turned back already where they are of blocks. [tokens, joint_dim]
+    """
     flat = keys.float()
     basis = fit_basis(flat.T @ flat, rank)
-    return LayerAdapter(basis, (flat @ basis).abs().amax(dim=0))
+    peak = (flat @ basis).abs().amax(dim=0)
+    return LayerAdapter(basis, peak, block_tokens=block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,11 @@ class LowRankAdapter:
     def rank(self) -> int:
         """Components that every layer has."""
         return min(layer.rank for layer in self.layers)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of the layers' blocks; 0 where all layers' keys are as the model has them."""
+        return max(layer.block_tokens for layer in self.layers)
 
     def shared_layers(self) -> list[LayerAdapter]:
         """The layers, each with its share of every mean rank where what it needs was measured."""
@@ -121,8 +138,12 @@ class LowRankAdapter:
         tensors["prediction_cosine"] = torch.tensor(self.prediction_cosine, dtype=torch.float32)
         if self.selection_cost:
             tensors["selection_cost"] = torch.tensor(self.selection_cost, dtype=torch.float32)
+        blocks = [layer.block_tokens for layer in self.layers]
+        if any(blocks):
+            tensors["block_tokens"] = torch.tensor(blocks, dtype=torch.int64)
         metadata = {
-            "format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens),
+            "format": BLOCK_FORMAT if any(blocks) else FORMAT,
+            "fingerprint": self.fingerprint, "tokens": str(self.tokens),
             "layers": str(len(self.layers)),
         }  # fmt: skip
         # save_file would make a file that only its owner can read.
@@ -140,13 +161,17 @@ class LowRankAdapter:
             open_regular(path).close()  # the library would wait for who writes into a pipe
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
+                if metadata.get("format") not in FORMATS:
                     raise AdapterError(f"{path} is not a Penstock adapter")
-                parts = ("basis", "peak")
+                count = int(metadata["layers"])
+                blocks = _blocks(file, count, path) if metadata["format"] != FORMAT else [0] * count
                 layers = [
-                    LayerAdapter(*(file.get_tensor(f"layers.{i}.{part}") for part in parts))
-                    for i in range(int(metadata["layers"]))
-                ]
+                    LayerAdapter(
+                        file.get_tensor(f"layers.{i}.basis"), file.get_tensor(f"layers.{i}.peak"),
+                        block_tokens=blocks[i],
+                    )
+                    for i in range(count)
+                ]  # fmt: skip
                 _require_layers(layers, path)
                 cosine = _row(file, "prediction_cosine", len(layers), path)
                 error = _rows(file, "selection_cost")
@@ -246,6 +271,19 @@ def _row(file: Any, name: str, count: int, path: str | Path) -> tuple[float, ...
     return tuple(found.tolist())
 
 
+def _blocks(file: Any, count: int, path: str | Path) -> list[int]:
+    """Tokens of each layer's blocks; layers without a rotation have none."""
+    found = file.get_tensor("block_tokens")
+    numbers: list[int] = found.tolist() if found.dtype == torch.int64 else []
+    sizes = {size for size in numbers if size}
+    if found.shape != (count,) or len(sizes) != 1 or not 0 < min(sizes) <= _MOST_BLOCK_TOKENS:
+        raise AdapterError(
+            f"{path}: block_tokens should be one number of tokens, or none, for each of {count} "
+            f"layers; {_AGAIN}"
+        )
+    return numbers
+
+
 def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """A matrix of an open file, row by row; nothing where there is none."""
     if name not in set(file.keys()):
@@ -259,7 +297,7 @@ def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:
 def _is_adapter(file: BinaryIO) -> bool:
     size = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(size, _HEADER_BYTES_MAX)))
-    return bool(header["__metadata__"]["format"] == FORMAT)
+    return header["__metadata__"]["format"] in FORMATS
 
 
 ADAPTER = FileKind("adapter of penstock", _is_adapter)

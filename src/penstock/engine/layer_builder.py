@@ -22,6 +22,7 @@ def index_request(
         adapter=None if settings.adapter is None else settings.adapter[i], device=settings.device,
         score_tokens=plan.score_tokens, selected_units=plan.selected_units,
         rows_per_sequence=rows_per_sequence, rotary=settings.rotary,
+        rotation=None if settings.rotations is None else settings.rotations[i],
     )  # fmt: skip
 
 

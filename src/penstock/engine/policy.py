@@ -21,6 +21,7 @@ from penstock.engine.key_index import KeyIndex
 from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.replacement import ReplacementPolicy
 from penstock.kernels import top_units as kernels
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.storage.store import KVStore, Sealing
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class IndexRequest:
     """KV heads of a sequence, when each is a row of its own (`SelectionPolicy.per_head`)."""
     rotary: Rotary | None = None
     """The model's rotary embedding, when it is known."""
+    rotation: KeyRotation | None = None
+    """How it turns this layer's keys, where that was found to be so."""
     shared: NDArray[np.float32] | None = None
     """Memory for the layer's vectors that other layers use too, where the policy's `make_layers`
     gives some. [batch, vectors, head_dim]"""
@@ -144,6 +147,12 @@ class SelectionPolicy(ABC):
     def wanted_rank(self) -> int | None:
         """Components a token that an adapter must have; None where that is open."""
         return None
+
+    @property
+    def index_block(self) -> int:
+        """Tokens of the blocks to whose starts the index turns keys back, for which it wants the
+        layers' rotations; 0: it takes keys as the model has them."""
+        return 0
 
     @property
     def whole_layers(self) -> int:

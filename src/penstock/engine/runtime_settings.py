@@ -10,6 +10,7 @@ from penstock.core.trace import Tracer
 from penstock.engine.adapter import LayerAdapter
 from penstock.engine.policy import Rotary, SelectionPolicy
 from penstock.engine.stored_past import StoredPast
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.storage.store import Sealing
 
 
@@ -33,6 +34,9 @@ class RuntimeSettings:
     """Factor on the model's logits; None for 1 / sqrt(head_dim)."""
     rotary: Rotary | None = None
     """The model's rotary embedding, for indexes that want keys as they were before it."""
+    rotations: Sequence[KeyRotation | None] | None = None
+    """How each tiered layer's keys turn, for policies that want to know; layers that turn alike
+    have the same object."""
     true_query_layers: frozenset[int] = frozenset()
     """Tiered layers whose query is not worth predicting; they wait for the true one."""
     predictor_bytes: int = 0

@@ -8,6 +8,9 @@ from torch import Tensor
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.scaled_query import scaled_down
 
+PIECES = 8
+"""In how many pieces codes are converted, on a CPU, where parts have queries of their own."""
+
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Multiply every token's code with every query and keep each group's largest product.
@@ -20,12 +23,16 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
         codes: floating, int8, or uint8 with two components in a byte (the first half of the
             components in the low nibbles; value = nibble - 7.5).
             [batch, blocks, group_tokens, groups, width]
-        queries: float32, in units where a code's step is 1. [batch, heads, rank]
+        queries: float32, in units where a code's step is 1: one for all groups, or one for each of
+            so many parts of them, alike and in order. [batch, heads, rank] or
+            [batch, parts, heads, rank]
         bits: 16, 8 or 4.
 
     Returns:
         float32 [batch, blocks * groups, heads]
     """
+    if queries.dim() == 4:
+        return _products_by_part(codes, queries, bits)
     has_integers = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if bits != 16 and codes.device.type == "cpu" and has_integers:
         return _integer_products(codes, queries, bits)
@@ -38,6 +45,8 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
 
 def group_products_twin(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """The meaning of `group_products` in plain torch."""
+    if queries.dim() == 4:
+        return _products_by_part(codes, queries, bits)
     batch, blocks, group_tokens, groups, _ = codes.shape
     if bits == 4:
         codes = _unpack(codes, queries.shape[-1]).to(queries.dtype) - 7.5
@@ -48,6 +57,33 @@ def group_products_twin(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     planes = products.view(batch, blocks, group_tokens, groups, -1)
     best = planes.amax(dim=2).flatten(1, 2).float()
     return best if factor == 1.0 else best.mul_(factor)
+
+
+def _products_by_part(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
+    """Products where each part of the groups has a query of its own.
+
+    Integer products and the Triton form know one query for all: this is plain torch on any device.
+    """
+    batch, blocks, group_tokens, groups, width = codes.shape
+    parts = queries.shape[1]
+    assert parts % blocks == 0, (codes.shape, queries.shape)
+    assert groups * blocks % parts == 0, (codes.shape, queries.shape)
+    per_block = parts // blocks
+    by_part = codes.view(batch, blocks, group_tokens, per_block, groups // per_block, width)
+    by_part = by_part.transpose(2, 3).flatten(1, 2)  # of one block it is a view, of more a copy
+    out = torch.empty(batch, blocks * groups, queries.shape[2], device=codes.device)
+    at_once = parts
+    if codes.device.type == "cpu":
+        at_once = max(1, parts // PIECES)
+    for first in range(0, parts, at_once):
+        some = by_part[:, first : first + at_once]
+        count = batch * some.shape[1]
+        own = queries[:, first : first + at_once].flatten(0, 1)
+        best = group_products_twin(some.reshape(count, 1, *some.shape[2:]), own, bits)
+        groups_done = first * groups // per_block
+        best = best.view(batch, -1, best.shape[2])
+        out[:, groups_done : groups_done + best.shape[1]] = best
+    return out
 
 
 def _unpack(codes: Tensor, rank: int) -> Tensor:

@@ -36,6 +36,7 @@ from penstock.models.budget_advice import add_advice
 from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
 from penstock.models.cache_settings import (
     find_basis,
+    find_rotations,
     is_auto,
     limit_bytes,
     measured_prediction,
@@ -112,8 +113,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
             progress: called with the tokens cached so far after every prefill chunk.
-            prompt_tokens: of a row, with padding, where known: what is indexed as a whole is then
-                indexed behind the last chunk, and not in the first decode step.
+            prompt_tokens: of a row, padding included; its index is then made behind the last chunk.
             index_progress: called with the share of that work that is done, from 0 to 1.
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
@@ -143,6 +143,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
+            rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
             device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
             past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,

@@ -9,9 +9,11 @@ from transformers import PreTrainedModel
 from penstock.core.byte_size import parse_memory
 from penstock.core.errors import ConfigError
 from penstock.engine.adapter import LowRankAdapter
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
+from penstock.models.key_rotations import key_rotations
 from penstock.models.model_shape import ModelShape
 
 
@@ -40,6 +42,18 @@ def find_basis(
     if not policy.uses_adapter or exact:
         return None
     found = _adapter_of(model, shape, adapter)
+    if found is not None and found.block_tokens not in (0, policy.index_block):
+        notices.append(
+            f"the adapter is of keys by blocks of {found.block_tokens} tokens, which "
+            f"index_block_tokens={policy.index_block} is not: a basis is made from the prompt's "
+            "own keys"
+        )
+        return None
+    if found is not None and policy.index_block and not found.block_tokens:
+        notices.append(
+            "the adapter is of keys as the model turns them, so that the index has those: one that "
+            "`penstock calibrate` makes now finds more with as many bytes"
+        )
     if found is None:
         notices.append(
             "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
@@ -110,6 +124,28 @@ def measured_prediction(
             "nothing says how well this model's queries are predicted, so that those of all layers "
             "but the first are: `penstock calibrate` measures it"
         )
+    return found
+
+
+def find_rotations(
+    model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
+    basis: LowRankAdapter | None, notices: list[str], *, exact: bool,
+) -> list[KeyRotation | None] | None:  # fmt: skip
+    """How the layers' keys turn, for policies whose index turns them back.
+
+    Args:
+        basis: what `find_basis` found; one of keys as the model has them needs no rotation.
+        notices: gets a line where no layer's is known.
+    """
+    if exact or not policy.index_block or (basis is not None and not basis.block_tokens):
+        return None
+    found = key_rotations(model, shape)
+    if not any(found):
+        notices.append(
+            "no rotary embedding of a known form: the index has keys as the model has them, as "
+            "KVSwap's paper does"
+        )
+        return None
     return found
 
 

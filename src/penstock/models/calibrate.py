@@ -12,8 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter, fit_basis
+from penstock.kernels.key_rotation import BLOCK_TOKENS, KeyTurns
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
+from penstock.models.key_rotations import key_rotations
 from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.rank_meter import RankMeter
@@ -33,13 +35,16 @@ def calibrate(
     rank: int | None = None,
     window_tokens: int = DEFAULT_WINDOW_TOKENS,
     path: str | Path | None = None,
+    block_tokens: int = BLOCK_TOKENS,
     progress: Callable[[int, int], None] | None = None,
 ) -> LowRankAdapter:
     """Fit an adapter by SVD of the post-RoPE keys of calibration text (KVSwap 3.2, A.1).
 
     Two passes over the text: Gram matrices first, then the range of the projected components and
     what each layer needs of them (`RankMeter`, at the ends of the windows; not in the paper). Give
-    varied text, and windows as long as the prompts to come: post-RoPE keys turn with the position.
+    varied text. Keys are turned back to their offset in a block, where the model's rotary embedding
+    is known (`KeyTurns`, not in the paper); elsewhere give windows as long as the prompts to come:
+    post-RoPE keys turn with the position.
 
     Args:
         model: the model, on any device.
@@ -48,6 +53,8 @@ def calibrate(
         window_tokens: longest piece of a text that is read at once; never more than the model has
             positions.
         path: where to save the adapter, if anywhere.
+        block_tokens: of a block, for policies that have the same `index_block_tokens`; 0: keys as
+            the model has them, as in the paper.
         progress: called with (tokens done, tokens in all) over both passes, those that are read
             again among them (32 for every layer and every 8 components of the rank).
 
@@ -62,14 +69,9 @@ def calibrate(
     rank = min(DEFAULT_RANK, shape.kv.joint_dim) if rank is None else rank
     if not 1 <= rank <= shape.kv.joint_dim:
         raise ConfigError(f"rank={rank} must be between 1 and {shape.kv.joint_dim}")
-    if window_tokens < 2:
-        raise ConfigError(f"window_tokens={window_tokens} must be at least 2")
-    window_tokens = min(window_tokens, shape.max_positions)
-    windows = [piece for text in texts for piece in torch.split(text.flatten(), window_tokens)]
-    windows = [piece for piece in windows if len(piece) > 1]
-    if not windows:
-        raise PromptError("there is no text to calibrate on")
-    ranks = RankMeter(model, shape.tiered_layers, rank)
+    windows = _windows(texts, window_tokens, shape)
+    turns = _turns(model, shape, block_tokens, max(map(len, windows)))
+    ranks = RankMeter(model, shape.tiered_layers, rank, turns)
     read = sum(len(piece) for piece in windows)
     report = _sums(progress, 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows))
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
@@ -77,17 +79,18 @@ def calibrate(
     for piece in windows:
         cache = _read(model, piece, queries)
         for tier, layer in enumerate(shape.tiered_layers):
-            keys = _joint_keys(cache, layer)
+            keys = _joint_keys(cache, layer, turns[tier])
             moments[tier] += (keys.T @ keys).cpu()
         cosines.add(queries)
         queries.forget()
         report(len(piece))
-    layers = [_adapter_of(fit_basis(moment, rank)) for moment in moments]
+    bases = [fit_basis(moment, rank) for moment in moments]
+    layers = [_adapter_of(*each) for each in zip(bases, turns, strict=True)]
     for piece in windows:
         cache = _read(model, piece)
         layers = [
-            _reaching(each, _joint_keys(cache, layer))
-            for each, layer in zip(layers, shape.tiered_layers, strict=True)
+            _reaching(each, _joint_keys(cache, layer, turn))
+            for each, layer, turn in zip(layers, shape.tiered_layers, turns, strict=True)
         ]
         ranks.add(piece, cache, [layer.basis for layer in layers], report)
         report(len(piece))
@@ -110,9 +113,34 @@ def _sums(progress: Callable[[int, int], None] | None, total: int) -> Callable[[
     return report
 
 
-def _adapter_of(basis: Tensor) -> LayerAdapter:
+def _windows(texts: Sequence[Tensor], window_tokens: int, shape: ModelShape) -> list[Tensor]:
+    """The pieces that are read at once."""
+    if window_tokens < 2:
+        raise ConfigError(f"window_tokens={window_tokens} must be at least 2")
+    window_tokens = min(window_tokens, shape.max_positions)
+    windows = [piece for text in texts for piece in torch.split(text.flatten(), window_tokens)]
+    windows = [piece for piece in windows if len(piece) > 1]
+    if not windows:
+        raise PromptError("there is no text to calibrate on")
+    return windows
+
+
+def _turns(
+    model: PreTrainedModel, shape: ModelShape, block_tokens: int, tokens: int
+) -> list[KeyTurns | None]:
+    """What turns each layer's keys of texts of at most so many tokens."""
+    if block_tokens < 0:
+        raise ConfigError(f"block_tokens={block_tokens} must not be negative")
+    if block_tokens == 0:
+        return [None] * len(shape.tiered_layers)
+    size = (block_tokens, -(-tokens // block_tokens), model_device(model))
+    return [each.turns(*size) if each else None for each in key_rotations(model, shape)]
+
+
+def _adapter_of(basis: Tensor, turns: KeyTurns | None) -> LayerAdapter:
     """One layer's, before any key was seen."""
-    return LayerAdapter(basis, torch.zeros(basis.shape[1]))
+    block_tokens = turns.block_tokens if turns else 0
+    return LayerAdapter(basis, torch.zeros(basis.shape[1]), block_tokens=block_tokens)
 
 
 def _reaching(layer: LayerAdapter, keys: Tensor) -> LayerAdapter:
@@ -136,11 +164,13 @@ def _read(
     return cache
 
 
-def _joint_keys(cache: DynamicCache, layer: int) -> Tensor:
+def _joint_keys(cache: DynamicCache, layer: int, turns: KeyTurns | None) -> Tensor:
     """Keys of one layer, the heads side by side, float32. [tokens, joint_dim]"""
     cached: Any = cache.layers[layer]
-    keys: Tensor = cached.keys[0]
-    return keys.transpose(0, 1).flatten(1).float()
+    keys: Tensor = cached.keys.transpose(1, 2).float()
+    if turns is not None:
+        keys = turns.keys(keys, 0)
+    return keys[0].flatten(1)
 
 
 class _CosineMeter:

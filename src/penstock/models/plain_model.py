@@ -22,7 +22,9 @@ from transformers.cache_utils import Cache
 
 from penstock.core.errors import ConfigError
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
+from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.models.fingerprint import fingerprint
+from penstock.models.key_rotations import key_rotations
 from penstock.models.model_shape import decoder_config, inspect_model
 
 PlainKind = Literal["dynamic", "static"]
@@ -169,12 +171,15 @@ def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
 
 def random_adapter(model: PreTrainedModel, seed: int = 0) -> LowRankAdapter:
     """One random orthonormal basis for all layers, so that no fitting enters a measurement."""
-    shape = inspect_model(model).kv
+    shape = inspect_model(model)
     draw = torch.Generator().manual_seed(seed)
-    joint = shape.joint_dim
+    joint = shape.kv.joint_dim
     basis = torch.linalg.qr(torch.randn(joint, joint, generator=draw))[0].contiguous()
-    layer = LayerAdapter(basis, torch.full((joint,), _PEAK))
-    return LowRankAdapter([layer] * shape.num_layers, fingerprint(model), 0)
+    layers = [
+        LayerAdapter(basis, torch.full((joint,), _PEAK), block_tokens=BLOCK_TOKENS if turns else 0)
+        for turns in key_rotations(model, shape)
+    ]
+    return LowRankAdapter(layers, fingerprint(model), 0)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.engine.rank_shares import UNIT
+from penstock.kernels.key_rotation import KeyTurns
 from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
 from penstock.models.weight_access import model_device
@@ -35,13 +36,18 @@ class RankMeter:
     (research/notes/2026-11-23-recall-2-two-sittings.md).
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[int], rank: int,
+        turns: Sequence[KeyTurns | None] | None = None,
+    ) -> None:  # fmt: skip
         """Prepare to measure.
 
         Args:
             layers: those that an index is made for, by their place in the model.
             rank: components that a layer's basis has.
+            turns: what turns each layer's keys before they are projected.
         """
+        self._turns = [None] * len(layers) if turns is None else turns
         self._model = model
         self._layers = tuple(layers)
         self._queries = LastQueries(model)
@@ -74,13 +80,13 @@ class RankMeter:
         with self._queries.watching(), _outputs(decoder) as outputs:
             true = self._read(tokens, cache)
         first = 0  # cached layers from here on hold all tokens
-        for i, (layer, basis) in enumerate(zip(self._layers, bases, strict=True)):
+        numbered = enumerate(zip(self._layers, bases, self._turns, strict=True))
+        for i, (layer, basis, turns) in numbered:
             cached: Any = cache.layers[layer]
             query = self._queries.true(layer, QUERIES)[0]
             # All of them first: the cache goes back before the model reads.
-            masks = [
-                *selections(query, cached.keys[0].float(), basis.to(query.device), self._ranks)
-            ]
+            keys, basis = cached.keys[0].float(), basis.to(query.device)
+            masks = [*selections(query, keys, basis, self._ranks, turns)]
             for j, mask in enumerate(masks):
                 _crop(cache, first)
                 first = layer
@@ -111,8 +117,9 @@ class RankMeter:
 
 
 def selections(
-    query: Tensor, keys: Tensor, basis: Tensor, ranks: Sequence[int]
-) -> Iterator[Tensor]:
+    query: Tensor, keys: Tensor, basis: Tensor, ranks: Sequence[int],
+    turns: KeyTurns | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
     """Which tokens KVSwap would attend to with the first components of a basis.
 
     Args:
@@ -120,6 +127,7 @@ def selections(
         keys: post-RoPE, of all its tokens, float32. [kv_heads, tokens, head_dim]
         basis: [kv_heads * head_dim, rank]
         ranks: ascending.
+        turns: what turns keys before they are projected.
 
     Yields:
         For each rank, the best units by softmax shares, window and sinks. bool [queries, tokens]
@@ -133,13 +141,19 @@ def selections(
     whole = units * GROUP_TOKENS
     selected = max(1, min(SELECTED_UNITS, units // SHARE))
     always = ((place > now - WINDOW_TOKENS) | (place < SINK_TOKENS) | (place >= whole)) & ~later
-    components = keys.transpose(0, 1).flatten(1) @ basis
-    projected = query.reshape(kv_heads, -1, dim) @ basis.view(kv_heads, dim, -1)
+    by_token = keys.transpose(0, 1)[None, :whole]
+    if turns is not None:
+        by_token = turns.keys(by_token, 0)
+    components = by_token[0].flatten(1) @ basis
+    grouped = query.reshape(kv_heads, -1, dim)
     logits = torch.zeros(heads * count, whole, device=keys.device)
     before = 0
     for rank in ranks:
         part = slice(before, rank)
-        logits += projected.flatten(0, 1)[:, part] @ components[:whole, part].T * dim**-0.5
+        rebuilt = (components[:, part] @ basis[:, part].T).view(1, whole, kv_heads, dim)
+        if turns is not None:
+            rebuilt = turns.keys_of(rebuilt)
+        logits += (grouped @ rebuilt[0].permute(1, 2, 0)).flatten(0, 1) * dim**-0.5
         before = rank
         seen = logits.view(heads, count, whole).masked_fill(later[:, :whole], float("-inf"))
         shares = seen.view(heads, count, units, GROUP_TOKENS).amax(-1).softmax(-1).sum(0)

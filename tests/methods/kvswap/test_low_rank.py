@@ -2,12 +2,15 @@
 
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, fit_layer
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods.kvswap.index import LowRankIndex
 
 HEADS, KV_HEADS, HEAD_DIM, GROUP, GROUPS = 6, 2, 8, 4, 300
@@ -166,3 +169,114 @@ def test_priced_as_stored(bits: int, rank: int, keys: Tensor) -> None:
         SHAPE, batch=2, max_units=GROUPS, group_tokens=GROUP, rank=rank, bits=bits
     )
     assert priced == index._codes.nbytes + index._basis.nbytes + 3 * index._step.nbytes
+
+
+# Keys that are turned back by blocks ------------------------------------------------------------
+
+ROTATION = KeyRotation(1e4 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4))
+
+
+@pytest.fixture
+def turning_keys(keys: Tensor) -> Tensor:
+    """The same keys as a rotary embedding gives them to the index."""
+    return ROTATION.turned(keys, torch.arange(TOKENS)[None, :, None])
+
+
+def turned_index(rank: int, bits: int, **changes: Any) -> LowRankIndex:
+    options: dict[str, Any] = {
+        "batch": 2, "max_units": GROUPS, "group_tokens": GROUP, "head_reduction": "softmax",
+        "scaling": SCALING, "adapter": None, "device": torch.device("cpu"), "rotation": ROTATION,
+    }  # fmt: skip
+    return LowRankIndex(SHAPE, rank=rank, bits=bits, **{**options, **changes})
+
+
+def filled(index: LowRankIndex, keys: Tensor) -> LowRankIndex:
+    if not index.ready:
+        index.fit(keys, torch.arange(keys.shape[1]))
+    index.append(keys, 0)
+    return index
+
+
+@pytest.mark.parametrize("chunk_tokens", [1 << 20, 1024])
+@pytest.mark.parametrize("reduction", ["sum", "softmax"])
+def test_full_rank_is_exact_by_blocks(
+    reduction: Literal["sum", "softmax"], chunk_tokens: int, turning_keys: Tensor, query: Tensor
+) -> None:
+    index = turned_index(JOINT, 16, head_reduction=reduction, chunk_tokens=chunk_tokens)
+    scores = filled(index, turning_keys).score(query, GROUPS).float()
+    expected = exact_scores(turning_keys, query, reduction)
+    tolerance = 0.01 if reduction == "sum" else 0.1
+    assert (scores - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_turned_keys_need_fewer_components(bits: int, turning_keys: Tensor, query: Tensor) -> None:
+    expected = exact_scores(turning_keys, query, "softmax")[0]
+
+    def found(index: LowRankIndex) -> float:
+        return rank_correlation(filled(index, turning_keys).score(query, GROUPS)[0], expected)
+
+    by_block = turned_index(6, bits, block_tokens=16)
+    assert found(by_block) > found(turned_index(6, bits, rotation=None)) + 0.1
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_pieces_equal_the_whole_by_blocks(bits: int, turning_keys: Tensor, query: Tensor) -> None:
+    adapter = filled(turned_index(7, bits), turning_keys)
+    whole, pieces = turned_index(7, bits), turned_index(7, bits)
+    for index in (whole, pieces):
+        index.take_rows_from(adapter, torch.arange(2))
+        index._codes.zero_()
+    whole.append(turning_keys, 0)
+    for start, end in ((0, 4), (4, 900), (900, 1032), (1032, TOKENS - 4)):
+        pieces.append(turning_keys[:, start:end], start)
+    pieces.put(turning_keys[:, TOKENS - 4 :], torch.tensor([GROUPS - 1]))
+    assert torch.equal(whole._codes, pieces._codes)
+    assert torch.equal(whole.score(query, GROUPS), pieces.score(query, GROUPS))
+
+
+def test_padding_does_not_turn_keys(keys: Tensor, query: Tensor) -> None:
+    """Of rows that begin later, keys and queries are as those of a text that fills the padding."""
+    first, places = np.array([0, 6]), torch.arange(TOKENS)
+    positions = places - torch.from_numpy(first)[:, None] * GROUP
+    index = turned_index(10, 8)
+    whole = filled(index, ROTATION.turned(keys, places[None, :, None]))
+    expected = whole.score(ROTATION.turned(query, torch.tensor(TOKENS)), GROUPS)
+    late = turned_index(10, 8)
+    late.take_rows_from(whole, torch.arange(2))
+    late.see_start(first)
+    late.append(ROTATION.turned(keys, positions[:, :, None]), 0)
+    own = torch.tensor([[TOKENS], [TOKENS - 6 * GROUP]])
+    scores = late.score(ROTATION.turned(query, own), GROUPS)
+    assert torch.equal(scores[1, :6], torch.zeros(6))
+    shares = expected[1, 6:]  # of a softmax that the padding has no part in
+    assert rank_correlation(scores[1, 6:], shares) > 0.999
+    torch.testing.assert_close(scores[0], expected[0], rtol=1e-3, atol=1e-4)
+    codes = (late._codes.float() - whole._codes.float()).abs()
+    assert codes.max() <= 1, "but for rounding"
+    assert codes.mean() < 0.01
+
+
+def test_an_adapter_says_which_keys_it_is_of(turning_keys: Tensor, query: Tensor) -> None:
+    plain = adapter_of(turning_keys, 8)
+    former = filled(turned_index(8, 8, rotation=None, adapter=plain), turning_keys)
+    with_old = filled(turned_index(8, 8, adapter=plain), turning_keys)
+    assert torch.equal(former.score(query, GROUPS), with_old.score(query, GROUPS))
+
+
+def test_a_stored_index_says_which_keys_it_is_of(turning_keys: Tensor, query: Tensor) -> None:
+    first = filled(turned_index(8, 8, batch=1), turning_keys[:1])
+    state = first.state(GROUPS)
+    assert state is not None
+    again = turned_index(8, 8, batch=1)
+    again.load_state(state, GROUPS)
+    assert torch.equal(first.score(query[:1], GROUPS), again.score(query[:1], GROUPS))
+    former = filled(turned_index(8, 8, batch=1, rotation=None), turning_keys[:1])
+    old = former.state(GROUPS)
+    assert old is not None
+    again.load_state(old, GROUPS)
+    assert torch.equal(former.score(query[:1], GROUPS), again.score(query[:1], GROUPS))
+    for other in (turned_index(8, 8, batch=1, rotation=None),
+                  turned_index(8, 8, batch=1, block_tokens=16)):  # fmt: skip
+        with pytest.raises(ConfigError, match="its keys are"):
+            other.load_state(state, GROUPS)

@@ -1,6 +1,6 @@
 """LowRankIndex: joint-head keys projected to a few dimensions (KVSwap 3.2, Eq. 1)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, basis_fault, fit_layer
 from penstock.engine.key_index import KeyIndex
 from penstock.kernels.device.group_shares import group_shares
-from penstock.kernels.group_products import group_products
+from penstock.kernels.group_products import PIECES, group_products
 from penstock.kernels.group_scores import (
     compiled_scratch_bytes,
     group_scores,
@@ -23,6 +23,7 @@ from penstock.kernels.group_scores import (
     sum_of_softmaxes,
 )
 from penstock.kernels.group_selection import GroupSelection
+from penstock.kernels.key_rotation import BLOCK_TOKENS, KeyRotation, KeyTurns, turned_back
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 
 HeadReduction = Literal["sum", "softmax"]
@@ -39,7 +40,10 @@ class LowRankIndex(KeyIndex):
     Source: KVSwap, sections 3.2 and 3.3, Eq. 1. K is flattened over its KV heads and projected by
     one basis A; a query head is projected by the rows of A that belong to its KV head.
 
-    Differences, all measured (docs/methods/kvswap.md): each head's scores go through a softmax
+    Differences, all measured (docs/methods/kvswap.md): keys are turned back to their offset in a
+    block of tokens before they are projected, and queries by the start of each block (keys of one
+    space need fewer components than keys that turn with every token; the paper's are those
+    post-RoPE: `rotation` None); each head's scores go through a softmax
     before they are added, because raw logits let the loudest head decide (the paper does not say;
     its artifact adds raw logits: `head_reduction="sum"`); for that, ReduceMax over a group comes
     before the sum over heads instead of after it, which makes the softmax `group_tokens` times
@@ -68,6 +72,8 @@ class LowRankIndex(KeyIndex):
         adapter: LayerAdapter | None,
         device: torch.device,
         chunk_tokens: int = CHUNK_TOKENS,
+        rotation: KeyRotation | None = None,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         """Allocate the index.
 
@@ -76,8 +82,11 @@ class LowRankIndex(KeyIndex):
             bits: 16 (the model's dtype), 8 or 4 bits per component.
             head_reduction: "softmax" per head before the sum over heads, or "sum" of raw logits.
             scaling: factor on logits, for "softmax".
-            adapter: basis to use; None to `fit` one first.
+            adapter: basis to use, of keys by blocks of `block_tokens` or of keys as the model has
+                them; None to `fit` one first.
             chunk_tokens: tokens scored at a time.
+            rotation: of the model's keys; None: they are kept as the model has them.
+            block_tokens: of a block; about so many where groups do not divide it.
         """
         assert bits in (16, 8, 4), bits
         self._shape = shape
@@ -91,8 +100,19 @@ class LowRankIndex(KeyIndex):
         self._selection: GroupSelection | None = None
         self._start: Tensor | None = None
         """First unit of each row, where one has padding before it. int64 [rows]"""
+        self._turns: KeyTurns | None = None
+        self._row_turn: Tensor | None = None
+        """What turns back the keys of rows that begin later, as cosines and sines.
+        float32 [batch, 2 * pairs]"""
+        self._block_tokens = block_tokens
         width, dtype = self._storage(shape, rank, bits)
         blocks = -(-max_units // BLOCK_GROUPS)
+        if rotation is not None:
+            groups = turned_groups(group_tokens, block_tokens)
+            count = blocks * BLOCK_GROUPS // groups
+            self._turns = rotation.turns(groups * group_tokens, count, device)
+            row_turn = self._turns.table[:1].repeat(batch, 1)
+            self._row_turn = row_turn
         self._codes = torch.zeros(
             batch, blocks, group_tokens, BLOCK_GROUPS, width, dtype=dtype, device=device
         )
@@ -107,12 +127,18 @@ class LowRankIndex(KeyIndex):
 
     @classmethod
     def num_bytes(
-        cls, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, rank: int, bits: int
-    ) -> int:
-        """Bytes of one layer's codes and basis, for the ledger."""
+        cls, shape: KVShape, *, batch: int, max_units: int, group_tokens: int, rank: int, bits: int,
+        turned: bool = False,
+    ) -> int:  # fmt: skip
+        """Bytes of one layer's codes and basis, for the ledger.
+
+        Args:
+            turned: whether there is a rotation.
+        """
         width, dtype = cls._storage(shape, rank, bits)
         groups = -(-max_units // BLOCK_GROUPS) * BLOCK_GROUPS
         basis = shape.joint_dim * rank * shape.dtype.itemsize + 12 * rank
+        basis += 4 * batch * shape.head_dim * turned
         return batch * groups * group_tokens * width * dtype.itemsize + basis
 
     @classmethod
@@ -126,6 +152,8 @@ class LowRankIndex(KeyIndex):
         rank: int,
         bits: int,
         chunk_tokens: int = CHUNK_TOKENS,
+        turned: bool = False,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> int:
         """Temporaries of one call of `score`, for the ledger."""
         heads = shape.num_query_heads
@@ -134,7 +162,19 @@ class LowRankIndex(KeyIndex):
         tokens = min(blocks * BLOCK_GROUPS, groups) * group_tokens
         unpacked = 2 * rank if bits == 4 else 0
         plain = batch * groups * 4 * heads + tokens * (4 * heads + unpacked)
+        if turned:
+            span = turned_groups(group_tokens, block_tokens) * group_tokens
+            parts = -(-tokens // span) + shape.head_dim
+            converted = min(tokens, max(span, tokens // PIECES))
+            plain += 4 * rank * batch * heads * parts + 5 * rank * batch * converted
         return 8 * batch * groups + max(plain, compiled_scratch_bytes(groups, rank))
+
+    @staticmethod
+    def table_bytes(shape: KVShape, *, max_units: int, group_tokens: int, block_tokens: int) -> int:
+        """Bytes of the table that all layers of a rotation have together, for the ledger."""
+        blocks = -(-max_units // BLOCK_GROUPS)
+        count = blocks * BLOCK_GROUPS // turned_groups(group_tokens, block_tokens)
+        return KeyTurns.num_bytes(shape.head_dim, count)
 
     @property
     def rank(self) -> int:
@@ -143,9 +183,15 @@ class LowRankIndex(KeyIndex):
 
     @override
     def see_start(self, first_unit: NDArray[np.int64]) -> None:
-        """Padding has no share of a softmax."""
+        """Padding has no share of a softmax, and does not turn keys: an adapter's basis is of keys
+        whose blocks begin with the text."""
         start = torch.from_numpy(first_unit).to(self._device)
         self._start = start if first_unit.any() else None
+        if self._turns is not None and self._row_turn is not None:
+            rotation = self._turns.rotation
+            places = torch.from_numpy(first_unit).double()[:, None] * self._group_tokens
+            angles = places * rotation.frequencies
+            self._row_turn.copy_(torch.cat([angles.cos(), -angles.sin()], dim=1))
 
     # Basis ------------------------------------------------------------------------------------
 
@@ -161,7 +207,11 @@ class LowRankIndex(KeyIndex):
 
         Differences: the paper fits offline on calibration text.
         """
-        self._use(fit_layer(sample.flatten(0, 1).flatten(1), self._rank), again=self._fitted)
+        turned, block_tokens = self._turned(sample, positions.to(sample.device)), 0
+        if self._turns is not None:
+            block_tokens = self._block_tokens
+        flat = turned.flatten(0, 1).flatten(1)
+        self._use(fit_layer(flat, self._rank, block_tokens), again=self._fitted)
         self._fitted = True
 
     refits: ClassVar[bool] = True
@@ -174,6 +224,9 @@ class LowRankIndex(KeyIndex):
 
     def _use(self, adapter: LayerAdapter, *, again: bool = False) -> None:
         layer = adapter.truncated(self._rank)
+        if not layer.block_tokens:
+            self._turns = None
+        assert layer.block_tokens in (0, self._block_tokens), layer.block_tokens
         step = torch.ones_like(layer.peak)
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
@@ -192,14 +245,21 @@ class LowRankIndex(KeyIndex):
 
     @override
     def state(self, num_units: int) -> dict[str, Tensor] | None:
-        """Codes of whole blocks, and the basis that they are made with."""
+        """Codes of whole blocks, and the basis that they are made with; with a rotation the tokens
+        of a block too."""
+        if not self._ready:
+            return None
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[0, :blocks].contiguous()
-        return {"codes": codes, "basis": self._basis, "step": self._step} if self._ready else None
+        state = {"codes": codes, "basis": self._basis, "step": self._step}
+        if self._turns is not None:
+            state["block_tokens"] = torch.tensor([self._turns.block_tokens])
+        return state
 
     @override
     def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
-        if state.keys() != {"codes", "basis", "step"}:
+        turned = "block_tokens" in state
+        if state.keys() - {"block_tokens"} != {"codes", "basis", "step"}:
             raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
         codes, basis, step = state["codes"], state["basis"], state["step"]
         blocks, size = -(-num_units // BLOCK_GROUPS), (self._shape.joint_dim, self._rank)
@@ -215,17 +275,44 @@ class LowRankIndex(KeyIndex):
         fault = basis_fault(basis.float(), step) or _codes_fault(codes)
         if fault is None and not bool(step.reciprocal().isfinite().all()):
             fault = "a step is too small"
+        if fault is None and turned:
+            fault = self._block_fault(state["block_tokens"])
         if fault:
             raise ConfigError(f"a stored index cannot be used: {fault}")
+        if not turned:  # of keys as the model has them, as all were once
+            self._turns = None
         self._codes[:, : len(codes)] = codes.to(self._device)
         self._take_basis(basis, step)
 
+    def _block_fault(self, block_tokens: Tensor) -> str | None:
+        if self._turns is None:
+            return "its keys are turned by blocks, which is not known of this model's"
+        if not torch.equal(block_tokens, torch.tensor([self._turns.block_tokens])):
+            return f"its keys are not turned by blocks of {self._turns.block_tokens} tokens"
+        return None
+
     # Keys -------------------------------------------------------------------------------------
+
+    def _turned(self, keys: Tensor, first_token: int | Tensor) -> Tensor:
+        """Keys as the basis knows them; `first_token` as `KeyTurns.keys` has it."""
+        if self._turns is None:
+            return keys
+        return self._turns.keys(self._from_start(keys), first_token)
+
+    def _from_start(self, x: Tensor) -> Tensor:
+        """Keys or queries as if each row's text began at the first position."""
+        if self._turns is None or (self._start is None and self._device.type == "cpu"):
+            return x  # a CUDA graph has no such choice: another row may begin elsewhere
+        assert self._row_turn is not None
+        turn = self._row_turn[: len(x)].view(len(x), *[1] * (x.dim() - 2), -1)
+        cos, sin = turn.chunk(2, dim=-1)
+        return turned_back(x, cos, sin, interleaved=self._turns.rotation.interleaved)
 
     @override
     def append(self, keys: Tensor, first_token: int) -> None:
         group_tokens = self._group_tokens
-        components = project_keys(keys, self._basis, self._per_step)
+        turned = self._turned(keys, first_token)
+        components = project_keys(turned, self._basis, self._per_step)
         if store_codes(components, self._codes, self._bits, first_token // group_tokens):
             return
         codes = self._encode(components)
@@ -241,7 +328,10 @@ class LowRankIndex(KeyIndex):
 
     @override
     def put(self, keys: Tensor, unit: Tensor) -> None:
-        codes = self._encode(project_keys(keys, self._basis, self._per_step))
+        group_tokens = self._group_tokens
+        places = unit * group_tokens + torch.arange(group_tokens, device=unit.device)
+        turned = self._turned(keys, places)
+        codes = self._encode(project_keys(turned, self._basis, self._per_step))
         block = torch.div(unit, BLOCK_GROUPS, rounding_mode="floor")
         # The two numbers stand together in front: [1, batch, group_tokens, width].
         self._codes.transpose(1, 3)[:, unit % BLOCK_GROUPS, :, block] = codes.unsqueeze(0)
@@ -266,8 +356,10 @@ class LowRankIndex(KeyIndex):
             self._basis, self._step, self._ready = other._basis, other._step, True
             self._fitted = other._fitted
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
-            self._selection = None
+            self._selection, self._turns = None, other._turns
         self._start = None if other._start is None else other._start[rows]
+        if self._row_turn is not None and other._row_turn is not None:
+            self._row_turn.copy_(other._row_turn[rows])
         for block in range(self._codes.shape[1]):
             self._codes[:, block] = other._codes[:, block][rows]
 
@@ -280,15 +372,32 @@ class LowRankIndex(KeyIndex):
         batch = query.shape[0]
         if self._head_reduction == "sum":
             grouped = query.view(batch, shape.num_kv_heads, -1, shape.head_dim)
-            joint = grouped.sum(dim=2).flatten(1)
-            low_rank = (joint @ self._basis).float() * self._step
-            return self._group_logits(low_rank.unsqueeze(1), num_units)[:, :num_units, 0]
-        per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
+            low_rank = self._low_rank(grouped.sum(dim=2), self._step)
+            return self._group_logits(low_rank, num_units)[:, :num_units, 0]
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[:, :blocks]
-        if blocks <= self._chunk_blocks or is_compiled(codes, self._bits):
+        if self._turns is None and (blocks <= self._chunk_blocks or is_compiled(codes, self._bits)):
+            per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
             return group_scores(codes, per_head, self._bits, num_units, self._start)
-        return sum_of_softmaxes(self._group_logits(per_head, num_units), num_units, self._start)
+        logits = self._group_logits(self._low_rank(query, self._scaled_step), num_units)
+        return sum_of_softmaxes(logits, num_units, self._start)
+
+    def _low_rank(self, query: Tensor, factor: Tensor) -> Callable[[int, int], Tensor]:
+        """Low-rank queries of blocks [first, end) of codes, as `group_products` takes them."""
+        together = self._head_reduction == "sum"
+        kv_heads = self._shape.num_kv_heads
+        if self._turns is None:
+            one = project_queries(query, self._basis, kv_heads, factor)
+            one = one.sum(dim=1, keepdim=True) if together else one
+            return lambda first, end: one
+        split = self._turns.split(self._from_start(query), self._basis, kv_heads, factor)
+        turns = BLOCK_GROUPS * self._group_tokens // self._turns.block_tokens
+
+        def of(first: int, end: int) -> Tensor:
+            each = split.of(first * turns, end * turns)
+            return each.sum(dim=2, keepdim=True) if together else each
+
+        return of
 
     @override
     def best_units(
@@ -299,7 +408,7 @@ class LowRankIndex(KeyIndex):
 
     @override
     def selection(self) -> GroupSelection | None:
-        if self._head_reduction == "sum" or self._start is not None:
+        if self._head_reduction == "sum" or self._start is not None or self._turns is not None:
             return None
         if self._selection is None:
             shape = self._shape
@@ -314,9 +423,8 @@ class LowRankIndex(KeyIndex):
         """Units that are not there have no share of a softmax."""
         if self._head_reduction == "sum":
             return self.score(query, num_units)
-        kv_heads = self._shape.num_kv_heads
-        per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
-        logits = self._group_logits(per_head, num_units)[:, :num_units]
+        low_rank = self._low_rank(query, self._scaled_step)
+        logits = self._group_logits(low_rank, num_units)[:, :num_units]
         hide_before(first, logits)
         return group_shares(logits, end)
 
@@ -331,31 +439,39 @@ class LowRankIndex(KeyIndex):
             float32 [batch, num_groups]
         """
         assert self._head_reduction == "softmax", "shares of a softmax over groups"
-        kv_heads, units = self._shape.num_kv_heads, num_groups * units_per_group
-        per_head = project_queries(query, self._basis, kv_heads, self._scaled_step)
-        logits = self._group_logits(per_head, units)[:, :units]
+        units = num_groups * units_per_group
+        logits = self._group_logits(self._low_rank(query, self._scaled_step), units)[:, :units]
         best = logits.reshape(-1, num_groups, units_per_group, logits.shape[2]).amax(2)
         return sum_of_softmaxes(best, num_groups)
 
-    def _group_logits(self, low_rank: Tensor, num_units: int) -> Tensor:
+    def _group_logits(self, low_rank: Callable[[int, int], Tensor], num_units: int) -> Tensor:
         """Each group's largest logit per head.
 
         Args:
-            low_rank: low-rank queries, float32. [batch, heads, rank]
+            low_rank: low-rank queries of blocks [first, end) of codes.
 
         Returns:
             float32 [batch, groups of whole blocks, heads]
         """
         blocks, step = -(-num_units // BLOCK_GROUPS), self._chunk_blocks
         if blocks <= step:
-            return group_products(self._codes[:, :blocks], low_rank, self._bits)
-        batch, heads, _ = low_rank.shape
-        logits = torch.empty(batch, blocks * BLOCK_GROUPS, heads, device=low_rank.device)
+            return group_products(self._codes[:, :blocks], low_rank(0, blocks), self._bits)
+        logits: Tensor | None = None
         for start in range(0, blocks, step):
             end = min(start + step, blocks)
-            part = group_products(self._codes[:, start:end], low_rank, self._bits)
+            codes = self._codes[:, start:end]
+            part = group_products(codes, low_rank(start, end), self._bits)
+            if logits is None:
+                logits = part.new_empty(len(part), blocks * BLOCK_GROUPS, part.shape[2])
             logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
+        assert logits is not None
         return logits
+
+
+def turned_groups(group_tokens: int, block_tokens: int) -> int:
+    """Groups that one query serves: a power of two, about `block_tokens` of tokens, 4 or more."""
+    fitting = max(4, min(BLOCK_GROUPS, block_tokens // group_tokens))
+    return int(2 ** (fitting.bit_length() - 1))
 
 
 def _codes_fault(codes: Tensor) -> str | None:

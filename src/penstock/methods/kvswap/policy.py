@@ -11,6 +11,7 @@ from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.sizing import largest_plan, make_plan, resident_plan
+from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.methods.kvswap.index import CHUNK_TOKENS, HeadReduction, LowRankIndex
 
 SMALLEST_CHUNK_TOKENS = 1024
@@ -18,6 +19,8 @@ SMALLEST_CHUNK_TOKENS = 1024
 CHUNK_SHARE = 50
 """Larger chunks may take one part in so many of the budget."""
 
+MOST_BLOCK_TOKENS = 1024
+"""Keys whose offsets are further apart are no easier to compress than post-RoPE ones."""
 PAPER_SELECTED_TOKENS = 400
 """MG, the number of selected entries (KVSwap section 6 and appendix A.2)."""
 
@@ -55,6 +58,9 @@ class KVSwap(SelectionPolicy):
     """Newest tokens that are always attended to, beyond the unfinished group."""
     sink_tokens: int = 4
     """First tokens of the sequence that are always attended to."""
+    index_block_tokens: int = BLOCK_TOKENS
+    """The index has keys turned back to their offset in a block of so many tokens, where the
+    model's rotary embedding is known; 0: keys as the model has them, as in the paper."""
     layer_ranks: Literal["measured", "equal"] = "measured"
     """Whether layers have components by what calibration found that each needs, `rank` on average,
     or all the same, as in the paper."""
@@ -69,7 +75,7 @@ class KVSwap(SelectionPolicy):
     true one."""
 
     index_fields: ClassVar[tuple[str, ...]] = (
-        "group_tokens", "rank", "index_bits", "layer_ranks",
+        "group_tokens", "rank", "index_bits", "index_block_tokens", "layer_ranks",
     )  # fmt: skip
     choices: ClassVar[tuple[Choice, ...]] = (
         Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
@@ -92,6 +98,11 @@ class KVSwap(SelectionPolicy):
             raise ConfigError(f"rank={self.rank} must be at least 1")
         if self.index_bits not in (None, 16, 8, 4):
             raise ConfigError(f"index_bits={self.index_bits} must be 16, 8 or 4")
+        if not 0 <= self.index_block_tokens <= MOST_BLOCK_TOKENS:
+            raise ConfigError(
+                f"index_block_tokens={self.index_block_tokens} must be between 0 and "
+                f"{MOST_BLOCK_TOKENS}"
+            )
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
 
@@ -112,6 +123,11 @@ class KVSwap(SelectionPolicy):
     @override
     def wanted_rank(self) -> int | None:
         return self.rank
+
+    @property
+    @override
+    def index_block(self) -> int:
+        return self.index_block_tokens
 
     @property
     @override
@@ -235,9 +251,17 @@ class KVSwap(SelectionPolicy):
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
-        per_layer = LowRankIndex.num_bytes(shape, **sizes)
-        sizes["rank"] = self._widest(request)
-        scratch = LowRankIndex.scratch_bytes(shape, **sizes, chunk_tokens=score_tokens)
+        turned, table = self.index_block_tokens > 0, 0
+        per_layer = LowRankIndex.num_bytes(shape, **sizes, turned=turned)
+        sizes["rank"], blocks = self._widest(request), {}
+        if turned:
+            blocks = {"block_tokens": self.index_block_tokens}
+            table = LowRankIndex.table_bytes(
+                shape, max_units=max_units, group_tokens=self.group_tokens, **blocks
+            )
+        scratch = LowRankIndex.scratch_bytes(
+            shape, **sizes, chunk_tokens=score_tokens, turned=turned, **blocks
+        )
         if not request.has_adapter:
             scratch += 16 * shape.joint_dim**2
         return make_plan(
@@ -247,7 +271,7 @@ class KVSwap(SelectionPolicy):
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
             shared_pools=shared,
             compact=self.attend == "selected" and num_slots > selected,
-            index_bytes=shape.num_layers * per_layer, scratch_bytes=scratch,
+            index_bytes=shape.num_layers * per_layer + table, scratch_bytes=scratch,
             score_tokens=score_tokens,
         )  # fmt: skip
 
@@ -263,13 +287,16 @@ class KVSwap(SelectionPolicy):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         assert self.rank is not None, "plan() makes the choices"
         assert self.index_bits is not None, "plan() makes the choices"
-        rank = self.rank
-        if self.layer_ranks == "measured" and request.adapter is not None:
-            rank = request.adapter.rank_at(rank)
+        rank, adapter = self.rank, request.adapter
+        rotation = request.rotation if self.index_block_tokens else None
+        if adapter is not None and adapter.block_tokens and rotation is None:
+            adapter = None  # of other keys than this layer's index would have
+        if self.layer_ranks == "measured" and adapter is not None:
+            rank = adapter.rank_at(rank)
         return LowRankIndex(
             request.shape, batch=request.batch, max_units=request.max_units,
             group_tokens=request.group_tokens, rank=rank, bits=self.index_bits,
-            head_reduction=self.head_reduction, scaling=request.scaling, adapter=request.adapter,
-            device=request.device,
+            head_reduction=self.head_reduction, scaling=request.scaling, adapter=adapter,
+            device=request.device, rotation=rotation, block_tokens=self.index_block_tokens,
             chunk_tokens=request.score_tokens,
         )  # fmt: skip
