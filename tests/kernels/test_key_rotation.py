@@ -55,8 +55,8 @@ def test_products_stay(rotation: KeyRotation, before: Tensor, dtype: torch.dtype
     basis = torch.linalg.qr(torch.randn(KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM))[0].to(dtype)
     turns = rotation.turns(BLOCK, 7, keys.device)
     factor = torch.rand(KV_HEADS * HEAD_DIM) + 0.5
-    split = turns.split(query, basis, KV_HEADS, factor)
-    queries = torch.cat([split.of(0, 3), split.of(3, 7)], dim=1) / factor
+    parts = [turns.queries(query, basis, KV_HEADS, factor, *part) for part in ((0, 3), (3, 7))]
+    queries = torch.cat(parts, dim=1) / factor
     components = turns.keys(keys, 0).flatten(2) @ basis.float()
     of_token = queries.repeat_interleave(BLOCK, dim=1)[:, :TOKENS]
     found = torch.einsum("bnhr,bnr->bhn", of_token, components)

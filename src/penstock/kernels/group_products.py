@@ -8,9 +8,6 @@ from torch import Tensor
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.scaled_query import scaled_down
 
-PIECES = 8
-"""In how many pieces codes are converted, on a CPU, where parts have queries of their own."""
-
 
 def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Multiply every token's code with every query and keep each group's largest product.
@@ -70,20 +67,9 @@ def _products_by_part(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     assert groups * blocks % parts == 0, (codes.shape, queries.shape)
     per_block = parts // blocks
     by_part = codes.view(batch, blocks, group_tokens, per_block, groups // per_block, width)
-    by_part = by_part.transpose(2, 3).flatten(1, 2)  # of one block it is a view, of more a copy
-    out = torch.empty(batch, blocks * groups, queries.shape[2], device=codes.device)
-    at_once = parts
-    if codes.device.type == "cpu":
-        at_once = max(1, parts // PIECES)
-    for first in range(0, parts, at_once):
-        some = by_part[:, first : first + at_once]
-        count = batch * some.shape[1]
-        own = queries[:, first : first + at_once].flatten(0, 1)
-        best = group_products_twin(some.reshape(count, 1, *some.shape[2:]), own, bits)
-        groups_done = first * groups // per_block
-        best = best.view(batch, -1, best.shape[2])
-        out[:, groups_done : groups_done + best.shape[1]] = best
-    return out
+    by_part = by_part.transpose(2, 3).reshape(batch * parts, 1, group_tokens, -1, width)
+    best = group_products_twin(by_part, queries.flatten(0, 1), bits)
+    return best.view(batch, blocks * groups, -1)
 
 
 def _unpack(codes: Tensor, rank: int) -> Tensor:

@@ -112,47 +112,28 @@ class KeyTurns:
         cos, sin = self.table.to(places.device)[blocks, None].chunk(2, dim=-1)
         return cos, sin
 
-    def split(self, query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor) -> "SplitQuery":
-        """Queries in the form that any block's low-rank query is made of.
+    def queries(
+        self, query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor, first: int, end: int
+    ) -> Tensor:
+        """Low-rank queries of blocks [first, end): turned back by each one's start, then projected.
 
         Args:
             query: post-RoPE. [batch, heads, head_dim]
             basis: [kv_heads * head_dim, rank]
             factor: float32, on the components. [rank]
+
+        Returns:
+            float32 [batch, end - first, heads, rank]
         """
-        return SplitQuery(self, query, basis, kv_heads, factor)
-
-
-class SplitQuery:
-    """Low-rank queries of all blocks: turned back by each one's start, then projected.
-
-    What is turned and projected is a sum over pairs of a cosine and a sine, which are the block's,
-    times vectors, which are the query's: all blocks are one product.
-    """
-
-    def __init__(
-        self, turns: KeyTurns, query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor
-    ) -> None:
-        rotation, rank = turns.rotation, basis.shape[1]
-        self._table = turns.table
-        self._size = (query.shape[0], query.shape[1], rank)
-        batch, heads, dim = query.shape
-        rows = basis.view(kv_heads, 1, dim, rank).float() * factor
-        one, two, rest = _parts(query.view(batch, kv_heads, -1, dim, 1).float(), rotation, -2)
-        row_one, row_two, row_rest = _parts(rows, rotation, -2)
-        by_cos = one * row_one + two * row_two
-        by_sin = two * row_one - one * row_two
-        by_turn = torch.cat([by_cos, by_sin], dim=3)  # [batch, kv_heads, share, 2 * pairs, rank]
-        self._by_turn = by_turn.permute(0, 3, 1, 2, 4).reshape(batch, -1, heads * rank)
-        self._same = None
-        if rest.shape[-2]:
-            self._same = (rest * row_rest).sum(-2).view(batch, 1, heads, rank)
-
-    def of(self, first: int, end: int) -> Tensor:
-        """Those of blocks [first, end). float32 [batch, end - first, heads, rank]"""
-        batch, heads, rank = self._size
-        out = torch.matmul(self._table[first:end], self._by_turn).view(batch, -1, heads, rank)
-        return out if self._same is None else out.add_(self._same)
+        batch, _, dim = query.shape
+        cos, sin = self.table[first:end, None].chunk(2, dim=-1)
+        inter = self.rotation.interleaved
+        turned = turned_back(query.float().unsqueeze(1), cos, sin, interleaved=inter)
+        grouped = turned.view(batch, end - first, kv_heads, -1, dim).transpose(1, 2)
+        rows = basis.view(kv_heads, dim, -1)
+        products = torch.matmul(grouped.flatten(2, 3).to(basis.dtype), rows).float().mul_(factor)
+        parts = products.view(batch, kv_heads, end - first, -1, len(factor))
+        return parts.transpose(1, 2).flatten(2, 3)
 
 
 def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -172,16 +153,3 @@ def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Te
     turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     rest = x[..., 2 * pairs :].expand(*turned.shape[:-1], -1)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
-
-
-def _parts(x: Tensor, rotation: KeyRotation, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """First and second components of the pairs, and those that do not turn; of one dimension."""
-    width = 2 * rotation.pairs
-    turning, rest = x.narrow(dim, 0, width), x.narrow(dim, width, x.shape[dim] - width)
-    if rotation.interleaved:
-        one, two = (
-            turning.index_select(dim, torch.arange(i, width, 2, device=x.device)) for i in (0, 1)
-        )
-    else:
-        one, two = turning.chunk(2, dim=dim)
-    return one, two, rest

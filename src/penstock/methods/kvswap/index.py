@@ -14,7 +14,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, basis_fault, fit_layer
 from penstock.engine.key_index import KeyIndex
 from penstock.kernels.device.group_shares import group_shares
-from penstock.kernels.group_products import PIECES, group_products
+from penstock.kernels.group_products import group_products
 from penstock.kernels.group_scores import (
     compiled_scratch_bytes,
     group_scores,
@@ -28,6 +28,9 @@ from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 
 HeadReduction = Literal["sum", "softmax"]
 
+PIECES = 8
+"""In how many pieces those are scored whose keys are turned, in torch: each part's codes are
+converted, and its queries made."""
 BLOCK_GROUPS = 256
 """Groups of one block of codes; scores are computed by whole blocks."""
 CHUNK_TOKENS = 32_768
@@ -164,9 +167,9 @@ class LowRankIndex(KeyIndex):
         plain = batch * groups * 4 * heads + tokens * (4 * heads + unpacked)
         if turned:
             span = turned_groups(group_tokens, block_tokens) * group_tokens
-            parts = -(-tokens // span) + shape.head_dim
-            converted = min(tokens, max(span, tokens // PIECES))
-            plain += 4 * rank * batch * heads * parts + 5 * rank * batch * converted
+            piece = min(tokens, max(span, tokens // PIECES))
+            queries = 4 * heads * (3 * shape.head_dim + rank) * -(-piece // span)
+            plain += batch * (queries + 5 * rank * piece)
         return 8 * batch * groups + max(plain, compiled_scratch_bytes(groups, rank))
 
     @staticmethod
@@ -383,18 +386,19 @@ class LowRankIndex(KeyIndex):
         return sum_of_softmaxes(logits, num_units, self._start)
 
     def _low_rank(self, query: Tensor, factor: Tensor) -> Callable[[int, int], Tensor]:
-        """Low-rank queries of blocks [first, end) of codes, as `group_products` takes them."""
+        """Low-rank queries of groups [first, end), as `group_products` takes them."""
         together = self._head_reduction == "sum"
         kv_heads = self._shape.num_kv_heads
         if self._turns is None:
             one = project_queries(query, self._basis, kv_heads, factor)
             one = one.sum(dim=1, keepdim=True) if together else one
             return lambda first, end: one
-        split = self._turns.split(self._from_start(query), self._basis, kv_heads, factor)
-        turns = BLOCK_GROUPS * self._group_tokens // self._turns.block_tokens
+        turns, own = self._turns, self._from_start(query)
+        groups = turns.block_tokens // self._group_tokens
 
         def of(first: int, end: int) -> Tensor:
-            each = split.of(first * turns, end * turns)
+            blocks = (first // groups, end // groups)
+            each = turns.queries(own, self._basis, kv_heads, factor, *blocks)
             return each.sum(dim=2, keepdim=True) if together else each
 
         return of
@@ -448,24 +452,37 @@ class LowRankIndex(KeyIndex):
         """Each group's largest logit per head.
 
         Args:
-            low_rank: low-rank queries of blocks [first, end) of codes.
+            low_rank: low-rank queries of groups [first, end), each of whole blocks of codes, or of
+                whole blocks of keys within one.
 
         Returns:
             float32 [batch, groups of whole blocks, heads]
         """
-        blocks, step = -(-num_units // BLOCK_GROUPS), self._chunk_blocks
-        if blocks <= step:
-            return group_products(self._codes[:, :blocks], low_rank(0, blocks), self._bits)
+        groups = -(-num_units // BLOCK_GROUPS) * BLOCK_GROUPS
+        step = min(groups, self._chunk_blocks * BLOCK_GROUPS)
+        if self._turns is not None and self._device.type == "cpu":
+            # A power of two below a block of codes, so that no piece is in two.
+            least = self._turns.block_tokens // self._group_tokens
+            step = max(least, step // PIECES)
+            step = step // BLOCK_GROUPS * BLOCK_GROUPS or 2 ** (step.bit_length() - 1)
         logits: Tensor | None = None
-        for start in range(0, blocks, step):
-            end = min(start + step, blocks)
-            codes = self._codes[:, start:end]
-            part = group_products(codes, low_rank(start, end), self._bits)
+        for first in range(0, groups, step):
+            end = min(first + step, groups)
+            part = group_products(self._codes_of(first, end), low_rank(first, end), self._bits)
+            if step == groups:
+                return part
             if logits is None:
-                logits = part.new_empty(len(part), blocks * BLOCK_GROUPS, part.shape[2])
-            logits[:, start * BLOCK_GROUPS : end * BLOCK_GROUPS] = part
+                logits = part.new_empty(len(part), groups, part.shape[2])
+            logits[:, first:end] = part
         assert logits is not None
         return logits
+
+    def _codes_of(self, first: int, end: int) -> Tensor:
+        """Codes of groups [first, end), as `group_products` has them."""
+        block, place = divmod(first, BLOCK_GROUPS)
+        if place == 0 and end % BLOCK_GROUPS == 0:
+            return self._codes[:, block : end // BLOCK_GROUPS]
+        return self._codes[:, block : block + 1, :, place : place + end - first]
 
 
 def turned_groups(group_tokens: int, block_tokens: int) -> int:
