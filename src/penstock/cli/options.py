@@ -127,7 +127,12 @@ ExactOption = Annotated[
     bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
 ]
 AdapterOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Made by penstock calibrate.")
+    Path | None,
+    typer.Option(
+        metavar="FILE|none",
+        help="Made by penstock calibrate; default: the one that it made for this model, or that "
+        "came with it; none: the index is made from the prompt's own keys.",
+    ),
 ]
 SealOption = Annotated[
     bool | None,

@@ -175,6 +175,7 @@ class Conversation:
             sealed=True if settings.key is not None else seal,
         )  # fmt: skip
         chat._base = chat._saved = opened
+        chat._reader = opened.reader
         chat._policy, chat._memory = opened.policy, opened.budget(memory)
         chat.notices = list(chat._cache.notices)
         chat.counts.restored_tokens = chat._cache.get_seq_length()

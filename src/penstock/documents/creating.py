@@ -52,7 +52,8 @@ def create_document(
     identity = reader.identity(policy, group_tokens)
     shared = 0
     if base is not None:
-        known = reader.identity(base.policy, base.about.group_tokens)
+        same = reader.as_stored(base.identity, base.policy, base.about.group_tokens)
+        known = same.identity(base.policy, base.about.group_tokens)
         require_same(base.identity, known, f"the document in {base.folder}")
         shared = shared_tokens(base, tokens)
     layout = document_shape(shape, group_tokens)

@@ -59,6 +59,7 @@ class OpenDocument:
         try:
             about = About.of(stored)
             policy = about.make_policy()
+            reader = reader.as_stored(stored.identity, policy, about.group_tokens)
             identity = reader.identity(policy, about.group_tokens)
             require_same(stored.identity, identity, f"the document in {folder}")
             _check_shape(stored, inspect_model(reader.loaded.model).kv, about)

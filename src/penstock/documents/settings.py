@@ -1,6 +1,6 @@
 """DocumentSettings: how a document is read; what of its policy and model its bytes depend on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -8,10 +8,13 @@ from typing import Any, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
+from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.stored_past import SECTOR_BYTES
 from penstock.methods import SelectionPolicy
 from penstock.methods.search_space import fields_of
+from penstock.models.bundled_adapter import NO_ADAPTER, adapters_at_hand
 from penstock.models.cache_settings import find_basis
+from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity
 from penstock.models.loader import CausalLM, LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -35,7 +38,8 @@ class DocumentSettings:
         key: 32 bytes, of an encrypted document
         memory: budget of each cache: as for `TieredCache`, or "stored"
         store: where caches keep what is new: "auto", a folder, "memory"
-        adapter: a low-rank adapter's file; None: one that ships with the model
+        adapter: a low-rank adapter's file; None: one at hand, for a stored document the one that it
+            was stored with; "none": none
         prefill_chunk_size: tokens per forward pass; a single one would be a decode step, so that
             with 1 it is two
         wrap: applied to the file of each layer: a simulated device
@@ -44,7 +48,7 @@ class DocumentSettings:
     key: bytes | None = None
     memory: Memory = STORED
     store: str | Path = "auto"
-    adapter: str | Path | None = None
+    adapter: str | Path | LowRankAdapter | None = None
     prefill_chunk_size: int = 1024
     wrap: Callable[[KVFile], KVFile] = _unchanged
 
@@ -80,6 +84,28 @@ class Reader:
             model, inspect_model(model), policy, self.settings.adapter, [], exact=False
         )
         return self._model.stored(basis, group_tokens=group_tokens)
+
+    def as_stored(
+        self, identity: Mapping[str, str], policy: SelectionPolicy, group_tokens: int
+    ) -> "Reader":
+        """This reader; where no adapter was given, with the one at hand that stored KV has.
+
+        A model that was calibrated since reads what it stored before.
+
+        Args:
+            identity: of what is stored, see `ModelIdentity.stored`.
+        """
+        if self.settings.adapter is not None or not policy.uses_adapter:
+            return self
+        model = self.loaded.model
+        for adapter in (*adapters_at_hand(fingerprint(model), model.name_or_path), None):
+            made = self._model.stored(adapter, group_tokens=group_tokens)
+            if made["adapter"] == identity.get("adapter"):
+                settings = replace(self.settings, adapter=adapter or NO_ADAPTER)
+                same = Reader(self.loaded, settings)
+                vars(same)["_model"] = self._model  # every byte of the weights was read for it
+                return same
+        return self
 
 
 def as_loaded(model: str | Path | LoadedModel | CausalLM) -> LoadedModel:

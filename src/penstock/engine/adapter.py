@@ -104,6 +104,8 @@ class LowRankAdapter:
     selection_cost: tuple[tuple[float, ...], ...] = ()
     """Per layer, what choosing tokens by 8, 16, ... components costs, in nats a token
     (`models/rank_meter.py`); empty when it was not measured."""
+    origin: str = ""
+    """The file that it was read from; empty where it was made here."""
 
     @property
     def rank(self) -> int:
@@ -176,7 +178,8 @@ class LowRankAdapter:
                 cosine = _row(file, "prediction_cosine", len(layers), path)
                 error = _rows(file, "selection_cost")
                 _require_measured(error, layers, path)
-            return cls(layers, metadata["fingerprint"], int(metadata["tokens"]), cosine, error)
+            tokens = int(metadata["tokens"])
+            return cls(layers, metadata["fingerprint"], tokens, cosine, error, str(path))
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise

@@ -34,8 +34,9 @@ def open_model(
 ) -> BenchModel:
     """Build a known architecture with random weights, or load a model.
 
-    A loaded model has its own adapter where there is one: `adapter.safetensors` in its folder, or
-    the bundled one. All others have a random basis, which costs the same.
+    A loaded model has its own adapter where there is one: what `penstock calibrate` made for it,
+    `adapter.safetensors` in its folder, or the bundled one. All others have a random basis, which
+    costs the same.
 
     Args:
         config: one of `ARCHITECTURES`, or what `penstock.models.loader.load` takes.
@@ -75,4 +76,4 @@ def _adapter_of(model: CausalLM, config: str, seed: int) -> LowRankAdapter:
         return find_adapter(mark) or random_adapter(model, seed)
     adapter, shape = LowRankAdapter.load(path), inspect_model(model).kv
     adapter.check(mark, shape.num_layers, shape.joint_dim)
-    return adapter
+    return find_adapter(mark, path.parent) or adapter  # the user's own goes first

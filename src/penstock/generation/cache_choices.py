@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import AdapterError, ConfigError
+from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.policy import SelectionPolicy
 from penstock.methods.tuned_config import AUTO, TunedConfig
 
@@ -17,7 +18,7 @@ class BatchChoices:
     policy: str | SelectionPolicy
     memory: int | float | str | None
     store: str | Path
-    adapter: str | Path | None
+    adapter: str | Path | LowRankAdapter | None
     notices: tuple[str, ...] = ()
     """What a user should know of them."""
 
@@ -29,13 +30,14 @@ class CacheChoices:
     policy: str | SelectionPolicy | None
     memory: int | float | str | None
     store: str | Path
-    adapter: str | Path | None
+    adapter: str | Path | LowRankAdapter | None
     config: TunedConfig | None
 
     @classmethod
     def of(
         cls, *, policy: str | SelectionPolicy | None, memory: int | float | str | None,
-        store: str | Path, adapter: str | Path | None, config: TunedConfig | str | Path | None,
+        store: str | Path, adapter: str | Path | LowRankAdapter | None,
+        config: TunedConfig | str | Path | None,
     ) -> "CacheChoices":  # fmt: skip
         """Read the config and look for its adapter.
 

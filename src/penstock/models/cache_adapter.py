@@ -108,8 +108,8 @@ class TieredCache(Cache):  # type: ignore[misc]
                 of this many full sequences.
             exact: stream the past through attention at every step: the tokens of plain attention
                 at any budget, slowly.
-            adapter: low-rank basis for policies that use one (`penstock calibrate`); default: a
-                shipped one, else made from the prompt's own keys.
+            adapter: low-rank basis for policies that use one; default: what `penstock calibrate`
+                made, or a shipped one; else, and for "none", one of the prompt's own keys.
             cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
             progress: called with the tokens cached so far after every prefill chunk.

@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.adapter import LowRankAdapter
 from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods import POLICIES, SelectionPolicy
-from penstock.models.bundled_adapter import find_adapter
+from penstock.models.bundled_adapter import NO_ADAPTER, find_adapter, told_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.model_shape import ModelShape
@@ -33,8 +33,8 @@ def find_basis(
     """The low-rank adapter that a cache works with; None where it needs none, or makes its own.
 
     Args:
-        adapter: what the user gave; None: one that ships with the model.
-        notices: gets a line where there is none.
+        adapter: what the user gave; None: one that is at hand; "none": none.
+        notices: gets a line where there is none, and where one was found.
 
     Raises:
         AdapterError: it was made for another model, or cannot be read.
@@ -54,18 +54,22 @@ def find_basis(
             "the adapter is of keys as the model turns them, so that the index has those: one that "
             "`penstock calibrate` makes now finds more with as many bytes"
         )
-    if found is None:
+    if found is None and adapter is None:
         notices.append(
-            "no low-rank adapter at hand: one is made from the prompt's own keys (a calibrated "
-            "one, see `penstock calibrate`, saves that time)"
+            "no low-rank adapter at hand: one is made from the prompt's own keys (`penstock "
+            "calibrate MODEL` makes a better one, once)"
         )
+    elif found is not None and adapter is None and (told := told_adapter(found)) is not None:
+        notices.append(told)
     return found
 
 
 def _adapter_of(
     model: PreTrainedModel, shape: ModelShape, given: str | Path | LowRankAdapter | None
 ) -> LowRankAdapter | None:
-    """The adapter that was given, or one that ships with the model."""
+    """The adapter that was given, or one that is at hand."""
+    if given == NO_ADAPTER or given == Path(NO_ADAPTER):
+        return None
     digest = fingerprint(model)
     if given is None:
         given = find_adapter(digest, model.name_or_path)
@@ -110,7 +114,7 @@ def measured_prediction(
     """The adapter that says how well a method's queries are predicted that works without one.
 
     Args:
-        adapter: what the user gave; None: one that ships with the model.
+        adapter: what the user gave; None: one that is at hand; "none": none.
         notices: gets a line where none says so.
 
     Raises:

@@ -1,11 +1,11 @@
 """Calibration: fit a model's low-rank adapter on text, and see which queries can be predicted."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -24,6 +24,8 @@ from penstock.models.weight_access import model_device
 DEFAULT_RANK = 128
 DEFAULT_WINDOW_TOKENS = 8192
 CHUNK_TOKENS = 1024
+KEPT_TOKENS = 16_384
+"""Tokens whose keys are kept until the bases are known, windows together; one window at least."""
 COSINE_TOKENS = 64
 """Tokens of each text on which the query prediction is judged."""
 
@@ -40,11 +42,11 @@ def calibrate(
 ) -> LowRankAdapter:
     """Fit an adapter by SVD of the post-RoPE keys of calibration text (KVSwap 3.2, A.1).
 
-    Two passes over the text: Gram matrices first, then the range of the projected components and
-    what each layer needs of them (`RankMeter`, at the ends of the windows; not in the paper). Give
-    varied text. Keys are turned back to their offset in a block, where the model's rotary embedding
-    is known (`KeyTurns`, not in the paper); elsewhere give windows as long as the prompts to come:
-    post-RoPE keys turn with the position.
+    One pass over the text. The range of the projected components and what each layer needs of them
+    (`RankMeter`, at the ends of windows; not in the paper) are measured on windows whose keys were
+    kept, `KEPT_TOKENS` in all. Give varied text. Keys are turned back to their offset in a block,
+    where the model's rotary embedding is known (`KeyTurns`, not in the paper); elsewhere give
+    windows as long as the prompts to come: post-RoPE keys turn with the position.
 
     Args:
         model: the model, on any device.
@@ -55,8 +57,7 @@ def calibrate(
         path: where to save the adapter, if anywhere.
         block_tokens: of a block, for policies that have the same `index_block_tokens`; 0: keys as
             the model has them, as in the paper.
-        progress: called with (tokens done, tokens in all) over both passes, those that are read
-            again among them (32 for every layer and every 8 components of the rank).
+        progress: called with (tokens done, tokens in all), those that are read again among them.
 
     Returns:
         The adapter, with the model's fingerprint.
@@ -72,32 +73,44 @@ def calibrate(
     windows = _windows(texts, window_tokens, shape)
     turns = _turns(model, shape, block_tokens, max(map(len, windows)))
     ranks = RankMeter(model, shape.tiered_layers, rank, turns)
-    read = sum(len(piece) for piece in windows)
-    report = _sums(progress, 2 * read + sum(ranks.tokens_read(len(piece)) for piece in windows))
+    read, kept = sum(map(len, windows)), _kept_windows([len(piece) for piece in windows])
+    report = _sums(progress, read + sum(ranks.tokens_read(len(windows[i])) for i in kept))
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
     queries, cosines = LastQueries(model), _CosineMeter(shape)
-    for piece in windows:
-        cache = _read(model, piece, queries)
+    held: list[tuple[Tensor, DynamicCache]] = []
+    for i, piece in enumerate(windows):
+        cache = _read(model, piece, queries, report)
         for tier, layer in enumerate(shape.tiered_layers):
             keys = _joint_keys(cache, layer, turns[tier])
             moments[tier] += (keys.T @ keys).cpu()
         cosines.add(queries)
         queries.forget()
-        report(len(piece))
+        if i in kept:
+            held.append((piece, cache))
     bases = [fit_basis(moment, rank) for moment in moments]
     layers = [_adapter_of(*each) for each in zip(bases, turns, strict=True)]
-    for piece in windows:
-        cache = _read(model, piece)
+    for piece, cache in held:
         layers = [
             _reaching(each, _joint_keys(cache, layer, turn))
             for each, layer, turn in zip(layers, shape.tiered_layers, turns, strict=True)
         ]
         ranks.add(piece, cache, [layer.basis for layer in layers], report)
-        report(len(piece))
     adapter = LowRankAdapter(layers, fingerprint(model), read, cosines.means(), ranks.costs())
     if path is not None:
         adapter.save(path)
     return adapter
+
+
+def _kept_windows(tokens: Sequence[int]) -> set[int]:
+    """Which windows are kept: the longest, and as many more as there is room for, spread evenly."""
+    longest = max(range(len(tokens)), key=tokens.__getitem__)
+    kept, room = {longest}, KEPT_TOKENS - tokens[longest]
+    fitting = 1 + max(0, room // max(tokens))
+    for i in np.linspace(0, len(tokens) - 1, fitting).round().astype(int).tolist():
+        if i not in kept and tokens[i] <= room:
+            kept.add(i)
+            room -= tokens[i]
+    return kept
 
 
 def _sums(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
@@ -150,17 +163,19 @@ def _reaching(layer: LayerAdapter, keys: Tensor) -> LayerAdapter:
 
 
 def _read(
-    model: PreTrainedModel, tokens: Tensor, queries: LastQueries | None = None
+    model: PreTrainedModel, tokens: Tensor, queries: LastQueries, report: Callable[[int], None]
 ) -> DynamicCache:
-    """The cache after one text; `queries` watches its last chunk."""
+    """The cache after one text; `queries` watches its last chunk, `report` is told of each."""
     device = model_device(model)
     cache = DynamicCache(config=model.config)
     *before, last = torch.split(tokens.to(device), CHUNK_TOKENS)
     with torch.no_grad():
         for piece in before:
             model(piece[None], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-        with nullcontext() if queries is None else queries.watching():
+            report(len(piece))
+        with queries.watching():
             model(last[None], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+    report(len(last))
     return cache
 
 

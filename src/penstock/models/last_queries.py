@@ -41,6 +41,10 @@ class LastQueries:
 
         return watch
 
+    def inputs(self, layer: int) -> tuple[Tensor, dict[str, Any]]:
+        """What a layer was called with last: hidden states, and the arguments beside them."""
+        return self._inputs[layer]
+
     def forget(self) -> None:
         """Let go of the inputs, and of the cache that came with them."""
         self._inputs = {}

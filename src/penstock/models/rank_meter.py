@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -14,8 +15,11 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
 from penstock.models.weight_access import model_device
 
-QUERIES = 32
+QUERIES = 16
 """Last tokens of a text that are read again with a selection."""
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Ranks that are measured, as multiples of `UNIT` and up to the basis's own; those between them
+cost what lies between, and those above 128 what 128 does."""
 LEAST_TOKENS = 512
 """Shorter texts leave nothing to choose."""
 GROUP_TOKENS = 4
@@ -27,13 +31,16 @@ SINK_TOKENS = 4
 
 
 class RankMeter:
-    """Reads the ends of texts again, each time with one layer that selects by so few components.
+    """Reads the ends of texts again, with one layer at a time that selects by so few components.
 
     The KL divergence of what the model says then from what it says with all tokens, mean over the
     last tokens of a text and over the texts, is what that layer costs at that rank. Neither the
     energy of the components nor the error of the heads' outputs tells it: in one layer a fifth of
     the output is noise to all later ones, in another it is the next word of a copy
     (research/notes/2026-11-23-recall-2-two-sittings.md).
+
+    All ranks of a layer are one forward pass, which begins at that layer: copies of the tokens
+    stand side by side, at the same positions, and see the past and themselves.
     """
 
     def __init__(
@@ -51,7 +58,8 @@ class RankMeter:
         self._model = model
         self._layers = tuple(layers)
         self._queries = LastQueries(model)
-        self._ranks = range(UNIT, rank + 1, UNIT)
+        self._units = rank // UNIT
+        self._ranks = sorted({min(each, self._units) * UNIT for each in RANKS} - {0})
         self._sums = torch.zeros(len(self._layers), len(self._ranks), dtype=torch.float64)
         self._texts = 0
 
@@ -78,42 +86,125 @@ class RankMeter:
         cache.crop(-QUERIES)
         decoder = self._queries.layers
         with self._queries.watching(), _outputs(decoder) as outputs:
-            true = self._read(tokens, cache)
-        first = 0  # cached layers from here on hold all tokens
-        numbered = enumerate(zip(self._layers, bases, self._turns, strict=True))
-        for i, (layer, basis, turns) in numbered:
-            cached: Any = cache.layers[layer]
-            query = self._queries.true(layer, QUERIES)[0]
-            # All of them first: the cache goes back before the model reads.
-            keys, basis = cached.keys[0].float(), basis.to(query.device)
-            masks = [*selections(query, keys, basis, self._ranks, turns)]
-            for j, mask in enumerate(masks):
-                _crop(cache, first)
-                first = layer
-                with _masked(decoder[layer], mask), _given(decoder, outputs[:layer]):
-                    said = self._read(tokens, cache)
-                divergence = (true.exp() * (true - said)).sum(-1).mean()
-                self._sums[i, j] += float(divergence)
-                progress(QUERIES)
-        _crop(cache, first)
-        self._read(tokens, cache)
+            true = self._read(tokens[-QUERIES:], cache)
+        # All of them first: the cache goes back before the model reads.
+        kept = [
+            self._selected(layer, cache, basis, turns)
+            for layer, basis, turns in zip(self._layers, bases, self._turns, strict=True)
+        ]
+        copies = len(self._ranks)
+        again, below = tokens[-QUERIES:].repeat(copies), _tiled(tuple(outputs), copies)
+        cache.crop(-QUERIES)
+        for i, layer in enumerate(self._layers):
+            with self._side_by_side(kept[i], layer), _given(decoder, below[:layer]):
+                said = self._read(again, cache).view(copies, QUERIES, -1)
+            self._sums[i] += (true.exp() * (true - said)).sum(-1).mean(-1).double().cpu()
+            for cached in cache.layers[layer:]:
+                cached.crop(-len(again))
+            progress(len(again))
+        self._read(tokens[-QUERIES:], cache)
         self._queries.forget()
         self._texts += 1
 
+    def _selected(
+        self, layer: int, cache: DynamicCache, basis: Tensor, turns: KeyTurns | None
+    ) -> Tensor:
+        """What one layer attends to by each rank. bool [ranks, QUERIES, tokens]"""
+        query, cached = self._queries.true(layer, QUERIES)[0], cast(Any, cache.layers[layer])
+        keys, basis = cached.keys[0].float(), basis.to(query.device)
+        return torch.stack([*selections(query, keys, basis, self._ranks, turns)])
+
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
-        """Log-probabilities of the model at the last tokens. float32 [QUERIES, vocabulary]"""
-        last = tokens[None, -QUERIES:].to(model_device(self._model))
+        """Log-probabilities behind each of some tokens, copies of the last ones of a text.
+
+        Returns:
+            float32 [tokens, vocabulary]
+        """
+        device, past = model_device(self._model), cache.get_seq_length()
+        # A table of positions has none for the copies.
+        place = torch.arange(past, past + QUERIES, device=device).repeat(len(tokens) // QUERIES)
         with torch.no_grad():
             logits: Tensor = self._model(
-                last, **cache_argument(self._model, cache), use_cache=True
-            ).logits
+                tokens[None].to(device), position_ids=place[None],
+                **cache_argument(self._model, cache), use_cache=True,
+            ).logits  # fmt: skip
         return logits[0].float().log_softmax(-1)
+
+    @contextmanager
+    def _side_by_side(self, kept: Tensor, chosen: int) -> Iterator[None]:
+        """Let all decoder layers read copies of the last tokens, each as if it stood alone.
+
+        Args:
+            kept: what the copies see in one layer. bool [copies, QUERIES, tokens]
+            chosen: that layer; in all others they see every token before them.
+        """
+        causal = torch.ones_like(kept).tril(kept.shape[2] - QUERIES)
+        masks = {True: _beside(kept), False: _beside(causal)}
+        handles = [
+            layer.register_forward_pre_hook(
+                self._copying(i, len(kept), masks[i == chosen]), with_kwargs=True
+            )
+            for i, layer in enumerate(self._queries.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _copying(self, i: int, copies: int, seen: Tensor) -> Callable[..., Any]:
+        """A hook that gives layer `i` the positions of the last tokens, and a mask."""
+        hidden, known = self._queries.inputs(i)
+        given = {name: _tiled(known.get(name), copies) for name in _PLACES if name in known}
+
+        def replace(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            now = args[0] if args else kwargs["hidden_states"]
+            mask = torch.zeros_like(seen, dtype=now.dtype)
+            mask.masked_fill_(~seen, torch.finfo(now.dtype).min)
+            # A model may add positions of its own to the first layer's input.
+            first = _tiled(hidden, copies) if i == 0 else now
+            args = (first, *args[1:]) if args else args
+            more = {} if args else {"hidden_states": first}
+            return args, {**kwargs, **given, **more, "attention_mask": mask[None, None]}
+
+        return replace
 
     def costs(self) -> tuple[tuple[float, ...], ...]:
         """Mean over the texts, nats a token. [layers, rank // UNIT]; nothing without a text."""
-        if not self._texts:
+        if not self._texts or not self._ranks:
             return ()
-        return tuple(map(tuple, (self._sums / self._texts).tolist()))
+        every = UNIT * np.arange(1, self._units + 1)
+        means = (self._sums / self._texts).numpy()
+        return tuple(tuple(np.interp(every, self._ranks, row).tolist()) for row in means)
+
+
+_PLACES = ("position_ids", "position_embeddings")
+"""What tells a layer where its tokens stand; [..., tokens] or pairs of [..., tokens, width]."""
+
+
+def _tiled(value: Any, copies: int) -> Any:
+    """Something of each token, for copies of all of them side by side."""
+    if isinstance(value, tuple):
+        return tuple(_tiled(each, copies) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    at = -1 if not value.is_floating_point() else -2
+    return torch.cat([value] * copies, dim=at)
+
+
+def _beside(kept: Tensor) -> Tensor:
+    """What copies see of the past and of themselves, from what one sees of a text.
+
+    Args:
+        kept: bool [copies, QUERIES, tokens]
+
+    Returns:
+        Copies do not see each other. bool [copies * QUERIES, tokens + (copies - 1) * QUERIES]
+    """
+    own = torch.zeros(len(kept), QUERIES, len(kept), QUERIES, dtype=torch.bool, device=kept.device)
+    for i, each in enumerate(kept):
+        own[i, :, i] = each[:, -QUERIES:]
+    return torch.cat([kept[:, :, :-QUERIES].flatten(0, 1), own.flatten(2).flatten(0, 1)], dim=1)
 
 
 def selections(
@@ -170,12 +261,6 @@ def _can_go_back(model: PreTrainedModel, cache: DynamicCache) -> bool:
     return not slides and model.config._attn_implementation in ("sdpa", "eager")
 
 
-def _crop(cache: DynamicCache, first: int) -> None:
-    """Take the last tokens out of the cached layers from `first` on."""
-    for cached in cache.layers[first:]:
-        cached.crop(-QUERIES)
-
-
 @contextmanager
 def _outputs(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """What decoder layers return, in the order in which they are called."""
@@ -205,20 +290,3 @@ def _given(layers: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-@contextmanager
-def _masked(layer: nn.Module, kept: Tensor) -> Iterator[None]:
-    """Let a decoder layer attend to these tokens alone. kept: [queries, tokens]"""
-
-    def replace_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        least = torch.finfo(hidden.dtype).min
-        mask = torch.zeros_like(kept, dtype=hidden.dtype).masked_fill_(~kept, least)
-        return args, {**kwargs, "attention_mask": mask[None, None]}
-
-    handle = layer.register_forward_pre_hook(replace_mask, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
