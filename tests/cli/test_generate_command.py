@@ -76,8 +76,18 @@ def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
     assert bad.stderr == "error: the prompt on stdin is not UTF-8 text\n"
 
 
-@pytest.mark.parametrize("policy", ["kvswap", "full", "flexgen"])
-def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        ("kvswap", ("--exact",)),
+        ("full", ("--exact",)),
+        ("flexgen", ("--exact",)),
+        ("kvswap", ("--verify", 5)),
+    ],
+)
+def test_exact_and_verified_give_the_plain_models_tokens(
+    policy: str, how: tuple[object, ...]
+) -> None:
     loaded = load("recall", dtype="float32")
     model: Any = loaded.model
     assert loaded.tokenizer is not None
@@ -86,10 +96,13 @@ def test_exact_gives_the_plain_models_tokens(policy: str) -> None:
     plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     memory = "auto" if policy == "full" else "1/2"
     options = (
-        "--max-new-tokens", 12, "--policy", policy, "--memory", memory, "--exact", "--json",
+        "--max-new-tokens", 12, "--policy", policy, "--memory", memory, *how, "--json",
         "--dtype", "float32",
     )  # fmt: skip
-    assert json.loads(run("--prompt", text, *options).stdout)["token_ids"] == plain.tolist()
+    answer = json.loads(run("--prompt", text, *options).stdout)
+    assert answer["token_ids"] == plain.tolist()
+    assert (answer["verified"] is not None) == ("--verify" in how)
+    assert (answer["verify"]["steps"] > 0) == ("--verify" in how)
 
 
 def test_trace_is_a_chrome_trace(prompt_file: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from penstock.cli.screen import AnswerScreen, TokenProgress, report_rows, show_r
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import PhaseStats, RunStats
 from penstock.generation.output import RunReport
+from penstock.generation.verified_counts import Verified
 
 SIZES = ProcessSizes(weights_bytes=257 << 20, process_peak_bytes=737 << 20, device_peak_bytes=None)
 
@@ -70,6 +71,20 @@ def test_the_table_has_every_figure() -> None:
         "hit rate": "61 % of the wanted groups were in memory",
         "stall share": "5.0 % of decode waited for reads",
     }
+
+
+def test_drafts_and_passes_stand_in_the_table() -> None:
+    verified = Verified(
+        passes=4, drafted=16, accepted=12, tokens=16, draft_s=1.6, pass_s=4.0, draft_bytes=16 << 20,
+        pass_bytes=400 << 20,
+    )  # fmt: skip
+    rows = dict(report_rows(report(verified=verified, simulated="emmc")))
+    assert rows["verified"] == (
+        "4.0 tokens a pass: 4 exact passes, 75 % of 16 drafted tokens accepted"
+    )
+    mark = "s (simulated disk)"
+    assert rows["time per token"] == f"0.350 {mark}; an exact pass takes 1.000 {mark}"
+    assert rows["read per token"] == "26 MiB; exact reads 100 MiB"
 
 
 def test_weights_cache_and_process_stand_beside_each_other() -> None:

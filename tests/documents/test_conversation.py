@@ -58,6 +58,21 @@ def test_no_token_is_prefilled_twice(loaded: LoadedModel, policy: Any) -> None:
         assert len(rendered(loaded, chat)) - len(tokens) <= 3
 
 
+def test_verified_turns_are_those_of_full_attention(loaded: LoadedModel) -> None:
+    few = KVSwap(selected_tokens=16, window_tokens=8)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with begin(loaded, policy="full") as plain, begin(loaded, policy=few, verify=4) as chat:
+        plain.attach(FILE)
+        chat.attach(FILE)
+        for question in QUESTIONS[:3]:
+            expected, turn = plain.ask(question, params), chat.ask(question, params)
+            assert turn.output.token_ids == expected.output.token_ids
+            assert turn.prefilled_tokens == expected.prefilled_tokens
+            assert turn.output.run.verified is not None
+            assert turn.output.run.verified.passes > 0
+        assert chat.tokens == plain.tokens
+
+
 def test_tokens_of_the_models_own_stay_where_the_tokenizer_would_make_others() -> None:
     loaded = tiny_chat_model(ascii_alone=False)
     with begin(loaded) as chat:

@@ -136,6 +136,9 @@ def test_other_policies_and_exact_mode(model: PreTrainedModel, tmp_path: Path) -
     with create(model, tmp_path / "d") as document:
         everything = answers(document, policy="full", memory=None)
         assert answers(document, exact=True) == everything
+        assert answers(document, verify=3) == everything
+        one_token = [[question[0]] for question in QUESTIONS]
+        assert answers(document, one_token, verify=3) == answers(document, one_token, exact=True)
         quest = Quest(group_tokens=8, window_tokens=8, selected_tokens=10**6)
         assert answers(document, policy=quest) == everything
         with pytest.raises(ConfigError, match="drops tokens"):

@@ -33,6 +33,7 @@ from penstock.cli.options import (
     TopKOption,
     TopPOption,
     TunedPolicyOption,
+    VerifyOption,
     unescaped,
 )
 from penstock.core.errors import ConfigError, DocumentKeyError
@@ -84,7 +85,8 @@ def chat_command(
     config: ConfigOption = None, policy: TunedPolicyOption = None, memory: MemoryOption = "auto",
     disk: DiskOption = "auto", max_tokens: MaxTokensOption = None,
     max_new_tokens: MaxNewTokensOption = 512, exact: ExactOption = False,
-    adapter: AdapterOption = None, temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
+    verify: VerifyOption = None, adapter: AdapterOption = None,
+    temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
     top_k: TopKOption = 0, seed: SeedOption = None, stop: StopOption = None,
     seal: SealOption = None, key: KeyOption = None, chunk: ChunkOption = 1024,
     device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,
@@ -120,7 +122,7 @@ def chat_command(
         raise ConfigError("give a MODEL: a folder, a name on the hub; or --resume a stored chat")
     how: dict[str, Any] = {
         "template": ChatTemplate(kwargs=_variables(template_kwargs)), "max_tokens": max_tokens,
-        "exact": exact, "seal": "auto" if seal is None else seal,
+        "exact": exact, "verify": verify, "seal": "auto" if seal is None else seal,
         "settings": DocumentSettings(
             key=key_of(key), store=disk, adapter=adapter, prefill_chunk_size=chunk
         ),

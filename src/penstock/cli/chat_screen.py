@@ -162,7 +162,7 @@ def stats_rows(chat: "Conversation") -> dict[str, str]:
         "held in memory": f"{format_bytes(memory.used_bytes)} of a budget of "
         f"{format_bytes(memory.limit_bytes)}",
         "read": f"{format_bytes(stats.prefill.read_bytes)} in prefill, "
-        f"{format_bytes(stats.decode.read_bytes)} in decode",
+        f"{format_bytes(stats.decode.read_bytes + stats.verify.read_bytes)} in decode",
         "saved in": "nowhere yet" if chat.folder is None else str(chat.folder),
     }
     if not counts.restored_tokens:

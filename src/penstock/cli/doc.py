@@ -46,6 +46,7 @@ from penstock.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    VerifyOption,
     memory_option,
     sampling_params,
 )
@@ -157,6 +158,7 @@ def ask_command(
         str | None, typer.Option(help="Another policy than its own: reads all of the text first.")
     ] = None,
     max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
+    verify: VerifyOption = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Append questions and answers to the document: a chat.")
     ] = False,
@@ -200,6 +202,7 @@ def ask_command(
             document.ask(
                 questions, params, on_text=screen.on_text, on_tokens=repair.update,
                 on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
+                verify=verify,
             )  # fmt: skip
     if not as_json:
         show_report(console, outputs[-1].run, ProcessSizes.of(loaded.model))

@@ -39,6 +39,7 @@ from penstock.cli.options import (
     TopPOption,
     TraceOption,
     TunedPolicyOption,
+    VerifyOption,
     sampling_params,
 )
 from penstock.cli.output_file import ForceOption, check_writable, written
@@ -57,8 +58,9 @@ def generate_command(
     system: SystemOption = None, raw: RawOption = False, config: ConfigOption = None,
     policy: TunedPolicyOption = None, memory: MemoryOption = "auto", disk: DiskOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
-    adapter: AdapterOption = None, n: AnswersOption = 1, temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0, top_k: TopKOption = 0, min_p: MinPOption = 0.0,
+    verify: VerifyOption = None, adapter: AdapterOption = None, n: AnswersOption = 1,
+    temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0, min_p: MinPOption = 0.0,
     repetition_penalty: RepetitionOption = 1.0, seed: SeedOption = None, stop: StopOption = None,
     ignore_end: IgnoreEndOption = False,
     seal: SealOption = None, chunk: ChunkOption = 1024, device: DeviceOption = "cpu",
@@ -86,9 +88,9 @@ def generate_command(
         check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model) as progress:
         llm = LLM(
-            model, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
-            dtype=None if dtype is None else dtype.value, device=device, config=config,
-            prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
+            model, policy=policy, memory=memory, store=disk, exact=exact, verify=verify,
+            adapter=adapter, dtype=None if dtype is None else dtype.value, device=device,
+            config=config, prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
             revision=revision, offline=offline or None, trust_remote_code=trust_remote_code,
             on_bytes=progress.update,
         )  # fmt: skip
@@ -138,6 +140,8 @@ def as_document(model: str, output: "RequestOutput", sizes: ProcessSizes) -> dic
         "decode_tokens_per_s": run.decode_tokens_per_s,
         "prefill": _phase(run.stats.prefill),
         "decode": _phase(run.stats.decode),
+        "verify": _phase(run.stats.verify),
+        "verified": None if run.verified is None else run.verified.as_dict(),
         "memory": asdict(run.memory),
         **asdict(sizes),
         "store": run.store,

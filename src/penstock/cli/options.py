@@ -126,6 +126,14 @@ DiskOption = Annotated[
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Attend to the whole past: the plain model's tokens.")
 ]
+VerifyOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Draft so many under the policy and check them exactly: the plain model's tokens.",
+        min=1,
+    ),
+]  # fmt: skip
 AdapterOption = Annotated[
     Path | None,
     typer.Option(

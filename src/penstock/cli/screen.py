@@ -239,6 +239,16 @@ def report_rows(report: RunReport, sizes: ProcessSizes | None = None) -> list[tu
             "hit rate": _hit_rate(decode),
             "stall share": f"{100 * decode.stall_share:.1f} % of decode waited for reads{mark}",
         }
+    if (verified := report.verified) is not None and verified.passes:
+        each = format_bytes(verified.exact_bytes_per_token)
+        rows |= {
+            "verified": f"{verified.tokens_per_pass:.1f} tokens a pass: {verified.passes:,} exact "
+            f"passes, {100 * verified.accepted_share:.0f} % of {verified.drafted:,} drafted tokens "
+            "accepted",
+            "time per token": f"{verified.seconds_per_token:.3f} s{mark}; an exact pass takes "
+            f"{verified.seconds_per_pass:.3f} s{mark}",
+            "read per token": f"{format_bytes(verified.bytes_per_token)}; exact reads {each}",
+        }
     return list(rows.items())
 
 

@@ -1,4 +1,4 @@
-"""RunStats: bytes, reads, hits and stall time of prefill and of the decode steps."""
+"""RunStats: bytes, reads, hits and stall time of prefill, decode steps and verification."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(kw_only=True, slots=True)
 class PhaseStats:
-    """Counters of one phase (prefill or decode) of one cache; times in seconds."""
+    """Counters of one phase of one cache; times in seconds."""
 
     steps: int = 0
     """Forward passes: chunks in prefill, tokens in decode."""
@@ -62,14 +62,17 @@ class PhaseStats:
 
 @dataclass(kw_only=True, slots=True)
 class RunStats:
-    """Both phases of one cache's life."""
+    """All phases of one cache's life."""
 
     prefill: PhaseStats = field(default_factory=PhaseStats)
     decode: PhaseStats = field(default_factory=PhaseStats)
+    """Where tokens are verified: of the drafts."""
+    verify: PhaseStats = field(default_factory=PhaseStats)
+    """Exact passes over drafted tokens; none where tokens are not verified."""
 
     def begin(self, counters: Iterable[str]) -> None:
         """Count from 0; counters: the method's own."""
-        self.prefill, self.decode = PhaseStats(), PhaseStats()
+        self.prefill, self.decode, self.verify = PhaseStats(), PhaseStats(), PhaseStats()
         for name in counters:
             self.prefill.count(name, 0)
             self.decode.count(name, 0)

@@ -103,7 +103,7 @@ class Conversation:
         model: as for `LLM`, with a tokenizer.
         system: the system prompt; None: the template's own, if it has one.
         template: in place of the tokenizer's own, or with variables.
-        policy, memory, exact, config, seal: as for `LLM`.
+        policy, memory, exact, verify, config, seal: as for `LLM`.
         max_tokens: most tokens of the whole chat; None: the model's positions, or the longest
             context of the config.
         settings: where caches lie, an adapter, the key of saved chats.
@@ -118,8 +118,8 @@ class Conversation:
         self, model: str | Path | LoadedModel | CausalLM, *, system: str | None = None,
         template: ChatTemplate | None = None, policy: str | SelectionPolicy | None = None,
         memory: Memory = "auto", max_tokens: int | None = None, exact: bool = False,
-        config: TunedConfig | str | Path | None = None, seal: Sealing = "auto",
-        settings: DocumentSettings | None = None,
+        verify: int | None = None, config: TunedConfig | str | Path | None = None,
+        seal: Sealing = "auto", settings: DocumentSettings | None = None,
     ) -> None:  # fmt: skip
         settings = settings or DocumentSettings()
         choices = CacheChoices.of(
@@ -128,7 +128,7 @@ class Conversation:
         )  # fmt: skip
         if max_tokens is None and choices.config is not None:
             max_tokens = choices.config.max_context
-        self._begin(model, template, max_tokens, settings)
+        self._begin(model, template, max_tokens, settings, verify)
         self._history.set_system(system)
         chosen = choices.for_batch(1, self.max_tokens)
         self._policy, self._memory = named_policy(chosen.policy), chosen.memory
@@ -148,8 +148,9 @@ class Conversation:
     def resume(
         cls, model: str | Path | LoadedModel | CausalLM, path: str | Path, *,
         template: ChatTemplate | None = None, memory: Memory = STORED,
-        max_tokens: int | None = None, exact: bool = False, seal: Sealing = "auto",
-        settings: DocumentSettings | None = None, on_tokens: OnTokens = _unseen,
+        max_tokens: int | None = None, exact: bool = False, verify: int | None = None,
+        seal: Sealing = "auto", settings: DocumentSettings | None = None,
+        on_tokens: OnTokens = _unseen,
     ) -> "Conversation":  # fmt: skip
         """Go on with a saved chat; nothing of it is prefilled.
 
@@ -166,7 +167,7 @@ class Conversation:
         """
         settings = settings or DocumentSettings()
         chat = cls.__new__(cls)
-        chat._begin(model, template, max_tokens, settings)
+        chat._begin(model, template, max_tokens, settings, verify)
         chat._reader = Reader(chat._loaded, settings)
         opened, chat._cache = open_chat(
             chat._reader, Path(path), chat._history, on_tokens, memory=memory,
@@ -183,7 +184,7 @@ class Conversation:
 
     def _begin(
         self, model: str | Path | LoadedModel | CausalLM, template: ChatTemplate | None,
-        max_tokens: int | None, settings: DocumentSettings,
+        max_tokens: int | None, settings: DocumentSettings, verify: int | None,
     ) -> None:  # fmt: skip
         self._loaded = as_loaded(model)
         if self._loaded.tokenizer is None:
@@ -200,8 +201,9 @@ class Conversation:
                 f"max_tokens={max_tokens} must lie in 2 to {positions:,}, the positions of "
                 f"{self._loaded.name}"
             )
-        self._llm = LLM(self._loaded, prefill_chunk_size=settings.prefill_chunk_size)
-        self._chunk = settings.prefill_chunk_size
+        chunk = settings.prefill_chunk_size
+        self._llm = LLM(self._loaded, prefill_chunk_size=chunk, verify=verify)
+        self._chunk = chunk
         self.counts = ChatCounts()
         self._base: OpenDocument | None = None  # that the cache reads from
         self._saved: OpenDocument | None = None
@@ -429,7 +431,7 @@ class Conversation:
 
     def _read_bytes(self) -> int:
         stats = self._cache.stats
-        return stats.prefill.read_bytes + stats.decode.read_bytes
+        return stats.prefill.read_bytes + stats.decode.read_bytes + stats.verify.read_bytes
 
     def _report_tokens(self, done: int) -> None:
         self._on_tokens(done, done)

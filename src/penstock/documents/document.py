@@ -209,7 +209,7 @@ class Document:
         self, questions: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
         on_text: OnText | None = None, on_tokens: OnTokens = _unseen,
         on_answer: Callable[[RequestOutput], object] = lambda answer: None, keep: bool = False,
-        **options: Any,
+        verify: int | None = None, **options: Any,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answer questions, each behind the same text and unaware of the others.
 
@@ -226,6 +226,7 @@ class Document:
             on_answer: called with each answer when it is done, and kept if it is to be.
             keep: append question and answer to the document, so that the next question comes
                 behind them, in this call too: a chat.
+            verify: as for `LLM`.
             options: `memory`, `policy`, `exact` and others of `cache`.
 
         Raises:
@@ -244,31 +245,34 @@ class Document:
         for question in self.questions_of(questions, sampling_params, keep=keep):
             attempt = _Attempt(first, on_text)
             first += question.params.num_answers
-            answers.append(self._ask(question, attempt, on_tokens, keep, options))
+            llm = LLM(
+                self._opened.loaded, verify=verify,
+                prefill_chunk_size=self._opened.settings.prefill_chunk_size,
+            )  # fmt: skip
+            answers.append(self._ask(llm, question, attempt, on_tokens, keep, options))
             on_answer(answers[-1])
         return answers
 
     def _ask(
-        self, question: Question, attempt: "_Attempt", on_tokens: OnTokens, keep: bool,
+        self, llm: LLM, question: Question, attempt: "_Attempt", on_tokens: OnTokens, keep: bool,
         options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         recomputed = 0
         for _ in range(_MOST_RECOVERIES):
             try:
-                return self._ask_once(question, attempt, recomputed, keep, options)
+                return self._ask_once(llm, question, attempt, recomputed, keep, options)
             except DocumentDamagedError:
                 if attempt.has_text:
                     raise
                 recovery = self.recover(on_tokens=on_tokens)
                 recomputed += recovery.recomputed_tokens
-        return self._ask_once(question, attempt, recomputed, keep, options)
+        return self._ask_once(llm, question, attempt, recomputed, keep, options)
 
     def _ask_once(
-        self, question: Question, attempt: "_Attempt", recomputed: int, keep: bool,
+        self, llm: LLM, question: Question, attempt: "_Attempt", recomputed: int, keep: bool,
         options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         opened, params = self._opened, question.params
-        llm = LLM(opened.loaded, prefill_chunk_size=opened.settings.prefill_chunk_size)
         ids = [*opened.about.pending, *question.token_ids]  # first what a kept answer left
         batch = llm.batch_of([[*opened.tokens, *ids]], params)
         batch = replace(batch, texts=[question.text])

@@ -16,11 +16,12 @@ class StepMeter:
         self._started_s = 0.0
         self._left_s = 0.0
 
-    def begin(self, tokens: int, *, decoding: bool) -> PhaseStats:
+    def begin(self, tokens: int, *, decoding: bool, verifying: bool = False) -> PhaseStats:
         """A step of so many tokens, all rows together, begins; the one before it is over."""
-        follows = decoding or self._phase is self._stats.prefill
+        follows = decoding or verifying or self._phase is self._stats.prefill
         self.end(time.perf_counter() if follows else None)
-        self._phase = phase = self._stats.decode if decoding else self._stats.prefill
+        phase = self._stats.decode if decoding else self._stats.prefill
+        self._phase = phase = self._stats.verify if verifying else phase
         phase.steps += 1
         phase.tokens += tokens
         self._started_s = self._left_s = time.perf_counter()  # one that fails is never left

@@ -65,6 +65,8 @@ class TieredRuntime:
             raise
         self.device_steps: DeviceSteps | None = None
         """What the layers of the device tier share, once there are some."""
+        self.verifying = False
+        """Whether passes of several tokens check drafts, and are no prompt's."""
         self._ledger = MemoryLedger(self._limit())
         self._meter = StepMeter(self.stats, settings.tracer)
         self._indexing = PromptIndexing(
@@ -231,7 +233,7 @@ class TieredRuntime:
             if self._writer is not None:
                 self._writer.start_deferred()
             self._meter.leave(count)
-            if count > 1 and self.settings.progress is not None:
+            if count > 1 and self.settings.progress is not None and not self.verifying:
                 self.settings.progress(self.layers[layer].length)
             with self._health.keeping(self.length):
                 self._indexing.after_step(self.layers)
@@ -331,7 +333,7 @@ class TieredRuntime:
 
     def _begin_step(self, batch: int, count: int) -> None:
         decoding = count == 1 and self.length > 0
-        phase = self._meter.begin(batch * count, decoding=decoding)
+        phase = self._meter.begin(batch * count, decoding=decoding, verifying=self.verifying)
         if self._setup is not None:
             self._setup.phase = phase
         if self.device_steps is not None and decoding:

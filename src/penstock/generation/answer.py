@@ -61,6 +61,15 @@ class Answer:
         """Everything released so far."""
         return self._text.text
 
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self._max_tokens - len(self.token_ids)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token would end it, were it long enough."""
+        return token == self._end_token or token in self._stop_tokens
+
     def take(self, choice: Choice) -> str:
         """Add a token; returns the text that it releases."""
         token, ids = choice.token_id, self.row.output_token_ids
@@ -106,7 +115,7 @@ class Answer:
 
     def _ends(self, token: int) -> bool:
         """Whether a token ends it; remembers why."""
-        if token != self._end_token and token not in self._stop_tokens:
+        if not self.is_end(token):
             return False
         self.finish_reason = "stop"
         self.stop_reason = None if token == self._end_token else token

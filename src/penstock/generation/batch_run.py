@@ -29,6 +29,13 @@ from penstock.generation.prompts import PromptBatch
 from penstock.generation.sampler import Choice, Sampler, SamplingRow
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.token_text import bad_word_ids, own_stop_texts
+from penstock.generation.verified_counts import Verified
+from penstock.generation.verified_decoding import (
+    UNCHECKED,
+    Tokens,
+    VerifiedDecoding,
+    check_verifiable,
+)
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
@@ -76,6 +83,7 @@ class BatchRun:
     def __init__(
         self, loaded: LoadedModel, batch: PromptBatch, requests: Sequence[Request],
         cache: TieredCache, *, sampler: Sampler, chunk: int, listeners: Listeners,
+        verify: int | None = None,
     ) -> None:  # fmt: skip
         """Prepare the answers.
 
@@ -83,7 +91,14 @@ class BatchRun:
             batch: with a row for each request.
             cache: may hold tokens that the batch begins with; gets a row for each answer.
             chunk: tokens per forward pass of prompts.
+            verify: draft so many tokens and check them exactly; None: decode one at a time.
+
+        Raises:
+            ConfigError: tokens are to be verified, and the cache's policy drops some.
         """
+        if verify is not None:
+            check_verifiable(cache)
+        self._verify, self._verified = verify, None if verify is None else Verified()
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._batch, self._requests, self._cache = batch, requests, cache
         self._sampler, self._listeners = sampler, listeners
@@ -151,6 +166,7 @@ class BatchRun:
             notices=(*notices, *self._notices, *cache.notices),
             restored_tokens=restored,
             recomputed_tokens=recomputed,
+            verified=self._verified,
         )
 
     def _answers_of(self, row: int, ends: EndTokens) -> list[Answer]:
@@ -163,6 +179,8 @@ class BatchRun:
             sampling = SamplingRow(
                 params=params, prompt_token_ids=self._batch.token_ids[row], bad_words=words
             )
+            if self._verify is not None:
+                sampling.noise = {}
             if params.seed is not None:
                 sampling.seed((params.seed + number + _SEEDS) % _SEEDS, device)
             answers.append(
@@ -172,6 +190,12 @@ class BatchRun:
 
     def _prefill(self, batch: PromptBatch, on_logits: OnLogits | None = None) -> Tensor:
         """Read a batch; returns the logits behind it. [rows, vocabulary]"""
+        held = self._cache.get_seq_length()
+        if self._verify is not None and 0 < held == batch.padded_tokens - 1:
+            passing = Tokens(self._model, self._cache, batch.attention_mask, self._pad)
+            logits = passing.exactly([batch.input_ids[:, -1].tolist()])[:, 0]
+            self._cache.crop(-1)
+            return logits
         return prefill(self._model, self._cache, batch, self._chunk, on_logits)
 
     def _fork(self, logits: Tensor) -> Tensor:
@@ -194,6 +218,12 @@ class BatchRun:
 
     def _decode(self, tokens: Sequence[int]) -> None:
         """All steps behind the first token."""
+        if self._verify is not None:
+            if self._cache.is_exact:
+                self._notices += (UNCHECKED,)
+            else:
+                self._decode_verified(list(tokens), self._verify)
+                return
         rows, device = self._row_prompts(), model_device(self._model)
         first = torch.tensor(tokens)[:, None]
         ids = torch.cat([self._batch.input_ids[rows], first], dim=1)
@@ -208,6 +238,15 @@ class BatchRun:
             stopping_criteria=[steps.criterion],
             **generate_arguments(self._model, most, self._pad),
         )
+
+    def _decode_verified(self, tokens: list[int], drafts: int) -> None:
+        decoding = VerifiedDecoding(
+            self._model, self._cache, self._batch.attention_mask[self._row_prompts()], self._rows,
+            drafts=drafts, pad_token_id=self._pad, sampler=self._sampler, choose=self._choose,
+            take=self._take,
+        )  # fmt: skip
+        self._verified = decoding.counts
+        decoding.run(tokens)
 
     def _choose(self, logits: Tensor) -> list[int]:
         """The next token of each row; padding for those that are done."""

@@ -33,6 +33,8 @@ class BatchRunner:
     chunk: int
     """Tokens per forward pass of prompts."""
     sampler: Sampler
+    verify: int | None = None
+    """Tokens that are drafted under the policy and checked together; None: none."""
 
     def run_all(
         self, batches: Sequence[Batch], listeners: Listeners, **options: Any
@@ -79,7 +81,7 @@ class BatchRunner:
         held = cache.get_seq_length()
         run = BatchRun(
             self.loaded, batch.prompts, batch.requests, cache, sampler=self.sampler,
-            chunk=self.chunk, listeners=listeners,
+            chunk=self.chunk, listeners=listeners, verify=self.verify,
         )  # fmt: skip
         run.run()
         return run.outputs(run.report(notices, restored=held - recomputed, recomputed=recomputed))

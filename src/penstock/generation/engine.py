@@ -65,6 +65,9 @@ class LLM:
             config, "auto" is the disk that it was tuned for.
         exact: attend to the whole past, streamed from the store; the tokens are those of the
             plain model at any budget.
+        verify: draft so many tokens under the policy, and check them in one exact pass: the tokens
+            are those of `exact`, of several at the price of one. With a seed in the settings of a
+            call, or a batch of one, sampled tokens are too.
         adapter: path of a low-rank adapter that `penstock calibrate` made; default: the config's,
             else a shipped one.
         dtype: of weights and cache, when a model is loaded here; "auto" or None as stored.
@@ -105,6 +108,7 @@ class LLM:
         memory: int | float | str | None = "auto",
         store: str | Path = "auto",
         exact: bool = False,
+        verify: int | None = None,
         adapter: str | Path | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
@@ -128,6 +132,10 @@ class LLM:
         check_arguments(left_out)
         if prefill_chunk_size < 1:
             raise ConfigError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1")
+        if verify is not None and (verify < 1 or exact):
+            raise ConfigError(
+                f"{verify=} must be at least 1 token, without exact: exact checks nothing"
+            )
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config={generation_config!r} is neither auto nor vllm")
         choices = CacheChoices.of(
@@ -144,7 +152,7 @@ class LLM:
         self._runner = BatchRunner(
             loaded=self._loaded, choices=choices, exact=exact, seal=seal, graphs=not enforce_eager,
             chunk=max(2, prefill_chunk_size),
-            sampler=Sampler.seeded(SamplingParams(seed=seed).seed, self.model),
+            sampler=Sampler.seeded(SamplingParams(seed=seed).seed, self.model), verify=verify,
         )  # fmt: skip
         self._has_own_defaults = generation_config == "auto"
 

@@ -33,7 +33,7 @@ LEFT_OUT_ARGUMENTS: Mapping[str, LeftOut] = {
     "disable_async_output_proc": LeftOut(_ONE_PROCESS, (None, False, True)),
     "disable_log_stats": LeftOut("run= of an answer has the counters", (None, True)),
     "compilation_config": LeftOut("models are not compiled"),
-    "speculative_config": LeftOut("no draft model is used"),
+    "speculative_config": LeftOut("no draft model is used; verify= drafts under the policy"),
     "task": LeftOut("models generate", (None, "auto", "generate")),
     "runner": LeftOut("models generate", (None, "auto", "generate")),
     "convert": LeftOut("models generate", (None, "auto", "none")),

@@ -6,6 +6,7 @@ from typing import Literal
 from penstock.core.ledger import MemoryReport
 from penstock.core.stats import RunStats
 from penstock.generation.logprobs import LogprobsOnePosition
+from penstock.generation.verified_counts import Verified
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -40,6 +41,8 @@ class RunReport:
     """Prompt tokens whose KV was stored before and taken as it was."""
     recomputed_tokens: int = 0
     """Prompt tokens that were stored too, damaged since, and prefilled again."""
+    verified: Verified | None = None
+    """What drafts have brought; None where every token was decoded by itself."""
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -3,7 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,32 @@ class SamplingRow:
     """The row's own, for a seed; on the device of the logits."""
     output_token_ids: list[int] = field(default_factory=list)
     """The answer so far; its owner appends what was chosen."""
+    noise: dict[int, Tensor] | None = None
+    """Where a token is chosen twice: the noise of each place in the answer, so that both draws are
+    by the same. float32 [vocabulary] by number of token; None: every draw has its own."""
     _prompt: tuple[frozenset[int], Tensor] | None = None
+
+    def ahead(self) -> "SamplingRow":
+        """The same row for tokens that may be taken back: it draws by the same noise."""
+        if self.noise is not None:
+            taken = len(self.output_token_ids)
+            for place in [each for each in self.noise if each < taken]:
+                del self.noise[place]
+        return replace(self, output_token_ids=[*self.output_token_ids])
+
+    def draw_noise(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Exponential noise for the next token. float32 [vocabulary]
+
+        Args:
+            generator: where it comes from, without a generator of the row's own.
+        """
+        place = len(self.output_token_ids)
+        if self.noise is not None and place in self.noise:
+            return self.noise[place]
+        noise = torch.empty_like(like).exponential_(generator=self.generator or generator)
+        if self.noise is not None:
+            self.noise[place] = noise
+        return noise
 
     def seed(self, seed: int, device: torch.device) -> None:
         """Draw from a generator of its own."""
@@ -88,14 +113,7 @@ class Sampler:
         Raises:
             ConfigError: the settings of a row leave no token to choose.
         """
-        scores = logits.to(torch.float32, copy=True)
-        for row, each in enumerate(rows):
-            _shape(scores[row], each)
-        chosen = scores.argmax(dim=-1)
-        drawn = [row for row, each in enumerate(rows) if not each.params.is_greedy]
-        if drawn:
-            chosen[drawn] = self._draw(scores[drawn], [rows[row] for row in drawn])
-        token_ids = chosen.tolist()
+        token_ids = self.tokens(logits, rows)
         asked = [row for row, each in enumerate(rows) if _num_logprobs(each.params) is not None]
         tokens: dict[int, TopTokens] = {}
         if asked:
@@ -103,6 +121,18 @@ class Sampler:
             numbers = top_tokens(logits[asked], [token_ids[row] for row in asked], counts)
             tokens = dict(zip(asked, numbers, strict=True))
         return [Choice(token, tokens.get(row)) for row, token in enumerate(token_ids)]
+
+    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """As a call, but for the numbers beside each token."""
+        scores = logits.to(torch.float32, copy=True)
+        for row, each in enumerate(rows):
+            _shape(scores[row], each)
+        chosen = scores.argmax(dim=-1)
+        drawn = [row for row, each in enumerate(rows) if not each.params.is_greedy]
+        if drawn:
+            chosen[drawn] = self._draw(scores[drawn], [rows[row] for row in drawn])
+        found: list[int] = chosen.tolist()
+        return found
 
     def _draw(self, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Tokens by chance. int64 [rows]"""
@@ -112,9 +142,8 @@ class Sampler:
         _keep_top(scores, [each.top_k for each in params], [each.top_p for each in params])
         # The largest quotient by exponential noise: the same draw as a multinomial one, but each
         # row's noise can come from a generator of its own.
-        noise = torch.empty_like(scores)
-        for row, each in enumerate(rows):
-            noise[row].exponential_(generator=each.generator or self._generator)
+        pairs = zip(scores, rows, strict=True)
+        noise = torch.stack([row.draw_noise(like, self._generator) for like, row in pairs])
         noise.clamp_min_(torch.finfo(noise.dtype).tiny)
         return (scores.softmax(dim=-1) / noise).argmax(dim=-1)
 

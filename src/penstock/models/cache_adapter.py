@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.closing import DeferredInterrupts, close_all
-from penstock.core.errors import BudgetError, CacheStateError, ConfigError, UnsupportedModelError
+from penstock.core.errors import (
+    BudgetError,
+    CacheStateError,
+    ConfigError,
+    PenstockError,
+    UnsupportedModelError,
+)
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
@@ -336,6 +343,44 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._runtime.crop(keep)
         for layer in self._windows:
             layer.remove(layer.get_seq_length() - keep)
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """For `with`: tokens that come inside are taken back at the end, sliding windows too.
+
+        Raises:
+            StorageError: what they had pushed out of memory could not be read again.
+        """
+        length, windows = self.get_seq_length(), [layer.held() for layer in self._windows]
+
+        def take_back() -> None:
+            self._runtime.crop(min(length, self._runtime.sound_length()))
+            for layer, held in zip(self._windows, windows, strict=True):
+                layer.hold_again(held)
+
+        try:
+            yield
+        except BaseException:
+            with suppress(PenstockError):  # what is raised already says more
+                take_back()
+            raise
+        take_back()
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """For `with`: passes of several tokens check drafts; they are counted as such, and are no
+        progress of a prompt."""
+        self._runtime.verifying = True
+        try:
+            yield
+        finally:
+            self._runtime.verifying = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every decode step attends to all that was taken in."""
+        retrieves = self.policy.retrieves and not self._settings.exact
+        return self.plan.is_resident or not retrieves
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was (beam search)."""

@@ -117,11 +117,11 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """One that is interrupted leaves no trace."""
-        before = self.keys, self.values, self.cumulative_length, self.is_initialized
+        before = self.held()
         try:
             keys, values = super().update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            self.keys, self.values, self.cumulative_length, self.is_initialized = before
+            self.hold_again(before)
             raise
         assert self.keys is not None
         self._whole = None if getattr(self, "record_past", False) else (keys, values, self.keys)
@@ -137,6 +137,14 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.clear()
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.cumulative_length = keys, values, length
+
+    def held(self) -> tuple[Any, ...]:
+        """All that it holds, for `hold_again`; costs the memory of a window from then on."""
+        return self.keys, self.values, self.cumulative_length, self.is_initialized, self._whole
+
+    def hold_again(self, held: tuple[Any, ...]) -> None:
+        """Be as it was when `held` was asked for; rows are the same."""
+        self.keys, self.values, self.cumulative_length, self.is_initialized, self._whole = held
 
     def _kept(self) -> tuple[Tensor, Tensor]:
         """Keys and values that are there still, what the window let go of last included."""

@@ -1,0 +1,1 @@
+"""Verified decoding beside exact mode, the policy alone, and transformers' own cache."""
