@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.options import read_options
@@ -23,6 +22,7 @@ from penstock.generation.prompts import encode, read_text_file
 from penstock.generation.sampling import SamplingParams
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
+from penstock.models.plain_model import plain_cache
 from penstock.models.weight_access import model_device
 
 Row = dict[str, Any]
@@ -75,7 +75,8 @@ class Run:
         """transformers' own cache and attention: the tokens that all others must give."""
         model: Any = self.loaded.model
         device = model_device(model)
-        ids, cache = torch.tensor([self.prompt], device=device), DynamicCache(config=model.config)
+        ids = torch.tensor([self.prompt], device=device)
+        cache = plain_cache(model, "dynamic", len(self.prompt) + new_tokens)
         given = cache_argument(model, cache)
         tokens: list[int] = []
         with torch.no_grad():

@@ -85,7 +85,7 @@ def test_sampled_tokens_are_those_of_full_attention_by_the_same_seed(
 
 def test_a_seed_of_the_model_holds_for_a_batch_of_one(model: PreTrainedModel) -> None:
     params = replace(SAMPLED, seed=None)
-    options = {"memory": None, "store": "memory", "seed": 3}
+    options: dict[str, Any] = {"memory": None, "store": "memory", "seed": 3}
     plain = LLM(model, policy="full", **options).generate(PROMPTS[:1], params)
     assert ids_of(verified(model, "kvswap", 4, seed=3).generate(PROMPTS[:1], params)) == ids_of(
         plain

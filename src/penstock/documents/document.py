@@ -249,27 +249,27 @@ class Document:
                 self._opened.loaded, verify=verify,
                 prefill_chunk_size=self._opened.settings.prefill_chunk_size,
             )  # fmt: skip
-            answers.append(self._ask(llm, question, attempt, on_tokens, keep, options))
+            answers.append(self._ask(question, llm, attempt, on_tokens, keep, options))
             on_answer(answers[-1])
         return answers
 
     def _ask(
-        self, llm: LLM, question: Question, attempt: "_Attempt", on_tokens: OnTokens, keep: bool,
+        self, question: Question, llm: LLM, attempt: "_Attempt", on_tokens: OnTokens, keep: bool,
         options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         recomputed = 0
         for _ in range(_MOST_RECOVERIES):
             try:
-                return self._ask_once(llm, question, attempt, recomputed, keep, options)
+                return self._ask_once(question, llm, attempt, recomputed, keep, options)
             except DocumentDamagedError:
                 if attempt.has_text:
                     raise
                 recovery = self.recover(on_tokens=on_tokens)
                 recomputed += recovery.recomputed_tokens
-        return self._ask_once(llm, question, attempt, recomputed, keep, options)
+        return self._ask_once(question, llm, attempt, recomputed, keep, options)
 
     def _ask_once(
-        self, llm: LLM, question: Question, attempt: "_Attempt", recomputed: int, keep: bool,
+        self, question: Question, llm: LLM, attempt: "_Attempt", recomputed: int, keep: bool,
         options: dict[str, Any],
     ) -> RequestOutput:  # fmt: skip
         opened, params = self._opened, question.params

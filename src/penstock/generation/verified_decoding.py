@@ -96,9 +96,9 @@ class VerifiedDecoding:
     ends behind the first that was drafted otherwise. Keys and values that stay are the exact ones.
 
     Draft and check choose by the same noise, so that sampled tokens too are those which an exact
-    run chooses with the same seed, whatever was drafted (Gumbel sampling of Daliri et al.,
-    arXiv 2408.07978, which exponential races are). Leviathan et al. (arXiv 2211.17192) accept a little more often,
-    and their tokens depend on the drafts.
+    run chooses with the same seed, whatever was drafted (Gumbel sampling of Daliri et al., arXiv
+    2408.07978, which exponential races are). Leviathan et al. (arXiv 2211.17192) accept a little
+    more often, and their tokens depend on the drafts.
 
     Rows go on together: a round ends where the first of them must.
     """
