@@ -15,6 +15,7 @@ from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.group_fetch import Fetched, GroupFetch, SlotArrays
 from penstock.kernels.group_selection import GroupSelection
+from penstock.kernels.key_rotation import KeyRotation
 from penstock.kernels.native import compiled
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.coalesce import coalesce_twin
@@ -30,11 +31,17 @@ DESCRIPTOR, KEY = 17, 5 << 32
 class Case:
     """One layer twice: fetched in one call, and step by step."""
 
-    def __init__(self, batch: int, slots: int, stored: NDArray[np.int64]) -> None:
+    def __init__(
+        self, batch: int, slots: int, stored: NDArray[np.int64], *, turned: bool = False
+    ) -> None:
         heads, kv_heads, dim, rank = 4, 2, 32, 16
         codes = torch.randint(-127, 128, (batch, 4, 2, 64, rank), dtype=torch.int8)
         basis = torch.randn(kv_heads * dim, rank)
-        self.selection = GroupSelection(codes, basis, torch.ones(rank), 8, heads, kv_heads)
+        turns = None
+        if turned:
+            rotation = KeyRotation(torch.logspace(0, -3, dim // 2, dtype=torch.float64))
+            turns = rotation.turns(32, 4 * 64 // 16, basis.device)
+        self.selection = GroupSelection(codes, basis, torch.ones(rank), 8, heads, kv_heads, turns)
         self.tables = [SlotTable(batch, slots, GROUPS) for _ in range(2)]
         self.clocks = [FIFO(batch, slots) for _ in range(2)]
         self.stored, self.buffer = stored, AlignedBuffer(batch * SLOTS_PER_ROW, UNIT)
@@ -50,7 +57,7 @@ class Case:
     def step(self, first: int, end: int, wanted: int) -> tuple[Fetched, FetchPlan]:
         query = torch.randn(self.shape)
         fetched = self.call.submit(query, (first, end), wanted, context=0, room=0, key=KEY)
-        chosen = self.selection.twin(query, first, end, wanted)
+        chosen = self.selection.best(query, first, end, wanted)
         np.testing.assert_array_equal(fetched.chosen, chosen)
         plan = plan_fetch_twin(Selection(chosen), self.tables[1], self.clocks[1])
         np.testing.assert_array_equal(fetched.slots, plan.selected_slots)
@@ -72,7 +79,7 @@ def test_as_step_by_step(data: st.DataObject) -> None:
     stored = np.arange(batch * GROUPS).reshape(batch, GROUPS)
     if data.draw(st.booleans()):  # holes, so that less is merged
         stored = stored * 2
-    case = Case(batch, slots, stored)
+    case = Case(batch, slots, stored, turned=data.draw(st.booleans()))
     for _ in range(4):
         first, end = data.draw(st.integers(0, 5)), data.draw(st.integers(60, GROUPS))
         fetched, plan = case.step(first, end, data.draw(st.integers(1, 20)))

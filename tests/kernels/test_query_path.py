@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels import group_selection
+from penstock.kernels.group_products import group_products
+from penstock.kernels.group_scores import group_scores, sum_of_softmaxes
 from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.int8_linear import Int8Linear
+from penstock.kernels.key_rotation import KeyRotation
+from penstock.kernels.low_rank import project_queries
 from penstock.kernels.native import compiled
 from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.put_token import PutToken
@@ -69,6 +73,84 @@ def test_group_selection(
     assert fast.shape == (batch, min(wanted, end - first))
     np.testing.assert_array_equal(fast, slow)
     assert best.best(query, end, end, wanted).shape == (batch, 0)
+
+
+SHAPES = [(6, 3, 32, 16, 8), (20, 4, 64, 48, 4), (14, 2, 64, 24, 8), (5, 1, 16, 8, 8)]
+"""Heads, KV heads, their width, components and bits."""
+
+
+@bytewise
+@pytest.mark.parametrize(
+    ("shape", "turning", "asked", "dtype"),
+    covering(SHAPES, [(1, False), (0.5, True)], [(0, 1024), (3, 2001), (70, 530)], DTYPES),
+)
+def test_selection_of_turned_keys(
+    shape: tuple[int, int, int, int, int], turning: tuple[float, bool], asked: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Every block's query is made in 8 bits: what is chosen has the shares of the twin's choice."""
+    (heads, kv_heads, dim, rank, bits), (share, interleaved), (first, end) = shape, turning, asked
+    torch.manual_seed(end)
+    pairs = int(share * dim) // 2
+    frequencies = 1e4 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    turns = KeyRotation(frequencies, interleaved).turns(64, 8 * 16, torch.device("cpu"))
+    codes = torch.randint(-127, 128, (2, 8, 4, 256, rank * bits // 8), dtype=torch.int8)
+    codes = codes if bits == 8 else codes.view(torch.uint8)
+    basis = torch.linalg.qr(torch.randn(kv_heads * dim, kv_heads * dim))[0][:, :rank]
+    factor = torch.rand(rank) * (0.01 if bits == 8 else 0.12)
+    selection = GroupSelection(
+        codes, basis.to(dtype).contiguous(), factor, bits, heads, kv_heads, turns
+    )
+    assert selection.is_compiled
+    query = torch.randn(2, heads, dim).to(dtype)
+    parts = turns.queries(query, basis.to(dtype), kv_heads, factor, 0, 8 * 16)
+    logits = group_products(codes, parts, bits)
+    starts = torch.tensor([0, first])
+    expected = sum_of_softmaxes(logits.clone(), end, starts)
+    scores = selection.scores(query, end, starts)
+    assert torch.equal(scores[1, :first], torch.zeros(first))
+    torch.testing.assert_close(scores.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
+    assert (scores - expected).abs().max() < 0.05 * expected.max()
+    whole = sum_of_softmaxes(logits, end)
+    fast, slow = (
+        torch.from_numpy(chosen(query, first, end, 50))
+        for chosen in (selection.best, selection.twin)
+    )
+    assert fast.shape == slow.shape == (2, 50)
+    assert (fast[:, 1:] > fast[:, :-1]).all()
+    assert int(fast.min()) >= first
+    assert (whole.gather(1, fast).sum(1) > 0.995 * whole.gather(1, slow).sum(1)).all()
+
+
+@bytewise
+def test_turned_queries_are_those_of_eight_bits() -> None:
+    """Where nothing turns, products of the codes are what one query for all groups gives them."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim, rank = 16, 4, 32, 32
+    still = KeyRotation(torch.zeros(dim // 2, dtype=torch.float64))
+    turns = still.turns(64, 32, torch.device("cpu"))
+    codes = torch.randint(-127, 128, (1, 2, 4, 256, rank), dtype=torch.int8)
+    given = (codes, torch.randn(kv_heads * dim, rank), torch.rand(rank) / 500, 8, heads, kv_heads)
+    turned, plain = GroupSelection(*given, turns), GroupSelection(*given)
+    query = torch.randn(1, heads, dim)
+    low_rank = project_queries(query, given[1], kv_heads, given[2])
+    expected = group_scores(codes, low_rank, 8, 512)
+    torch.testing.assert_close(turned.scores(query, 512), expected, rtol=0.2, atol=2e-3)
+    fast, slow = turned.best(query, 0, 512, 60), plain.best(query, 0, 512, 60)
+    assert len(np.intersect1d(fast, slow)) >= 57
+
+
+@bytewise
+def test_queries_that_are_no_numbers() -> None:
+    turns = KeyRotation(torch.ones(8, dtype=torch.float64)).turns(64, 16, torch.device("cpu"))
+    codes = torch.randint(-127, 128, (1, 1, 4, 256, 16), dtype=torch.int8)
+    selection = GroupSelection(codes, torch.randn(32, 16), torch.ones(16), 8, 2, 2, turns)
+    for number in (float("nan"), float("inf"), -float("inf"), 3e38):
+        query = torch.full((1, 2, 16), number)
+        chosen = selection.best(query, 5, 250, 20)
+        assert chosen.shape == (1, 20)
+        assert chosen.min() >= 5
+        assert chosen.max() < 250
 
 
 def test_without_a_kernel_the_steps_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.kernels.group_scores import compiled_scratch_bytes, group_scores, is_compiled
-from penstock.kernels.low_rank import fits_compiled, project_queries
+from penstock.kernels.group_products import group_products
+from penstock.kernels.group_scores import (
+    compiled_scratch_bytes,
+    group_scores,
+    is_compiled,
+    sum_of_softmaxes,
+)
+from penstock.kernels.key_rotation import KeyTurns
+from penstock.kernels.low_rank import fits_compiled, fits_turned, project_queries
 from penstock.kernels.native.compiled import address, kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
 from penstock.kernels.top_units import top_units
@@ -24,6 +31,7 @@ class _Codes(ctypes.Structure):
             "row_bytes", "kv_heads", "share", "dim", "rank", "kind", "group_tokens",
             "block_groups", "width", "bits",
         )),
+        ("turns", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -34,8 +42,9 @@ class GroupSelection:
     """
 
     def __init__(
-        self, codes: Tensor, basis: Tensor, factor: Tensor, bits: int, heads: int, kv_heads: int
-    ) -> None:
+        self, codes: Tensor, basis: Tensor, factor: Tensor, bits: int, heads: int, kv_heads: int,
+        turns: KeyTurns | None = None,
+    ) -> None:  # fmt: skip
         """Look at an index's memory, which is filled and changed elsewhere but stays where it is.
 
         Args:
@@ -43,6 +52,7 @@ class GroupSelection:
             basis: as in `project_queries`. [kv_heads * head_dim, rank]
             factor: float32, on low-rank queries. [rank]
             heads: query heads.
+            turns: what turns the keys that the codes are of, and the queries with them.
 
         Raises:
             ConfigError: these do not belong together; the compiled calls read as far as they say.
@@ -62,9 +72,16 @@ class GroupSelection:
         self._dim, self._rank = basis.shape[0] // kv_heads, basis.shape[1]
         self._query_shape = (heads, self._dim)
         self._rows, self._most_groups = len(codes), codes.shape[1] * codes.shape[3]
-        self._kernel = None
-        if not is_compiled(codes, bits) or not fits_compiled(basis, self._dim):
+        self._kernel, self._turns, self._compiled_turns = None, turns, None
+        if not is_compiled(codes, bits):
             return
+        if turns is None and not fits_compiled(basis, self._dim):
+            return
+        if turns is not None:
+            if not fits_turned(basis):
+                return
+            self._compiled_turns = turns.compiled(self._dim, codes.shape[2])
+            assert codes.shape[1] * codes.shape[3] <= turns.num_blocks * self._block_groups
         self._kernel = kernel("select_groups")
         blocks, group_tokens, block_groups, width = codes.shape[1:]
         self._index = _Codes(
@@ -73,6 +90,7 @@ class GroupSelection:
             share=heads // kv_heads, dim=self._dim, rank=self._rank,
             kind=DTYPE_CODES[basis.dtype], group_tokens=group_tokens, block_groups=block_groups,
             width=width, bits=bits,
+            turns=None if self._compiled_turns is None else self._compiled_turns.address,
         )  # fmt: skip
         self._address = ctypes.addressof(self._index)
 
@@ -94,6 +112,8 @@ class GroupSelection:
     def scratch_bytes(self, num_groups: int) -> int:
         """Memory that a compiled call wants."""
         scores = compiled_scratch_bytes(num_groups, int(self._index.width))
+        if self._compiled_turns is not None:
+            scores += self._compiled_turns.scratch_bytes(self._rank)
         return 4 * self._heads * self._rank + 8 * num_groups + scores
 
     def best(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
@@ -119,6 +139,34 @@ class GroupSelection:
         )  # fmt: skip
         return chosen
 
+    @property
+    def _block_groups(self) -> int:
+        """Groups of a block of keys."""
+        assert self._turns is not None
+        return self._turns.block_tokens // self._codes.shape[2]
+
+    def scores(self, query: Tensor, num_groups: int, first: Tensor | None = None) -> Tensor:
+        """As `group_scores`, of a query; where keys are turned and `is_compiled`.
+
+        Args:
+            query: as if each row's text began at its first place. [batch, heads, head_dim]
+            first: as there. int64 [batch]
+        """
+        compiled = kernel("turned_scores")
+        assert compiled is not None, "as compiled as the rest"
+        assert self._compiled_turns is not None, "keys that are turned are wanted"
+        self.require(query, 0, num_groups)
+        query = query.to(self._basis.dtype).contiguous()
+        scores = torch.empty(len(query), num_groups)
+        scratch = torch.empty(self.scratch_bytes(num_groups), dtype=torch.uint8)
+        begins = [0] * len(query) if first is None else first.tolist()
+        for row, begin in enumerate(begins):
+            compiled(
+                self._address, self._codes[row].data_ptr(), query[row].data_ptr(), begin,
+                num_groups, scratch.data_ptr(), scores[row].data_ptr(),
+            )  # fmt: skip
+        return scores
+
     def require(self, query: Tensor, first: int, num_groups: int) -> None:
         """A compiled call reads no further than the codes and the query are."""
         assert query.shape[1:] == self._query_shape, query.shape
@@ -127,6 +175,12 @@ class GroupSelection:
 
     def twin(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
         """The meaning of `best`: one step after the other."""
+        if self._turns is not None:
+            blocks, block_groups = -(-num_groups // self._codes.shape[3]), self._codes.shape[3]
+            end = blocks * block_groups // self._block_groups
+            parts = self._turns.queries(query, self._basis, self._kv_heads, self._factor, 0, end)
+            logits = group_products(self._codes[: len(query), :blocks], parts, self._bits)
+            return top_units(sum_of_softmaxes(logits, num_groups), first, wanted)
         low_rank = project_queries(query, self._basis, self._kv_heads, self._factor)
         codes = self._codes[: len(query)]
         return top_units(group_scores(codes, low_rank, self._bits, num_groups), first, wanted)

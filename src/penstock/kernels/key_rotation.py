@@ -1,5 +1,6 @@
 """KeyRotation: how a model turns keys by their positions; KeyTurns: turning them back by blocks."""
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,15 @@ from torch import Tensor
 
 BLOCK_TOKENS = 64
 """Tokens of a block, unless said otherwise."""
+
+
+class _Turns(ctypes.Structure):
+    """`penstock_turns` of native/steps.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "sums")),
+        *((name, ctypes.c_int64) for name in ("width", "groups", "pairs", "interleaved")),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +92,17 @@ class KeyTurns:
         """Most bytes of a table and its 8-bit form, for the ledger."""
         return num_blocks * (5 * head_dim + 8)
 
+    def compiled(self, head_dim: int, group_tokens: int) -> "CompiledTurns":
+        """The table as compiled kernels have it, in 8 bits; one for all layers."""
+        key = (head_dim, group_tokens)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledTurns(self, *key)
+        return self._compiled[key]
+
+    @cached_property
+    def _compiled(self) -> "dict[tuple[int, int], CompiledTurns]":
+        return {}
+
     @property
     def num_blocks(self) -> int:
         """Blocks of the longest sequence."""
@@ -134,6 +155,35 @@ class KeyTurns:
         products = torch.matmul(grouped.flatten(2, 3).to(basis.dtype), rows).float().mul_(factor)
         parts = products.view(batch, kv_heads, end - first, -1, len(factor))
         return parts.transpose(1, 2).flatten(2, 3)
+
+
+class CompiledTurns:
+    """Cosines and sines in 8 bits, which lose a selection nothing that its codes have."""
+
+    def __init__(self, turns: KeyTurns, head_dim: int, group_tokens: int) -> None:
+        pairs, levels = turns.rotation.pairs, turns.table.cpu() * 127
+        still = head_dim > 2 * pairs
+        self.width = -(-(2 * pairs + still) // 4) * 4
+        self._table = torch.zeros(turns.num_blocks, self.width, dtype=torch.int8)
+        self._table[:, : 2 * pairs] = levels.round().to(torch.int8)
+        if still:
+            self._table[:, 2 * pairs] = 127
+        self._sums = self._table.sum(dim=1, dtype=torch.int32)
+        self._turns = _Turns(
+            table=self._table.data_ptr(), sums=self._sums.data_ptr(), width=self.width,
+            groups=turns.block_tokens // group_tokens, pairs=pairs,
+            interleaved=turns.rotation.interleaved,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self._turns)
+
+    def scratch_bytes(self, rank: int) -> int:
+        """What a compiled kernel makes of 16 heads' queries."""
+        return turned_scratch_bytes(self.width, rank)
+
+
+def turned_scratch_bytes(width: int, rank: int) -> int:
+    """The same for a row of the table that is so wide."""
+    return 16 * (-(-rank // 16) * 16) * (width + 4)
 
 
 def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -119,6 +119,12 @@ def fits_compiled(basis: Tensor, width: int) -> bool:
     )
 
 
+def fits_turned(basis: Tensor) -> bool:
+    """Whether a compiled kernel multiplies turned queries with a basis, of any rank."""
+    known = basis.device.type == "cpu" and basis.dtype in DTYPE_CODES and basis.is_contiguous()
+    return known and kernel("turned_scores") is not None
+
+
 def _belong(basis: Tensor, width: int, factor: Tensor) -> bool:
     """Whether the kernel reads no further than a basis and its factors are."""
     rank = basis.shape[1]

@@ -4,11 +4,10 @@
  * Heads are the vector lanes, 16 at a time: a group's product with 16 heads is one register, so
  * that the maximum over its tokens costs one instruction and nothing is transposed. */
 
-#include "avx512.h"
+#include "block_queries.h"
 
 #ifdef PENSTOCK_X86
 
-#define LANES 16
 #define MAX_PARTS 16 /* threads */
 #define AT_ONCE 4 /* groups: as many independent sums hide the latency of a multiply-add */
 
@@ -36,9 +35,11 @@ static inline float exp_negative(float x) {
 }
 
 /* Largest product of every group with 16 heads, AT_ONCE groups from `first` on.
- * queries: [quads][LANES][4] (4 bits: twice that, the low nibbles' components first). */
+ * queries: [quads][LANES][4] (4 bits: twice that, the low nibbles' components first)
+ * scale, excess: [LANES], what a product is worth, and what is too much in it: codes are taken as
+ *     if they began at 0 */
 VNNI static void products(const block_t *block, int64_t first, const int8_t *queries,
-                               int32_t *best) {
+                          const float *scale, const float *excess, float *best) {
     const int64_t width = block->width, plane = block->block_groups * width;
     const uint8_t *token = block->codes + first * width;
     const __m512i sign = _mm512_set1_epi8((char)0x80), low = _mm512_set1_epi8(15);
@@ -71,25 +72,25 @@ VNNI static void products(const block_t *block, int64_t first, const int8_t *que
         }
         for (int g = 0; g < AT_ONCE; g++) out[g] = _mm512_max_epi32(out[g], sum[g]);
     }
-    for (int g = 0; g < AT_ONCE; g++) _mm512_storeu_si512(best + g * LANES, out[g]);
+    const __m512 factor = _mm512_loadu_ps(scale), less = _mm512_loadu_ps(excess);
+    for (int g = 0; g < AT_ONCE; g++)
+        _mm512_storeu_ps(best + g * LANES,
+                         _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(out[g]), less), factor));
 }
 
-/* Softmax of one part of the groups, unfinished: best, int32 [groups][LANES], becomes exp of the
- * distance to the part's largest logit, float, in place. */
-VNNI static void exponentials(int32_t *best, int64_t groups, const float *scale,
-                              int32_t *largest_out, float *sum_out) {
-    const __m512 factor = _mm512_loadu_ps(scale);
-    __m512i largest = _mm512_set1_epi32(INT32_MIN);
+/* Softmax of one part of the groups, unfinished: logits, [groups][LANES], become exp of the distance
+ * to the part's largest one, in place. */
+VNNI static void exponentials(float *logits, int64_t groups, float *largest_out, float *sum_out) {
+    __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++)
-        largest = _mm512_max_epi32(largest, _mm512_loadu_si512(best + g * LANES));
-    __m512 sum = _mm512_setzero_ps();
+        largest = _mm512_max_ps(largest, _mm512_loadu_ps(logits + g * LANES));
     for (int64_t g = 0; g < groups; g++) {
-        const __m512i gap = _mm512_sub_epi32(_mm512_loadu_si512(best + g * LANES), largest);
-        const __m512 w = exp_negative_512(_mm512_mul_ps(_mm512_cvtepi32_ps(gap), factor));
+        const __m512 gap = _mm512_sub_ps(_mm512_loadu_ps(logits + g * LANES), largest);
+        const __m512 w = exp_negative_512(gap);
         sum = _mm512_add_ps(sum, w);
-        _mm512_storeu_ps(best + g * LANES, w);
+        _mm512_storeu_ps(logits + g * LANES, w);
     }
-    _mm512_storeu_si512(largest_out, largest);
+    _mm512_storeu_ps(largest_out, largest);
     _mm512_storeu_ps(sum_out, sum);
 }
 
@@ -103,21 +104,25 @@ VNNI static void add_weighted(const float *weights, int64_t groups, const float 
 
 /* Quantise 16 heads' low-rank queries to int8, one scale per head, and lay them out for the lanes.
  * queries: float [lanes][rank]; packed: int8 [halves * quads][LANES][4], zero where nothing is. */
-static void pack_queries(const float *queries, int64_t lanes, int64_t rank, int64_t width, int bits,
-                         int8_t *packed, float *scale) {
-    const int64_t quads = width / 4;
-    memset(packed, 0, (bits == 4 ? 2 : 1) * quads * LANES * 4);
-    for (int64_t lane = 0; lane < LANES; lane++) scale[lane] = 0.0f;
+static void pack_queries(const float *queries, int64_t lanes, int64_t rank, int64_t quads, int bits,
+                         const tile_t *to) {
+    int8_t *packed = to->packed;
+    memset(packed, 0, quads * LANES * 4);
+    for (int64_t lane = 0; lane < LANES; lane++) to->scale[lane] = to->excess[lane] = 0.0f;
     for (int64_t lane = 0; lane < lanes; lane++) {
         const float *query = queries + lane * rank;
         float largest = 1e-30f;
         for (int64_t i = 0; i < rank; i++)
             if (fabsf(query[i]) > largest) largest = fabsf(query[i]);
-        scale[lane] = largest / 127.0f;
+        to->scale[lane] = largest / 127.0f;
+        float sum = 0.0f;
         for (int64_t i = 0; i < rank; i++) { /* of 4 bits it is in the low or the high half */
-            const float code = rintf(query[i] / scale[lane]); /* no number where a query is none */
-            packed[(i / 4 * LANES + lane) * 4 + i % 4] = fabsf(code) <= 127.0f ? (int8_t)code : 0;
+            const float code = rintf(query[i] / to->scale[lane]); /* none where a query has none */
+            const int8_t kept = fabsf(code) <= 127.0f ? (int8_t)code : 0;
+            packed[(i / 4 * LANES + lane) * 4 + i % 4] = kept;
+            sum += (float)kept;
         }
+        to->excess[lane] = (bits == 8 ? 128.0f : 7.5f) * sum;
     }
 }
 
@@ -134,53 +139,104 @@ static range_t range_of(int64_t begin, int64_t most, int64_t first, int64_t end)
     return range;
 }
 
-/* Scores of one row's groups.
- *
- * codes: [blocks][group_tokens][block_groups][width]; width and block_groups divide by 4
- * bits: 8 (int8 codes) or 4 (two components in a byte, the first `width` ones in the low nibbles)
- * queries: float [heads][rank], in units where a code's step is 1; softmax forgives offsets, which
- *     is why neither the sign bit of 8 nor the half step of 4 bits is corrected
- * first: groups before this one have no share, and the score 0; 0 .. num_groups
- * scratch: (num_groups rounded up to 4) * 64 + 128 * (width + 1) bytes, aligned to 4
- * scores: float [num_groups] */
-PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
-                                           int64_t block_groups, int64_t width, int64_t bits,
-                                           const float *queries, int64_t rank, int64_t heads,
-                                           int64_t first, int64_t num_groups, void *scratch,
-                                           float *scores) {
-    const int64_t block_bytes = group_tokens * block_groups * width;
-    const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-    int32_t *best_of = scratch;
-    float *scale = (float *)(best_of + padded * LANES);
-    int8_t *packed = (int8_t *)(scale + LANES);
+/* One row's scores: where its codes are, what asks, and where numbers go meanwhile. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t group_tokens, block_groups, width;
+    int bits;
+    int64_t heads, first, num_groups; /* groups before `first` have no share, and the score 0 */
+    const float *queries; /* low-rank ones, one of each head for all groups; or NULL, and: */
+    int64_t rank;
+    const penstock_codes *index;
+    const char *query;
+    float *logits; /* [groups][LANES] */
+    char *scratch; /* of the queries */
+    float *scores;
+} row_t;
+
+/* Logits of the groups [at.begin, at.begin + at.count) that one query asks. */
+static void logits_of(const row_t *row, range_t at, const tile_t *asked) {
+    for (int64_t g = at.begin / AT_ONCE * AT_ONCE; g < at.begin + at.count; g += AT_ONCE) {
+        const int64_t block = g / row->block_groups;
+        const block_t codes = {row->codes + block * row->group_tokens * row->block_groups
+                               * row->width, row->group_tokens, row->block_groups, row->width,
+                               row->width / 4, row->bits};
+        products(&codes, g % row->block_groups, asked->packed, asked->scale, asked->excess,
+                 row->logits + g * LANES);
+    }
+}
+
+/* Logits of a part where every block has its own query: those of a few blocks, then theirs. */
+static void turned_logits_of(const row_t *row, range_t at, const split_t *split, int64_t lanes,
+                             int64_t quads) {
+    const penstock_turns *turns = row->index->turns;
+    const int64_t end = at.begin + at.count;
+    const int64_t end_block = (end + turns->groups - 1) / turns->groups;
+    int8_t packed[TILE * quads * LANES * 4];
+    float scale[TILE * LANES], excess[TILE * LANES];
+    const tile_t tile = {packed, scale, excess};
+    if (at.count == 0) return;
+    memset(packed, 0, sizeof packed);
+    memset(scale, 0, sizeof scale);
+    memset(excess, 0, sizeof excess);
+    for (int64_t block = at.begin / turns->groups; block < end_block; block += TILE) {
+        const int64_t count = end_block - block < TILE ? end_block - block : TILE;
+        turn_tile(turns, split, lanes, block, count, quads, row->bits, &tile);
+        for (int64_t i = 0; i < count; i++) {
+            const range_t those = range_of((block + i) * turns->groups, turns->groups, at.begin,
+                                           end);
+            const tile_t asked = {packed + i * quads * LANES * 4, scale + i * LANES,
+                                  excess + i * LANES};
+            logits_of(row, those, &asked);
+        }
+    }
+}
+
+static void score_row(const row_t *row) {
+    const int64_t first = row->first, num_groups = row->num_groups;
+    const penstock_turns *turns = row->queries == NULL ? row->index->turns : NULL;
+    const int64_t quads = (row->bits == 4 ? 2 : 1) * row->width / 4;
     const int64_t parts = num_groups < 1024 ? 1 : penstock_num_threads(MAX_PARTS);
-    const int64_t part_groups = (num_groups / parts + AT_ONCE) / AT_ONCE * AT_ONCE;
-    memset(scores, 0, num_groups * sizeof(float));
+    const int64_t whole = turns != NULL && turns->groups > AT_ONCE ? turns->groups : AT_ONCE;
+    const int64_t part_groups = (num_groups / parts + whole) / whole * whole;
+    split_t split = {0, 0, NULL, NULL};
+    tile_t all = {NULL, (float *)row->scratch, (float *)row->scratch + LANES};
+    if (turns != NULL) {
+        split.quads = turns->width / 4;
+        split.padded = (row->rank + LANES - 1) / LANES * LANES;
+        split.factors = (float *)row->scratch;
+        split.weights = (int32_t *)(split.factors + LANES * split.padded);
+    } else {
+        all.packed = (int8_t *)(all.excess + LANES);
+    }
+    memset(row->scores, 0, num_groups * sizeof(float));
     if (first >= num_groups) return;
-    for (int64_t head = 0; head < heads; head += LANES) {
-        const int64_t lanes = heads - head < LANES ? heads - head : LANES;
-        int32_t largest[MAX_PARTS][LANES];
-        float sum[MAX_PARTS][LANES];
-        pack_queries(queries + head * rank, lanes, rank, width, (int)bits, packed, scale);
+    for (int64_t head = 0; head < row->heads; head += LANES) {
+        const int64_t lanes = row->heads - head < LANES ? row->heads - head : LANES;
+        float largest[MAX_PARTS][LANES], sum[MAX_PARTS][LANES];
+        if (turns != NULL) {
+            split_query(row->index, turns, row->query, head, lanes, &split);
+        } else {
+            pack_queries(row->queries + head * row->rank, lanes, row->rank, quads, row->bits,
+                         &all);
+        }
 #pragma omp parallel for num_threads(parts) if (parts > 1)
         for (int64_t part = 0; part < parts; part++) {
             const range_t at = range_of(part * part_groups, part_groups, first, num_groups);
-            for (int64_t g = at.begin / AT_ONCE * AT_ONCE; g < at.begin + at.count; g += AT_ONCE) {
-                const block_t block = {codes + g / block_groups * block_bytes, group_tokens,
-                                       block_groups, width, width / 4, (int)bits};
-                products(&block, g % block_groups, packed, best_of + g * LANES);
+            if (turns != NULL) {
+                turned_logits_of(row, at, &split, lanes, quads);
+            } else {
+                logits_of(row, at, &all);
             }
-            exponentials(best_of + at.begin * LANES, at.count, scale, largest[part], sum[part]);
+            exponentials(row->logits + at.begin * LANES, at.count, largest[part], sum[part]);
         }
         float factor[MAX_PARTS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
-            int32_t most = INT32_MIN;
+            float most = -INFINITY, total = 0.0f;
             for (int64_t part = 0; part < parts; part++)
                 if (largest[part][lane] > most) most = largest[part][lane];
-            float total = 0.0f;
             for (int64_t part = 0; part < parts; part++) {
-                const float gap = (float)((int64_t)largest[part][lane] - most) * scale[lane];
-                factor[part][lane] = exp_negative(gap);
+                factor[part][lane] = exp_negative(largest[part][lane] - most);
                 total += factor[part][lane] * sum[part][lane];
             }
             for (int64_t part = 0; part < parts; part++)
@@ -189,10 +245,49 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
 #pragma omp parallel for num_threads(parts) if (parts > 1)
         for (int64_t part = 0; part < parts; part++) {
             const range_t at = range_of(part * part_groups, part_groups, first, num_groups);
-            add_weighted((const float *)best_of + at.begin * LANES, at.count, factor[part],
-                         scores + at.begin);
+            add_weighted(row->logits + at.begin * LANES, at.count, factor[part],
+                         row->scores + at.begin);
         }
     }
+}
+
+/* Scores of one row's groups.
+ *
+ * codes: [blocks][group_tokens][block_groups][width]; width and block_groups divide by 4
+ * bits: 8 (int8 codes) or 4 (two components in a byte, the first `width` ones in the low nibbles)
+ * queries: float [heads][rank], in units where a code's step is 1
+ * first: groups before this one have no share, and the score 0; 0 .. num_groups
+ * scratch: (num_groups rounded up to 4) * 64 + 128 * (width + 1) bytes, aligned to 4
+ * scores: float [num_groups] */
+PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
+                                           int64_t block_groups, int64_t width, int64_t bits,
+                                           const float *queries, int64_t rank, int64_t heads,
+                                           int64_t first, int64_t num_groups, void *scratch,
+                                           float *scores) {
+    float *logits = scratch;
+    const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    const row_t row = {codes, group_tokens, block_groups, width, (int)bits, heads, first,
+                       num_groups, queries, rank, NULL, NULL, logits,
+                       (char *)(logits + padded * LANES), scores};
+    score_row(&row);
+}
+
+/* Scores of one row's groups whose keys are turned back block by block.
+ *
+ * query: [heads][dim] of `kind`, as if the row's text began at its first place
+ * codes, first, scores: as group_scores has them
+ * scratch: (num_groups rounded up to 4) * 64 + 16 * (rank rounded up to 16) * (width of the
+ *     table + 4) bytes, aligned to 4 */
+PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const uint8_t *codes,
+                                            const char *query, int64_t first, int64_t num_groups,
+                                            void *scratch, float *scores) {
+    float *logits = scratch;
+    const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    const row_t row = {codes, index->group_tokens, index->block_groups, index->width,
+                       (int)index->bits, index->kv_heads * index->share, first, num_groups, NULL,
+                       index->rank, index, query, logits, (char *)(logits + padded * LANES),
+                       scores};
+    score_row(&row);
 }
 
 #endif

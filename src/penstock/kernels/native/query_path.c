@@ -64,7 +64,8 @@ PENSTOCK_EXPORT void penstock_predict_query(const penstock_projection *layer, co
  *
  * query: [batch][heads][dim] of `kind`; groups [first, num_groups) may be chosen
  * wanted: 1 .. num_groups - first
- * scratch: 4 * heads * rank + 8 * num_groups bytes, then what group_scores asks for
+ * scratch: 4 * heads * rank + 8 * num_groups bytes, then what group_scores or turned_scores asks
+ *     for
  * chosen: int64 [batch][wanted] */
 PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,
                                             int64_t batch, int64_t first, int64_t num_groups,
@@ -75,10 +76,17 @@ PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const c
     float *low_rank = (float *)scratch, *scores = low_rank + heads * index->rank;
     int32_t *keys = (int32_t *)(scores + num_groups);
     for (int64_t row = 0; row < batch; row++) {
-        penstock_low_rank(query + row * query_bytes, heads * index->dim, 1, index->kv_heads,
+        const char *asked = query + row * query_bytes;
+        const uint8_t *codes = index->codes + row * index->row_bytes;
+        if (index->turns != NULL) {
+            penstock_turned_scores(index, codes, asked, 0, num_groups, keys + num_groups, scores);
+            penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);
+            continue;
+        }
+        penstock_low_rank(asked, heads * index->dim, 1, index->kv_heads,
                           index->share, index->dim, index->basis, index->rank, index->kind,
                           index->factor, low_rank);
-        penstock_group_scores(index->codes + row * index->row_bytes, index->group_tokens,
+        penstock_group_scores(codes, index->group_tokens,
                               index->block_groups, index->width, index->bits, low_rank,
                               index->rank, heads, 0, num_groups, keys + num_groups, scores);
         penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);

@@ -16,6 +16,16 @@ typedef struct {
     int64_t width, heads, dim, kind;
 } penstock_projection;
 
+/* What turns the keys of a block back, and queries as far; the fields of `_Turns` in
+ * kernels/key_rotation.py. */
+typedef struct {
+    const int8_t *table; /* [blocks][width], 127 * cosines, sines, 1 where some do not turn, 0 */
+    const int32_t *sums; /* of each row of the table */
+    int64_t width; /* divides by 4 */
+    int64_t groups; /* of a block, divides by 4 and divides block_groups */
+    int64_t pairs, interleaved;
+} penstock_turns;
+
 /* Codes of one layer's keys; the fields of `_Codes` in kernels/group_selection.py. */
 typedef struct {
     const char *basis; /* [kv_heads * dim][rank], of `kind` */
@@ -23,6 +33,7 @@ typedef struct {
     const uint8_t *codes; /* per row [blocks][group_tokens][block_groups][width] */
     int64_t row_bytes, kv_heads, share, dim, rank, kind;
     int64_t group_tokens, block_groups, width, bits;
+    const penstock_turns *turns; /* NULL: keys are as the model has them */
 } penstock_codes;
 
 /* Slots of one layer, and the file that fills them; the fields of `_Slots` in
@@ -52,6 +63,9 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
                                            const float *queries, int64_t rank, int64_t heads,
                                            int64_t first, int64_t num_groups, void *scratch,
                                            float *scores);
+PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const uint8_t *codes,
+                                            const char *query, int64_t first, int64_t num_groups,
+                                            void *scratch, float *scores);
 PENSTOCK_EXPORT void penstock_top_units(const float *scores, int64_t first, int64_t num_units,
                                         int64_t wanted, int32_t *scratch, int64_t *chosen);
 PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,

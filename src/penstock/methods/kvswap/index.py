@@ -23,7 +23,13 @@ from penstock.kernels.group_scores import (
     sum_of_softmaxes,
 )
 from penstock.kernels.group_selection import GroupSelection
-from penstock.kernels.key_rotation import BLOCK_TOKENS, KeyRotation, KeyTurns, turned_back
+from penstock.kernels.key_rotation import (
+    BLOCK_TOKENS,
+    KeyRotation,
+    KeyTurns,
+    turned_back,
+    turned_scratch_bytes,
+)
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 
 HeadReduction = Literal["sum", "softmax"]
@@ -170,7 +176,10 @@ class LowRankIndex(KeyIndex):
             piece = min(tokens, max(span, tokens // PIECES))
             queries = 4 * heads * (3 * shape.head_dim + rank) * -(-piece // span)
             plain += batch * (queries + 5 * rank * piece)
-        return 8 * batch * groups + max(plain, compiled_scratch_bytes(groups, rank))
+        compiled = compiled_scratch_bytes(groups, rank)
+        if turned:
+            compiled += turned_scratch_bytes(shape.head_dim, rank)
+        return 8 * batch * groups + max(plain, compiled)
 
     @staticmethod
     def table_bytes(shape: KVShape, *, max_units: int, group_tokens: int, block_tokens: int) -> int:
@@ -382,6 +391,9 @@ class LowRankIndex(KeyIndex):
         if self._turns is None and (blocks <= self._chunk_blocks or is_compiled(codes, self._bits)):
             per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
             return group_scores(codes, per_head, self._bits, num_units, self._start)
+        selection = self._selection_of_codes() if self._turns is not None else None
+        if selection is not None and selection.is_compiled:
+            return selection.scores(self._from_start(query), num_units, self._start)
         logits = self._group_logits(self._low_rank(query, self._scaled_step), num_units)
         return sum_of_softmaxes(logits, num_units, self._start)
 
@@ -412,15 +424,19 @@ class LowRankIndex(KeyIndex):
 
     @override
     def selection(self) -> GroupSelection | None:
-        if self._head_reduction == "sum" or self._start is not None or self._turns is not None:
+        if self._head_reduction == "sum" or self._start is not None:
             return None
+        selection = self._selection_of_codes()
+        return selection if selection.is_compiled else None
+
+    def _selection_of_codes(self) -> GroupSelection:
         if self._selection is None:
             shape = self._shape
             self._selection = GroupSelection(
                 self._codes, self._basis, self._scaled_step, self._bits,
-                shape.num_query_heads, shape.num_kv_heads,
+                shape.num_query_heads, shape.num_kv_heads, self._turns,
             )  # fmt: skip
-        return self._selection if self._selection.is_compiled else None
+        return self._selection
 
     @override
     def score_before(self, query: Tensor, num_units: int, end: Tensor, first: Tensor) -> Tensor:
