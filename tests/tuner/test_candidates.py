@@ -50,7 +50,7 @@ def every(count: int, items: list[Candidate]) -> list[Candidate]:
     ("kind", "with_adapter", "share", "batch"),
     [
         ("memory", True, 0.3, 1), ("memory", False, 0.4, 2), ("memory", True, None, 1),
-        ("nvme", True, 0.9, 3), ("nvme", False, 0.3, 1), ("disk", True, 0.4, 2),
+        ("nvme", True, 0.9, 3), ("nvme", False, 0.32, 1), ("disk", True, 0.4, 2),
         ("disk", False, 0.9, 1), ("disk", True, None, 1),
     ],
 )  # fmt: skip
