@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from penstock.kernels.query_steps import turn_query
+
 BLOCK_TOKENS = 64
 """Tokens of a block, unless said otherwise."""
 
@@ -86,6 +88,7 @@ class KeyTurns:
         angles = starts[:, None] * rotation.frequencies
         self.table = torch.cat([angles.cos(), angles.sin()], dim=1).float().to(device)
         """Cosines, then sines, of the blocks' starts. float32 [blocks, 2 * pairs]"""
+        self._made: tuple[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
 
     @staticmethod
     def num_bytes(head_dim: int, num_blocks: int) -> int:
@@ -118,9 +121,33 @@ class KeyTurns:
         """
         places = first_token
         if isinstance(places, int):
+            if keys.device.type == "cpu" and self._is_whole(keys.shape[3]):
+                cos, sin = self._turn_of(places, keys.shape[1], keys.dtype)
+                if len(cos) > 1:
+                    cos, sin = cos.repeat(len(keys), 1), sin.repeat(len(keys), 1)
+                return turn_query(keys.flatten(0, 1), cos, sin).view(keys.shape)
             places = torch.arange(places, places + keys.shape[1], device=keys.device)
         cos, sin = self._of(places)
         return turned_back(keys, cos, sin, interleaved=self.rotation.interleaved)
+
+    def _is_whole(self, head_dim: int) -> bool:
+        """Whether all of a head turns, by halves, as `turn_query` does it."""
+        return not self.rotation.interleaved and 2 * self.rotation.pairs == head_dim
+
+    def _turn_of(self, first: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What turns tokens back, as `turn_query` takes it. Each [1 where all are of one block, or
+        tokens, head_dim]"""
+        block = first // self.block_tokens
+        alone = (first + count - 1) // self.block_tokens == block
+        made, key = self._made, (block, dtype)
+        if alone and made is not None and made[0] == key:
+            return made[1]  # all layers of a step ask for the same
+        places = torch.arange(first, first + (1 if alone else count))
+        cos, sin = self.table[places // self.block_tokens].to(dtype).chunk(2, dim=1)
+        turn = torch.cat([cos, cos], dim=1), -torch.cat([sin, sin], dim=1)
+        if alone:
+            self._made = key, turn
+        return turn
 
     def keys_of(self, turned: Tensor) -> Tensor:
         """What `keys` gave these for, of a sequence's first tokens."""

@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.slot_plan import SlotPlan
@@ -98,6 +100,9 @@ class DeviceIndex(ABC):
 
     def forget_fit(self) -> None:  # noqa: B027 - optional
         """What `fit` learnt is of another text, or of too little."""
+
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:  # noqa: B027 - optional
+        """Learn where each row begins; arguments as in `KeyIndex.see_start`."""
 
     @abstractmethod
     def take(self, keys: Tensor, first_token: int) -> None:

@@ -305,6 +305,8 @@ class DeviceLayer(Layer):
             if visible is not None:
                 self._refuse_gaps(visible, first)
             self.setup.clock.set_start(first)
+            if self.index is not None:
+                self.index.see_start((first // group_tokens).cpu().numpy())
             self.window.set_start_units(first // group_tokens)
         store_tokens(keys, values, self.host.tokens, start)
         self._index_keys(keys)

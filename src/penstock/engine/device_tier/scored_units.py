@@ -1,6 +1,8 @@
 """ScoredUnits: any index that scores units of equal size, as a device index (top-k)."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,6 +51,10 @@ class ScoredUnits(DeviceIndex):
     @override
     def forget_fit(self) -> None:
         self.index.forget_fit()
+
+    @override
+    def see_start(self, first_unit: NDArray[np.int64]) -> None:
+        self.index.see_start(first_unit)
 
     @override
     def take(self, keys: Tensor, first_token: int) -> None:
