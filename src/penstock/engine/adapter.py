@@ -25,8 +25,10 @@ _HEADER_BYTES_MAX = 100 << 20
 """Of a safetensors file, as its own readers have it."""
 _AGAIN = "make it again with `penstock calibrate`"
 _MOST_BLOCK_TOKENS = 1 << 20
-_LONGEST = 1.001
+_LONGEST = 1.005
 """Of a component of a column of length 1, rounded."""
+_LEAST_SCALE = 1e-4
+"""Scales are about 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class LayerAdapter:
     block_tokens: int = 0
     """The keys that it is of are turned back to their offset in a block of so many tokens; 0: keys
     as the model has them."""
+    scale: Tensor | None = None
+    """What those keys are multiplied by, and queries divided by, before (`key_scale`); None: by
+    nothing. float32 [kv_heads * head_dim]"""
 
     @property
     def rank(self) -> int:
@@ -54,7 +59,7 @@ class LayerAdapter:
 
     def truncated(self, rank: int) -> "LayerAdapter":
         """The strongest `rank` components."""
-        return LayerAdapter(self.basis[:, :rank], self.peak[:rank], block_tokens=self.block_tokens)
+        return replace(self, basis=self.basis[:, :rank], peak=self.peak[:rank], ranks=())
 
 
 def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
@@ -77,16 +82,19 @@ def fit_basis(second_moment: Tensor, rank: int) -> Tensor:
     return basis
 
 
-def fit_layer(keys: Tensor, rank: int, block_tokens: int = 0) -> LayerAdapter:
+def fit_layer(
+    keys: Tensor, rank: int, block_tokens: int = 0, scale: Tensor | None = None
+) -> LayerAdapter:
     """Fit one layer to a sample of keys.
 
     Args:
         keys: turned back already where they are of blocks. [tokens, joint_dim]
+        scale: see `LayerAdapter`.
     """
-    flat = keys.float()
+    flat = keys.float() if scale is None else keys.float() * scale
     basis = fit_basis(flat.T @ flat, rank)
     peak = (flat @ basis).abs().amax(dim=0)
-    return LayerAdapter(basis, peak, block_tokens=block_tokens)
+    return LayerAdapter(basis, peak, block_tokens=block_tokens, scale=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,8 @@ class LowRankAdapter:
         for i, layer in enumerate(self.layers):
             tensors[f"layers.{i}.basis"] = layer.basis.contiguous()
             tensors[f"layers.{i}.peak"] = layer.peak.contiguous()
+            if layer.scale is not None:
+                tensors[f"layers.{i}.scale"] = layer.scale.contiguous()
         tensors["prediction_cosine"] = torch.tensor(self.prediction_cosine, dtype=torch.float32)
         if self.selection_cost:
             tensors["selection_cost"] = torch.tensor(self.selection_cost, dtype=torch.float32)
@@ -170,7 +180,7 @@ class LowRankAdapter:
                 layers = [
                     LayerAdapter(
                         file.get_tensor(f"layers.{i}.basis"), file.get_tensor(f"layers.{i}.peak"),
-                        block_tokens=blocks[i],
+                        block_tokens=blocks[i], scale=_scale(file, i, blocks[i]),
                     )
                     for i in range(count)
                 ]  # fmt: skip
@@ -198,8 +208,7 @@ class LowRankAdapter:
                 f"this model has {fingerprint[:12]}); make one with `penstock calibrate`"
             )
         for i, layer in enumerate(self.layers):
-            fault = basis_fault(layer.basis, layer.peak)
-            if fault:
+            if fault := _layer_fault(layer):
                 raise AdapterError(f"layer {i} of the adapter: {fault}; {_AGAIN}")
         shapes = {layer.basis.shape[0] for layer in self.layers}
         if len(self.layers) != num_layers or shapes != {joint_dim}:
@@ -235,6 +244,22 @@ def basis_fault(basis: Tensor, scale: Tensor) -> str | None:
     return None
 
 
+def scale_fault(scale: Tensor | None, joint_dim: int) -> str | None:
+    """What is wrong with a scale of keys, in words; None where nothing is."""
+    if scale is None:
+        return None
+    if scale.shape != (joint_dim,) or scale.dtype != torch.float32:
+        return f"a scale {list(scale.shape)} in {scale.dtype} is not of {joint_dim} in float32"
+    if not bool(((scale > _LEAST_SCALE) & (scale < 1 / _LEAST_SCALE)).all()):
+        return "a scale is not positive, not finite, or far from 1"
+    return None
+
+
+def _layer_fault(layer: LayerAdapter) -> str | None:
+    fault = basis_fault(layer.basis, layer.peak)
+    return fault or scale_fault(layer.scale, len(layer.basis))
+
+
 def widest_ranks(layers: Sequence[LayerAdapter]) -> tuple[int, ...]:
     """The largest share of a layer for every mean rank; empty where all layers have the same."""
     return tuple(map(max, zip(*(layer.ranks for layer in layers), strict=True)))
@@ -245,8 +270,7 @@ def _require_layers(layers: Sequence[LayerAdapter], path: str | Path) -> None:
     if not layers:
         raise AdapterError(f"{path} has no layers; {_AGAIN}")
     for i, layer in enumerate(layers):
-        fault = basis_fault(layer.basis, layer.peak)
-        if fault:
+        if fault := _layer_fault(layer):
             raise AdapterError(f"{path}, layer {i}: {fault}; {_AGAIN}")
     if len({layer.basis.shape[0] for layer in layers}) > 1:
         raise AdapterError(f"{path} has layers of several key widths; {_AGAIN}")
@@ -285,6 +309,15 @@ def _blocks(file: Any, count: int, path: str | Path) -> list[int]:
             f"layers; {_AGAIN}"
         )
     return numbers
+
+
+def _scale(file: Any, layer: int, block_tokens: int) -> Tensor | None:
+    """A layer's, where there is one: only keys by blocks have some."""
+    name = f"layers.{layer}.scale"
+    found: Tensor | None = None
+    if block_tokens and name in set(file.keys()):
+        found = file.get_tensor(name)
+    return found
 
 
 def _rows(file: Any, name: str) -> tuple[tuple[float, ...], ...]:

@@ -43,7 +43,7 @@ class IndexFit:
         if 0 < 2 * self.tokens <= length:
             index.forget_fit()
 
-    def keep(self, index: KeyIndex, query: Tensor) -> None:
+    def keep(self, index: KeyIndex | DeviceIndex, query: Tensor) -> None:
         """Remember the newest queries of the prompt for an index that wants them."""
         count = index.wanted_queries
         if count:
@@ -72,7 +72,7 @@ class IndexFit:
                 self.queries = seen
         return made
 
-    def hand_queries(self, index: KeyIndex) -> None:
+    def hand_queries(self, index: KeyIndex | DeviceIndex) -> None:
         """Hand the index its queries, if there are any."""
         if self.queries is not None:
             index.see_queries(self.queries)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter, fit_basis
+from penstock.engine.key_scale import key_scale, mean_squares
 from penstock.kernels.key_rotation import BLOCK_TOKENS, KeyTurns
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
@@ -27,7 +28,8 @@ CHUNK_TOKENS = 1024
 KEPT_TOKENS = 16_384
 """Tokens whose keys are kept until the bases are known, windows together; one window at least."""
 COSINE_TOKENS = 64
-"""Tokens of each text on which the query prediction is judged."""
+"""Tokens of each text on which the query prediction is judged, and that say how loud queries are.
+"""
 
 
 def calibrate(
@@ -45,8 +47,8 @@ def calibrate(
     One pass over the text. The range of the projected components and what each layer needs of them
     (`RankMeter`, at the ends of windows; not in the paper) are measured on windows whose keys were
     kept, `KEPT_TOKENS` in all. Give varied text. Keys are turned back to their offset in a block,
-    where the model's rotary embedding is known (`KeyTurns`, not in the paper); elsewhere give
-    windows as long as the prompts to come: post-RoPE keys turn with the position.
+    where the model's rotary embedding is known (`KeyTurns`), and scaled by what queries see
+    (`key_scale`; neither is in the paper); elsewhere give windows as long as the prompts to come.
 
     Args:
         model: the model, on any device.
@@ -76,6 +78,7 @@ def calibrate(
     read, kept = sum(map(len, windows)), _kept_windows([len(piece) for piece in windows])
     report = _sums(progress, read + sum(ranks.tokens_read(len(windows[i])) for i in kept))
     moments = [torch.zeros(shape.kv.joint_dim, shape.kv.joint_dim) for _ in shape.tiered_layers]
+    squares = torch.zeros(len(moments), shape.kv.num_kv_heads, shape.kv.head_dim)
     queries, cosines = LastQueries(model), _CosineMeter(shape)
     held: list[tuple[Tensor, DynamicCache]] = []
     for i, piece in enumerate(windows):
@@ -83,18 +86,14 @@ def calibrate(
         for tier, layer in enumerate(shape.tiered_layers):
             keys = _joint_keys(cache, layer, turns[tier])
             moments[tier] += (keys.T @ keys).cpu()
+            squares[tier] += _squares(queries, layer, shape) / len(windows)
         cosines.add(queries)
         queries.forget()
         if i in kept:
             held.append((piece, cache))
-    bases = [fit_basis(moment, rank) for moment in moments]
-    layers = [_adapter_of(*each) for each in zip(bases, turns, strict=True)]
+    layers = [_adapter_of(*each, rank) for each in zip(moments, squares, turns, strict=True)]
     for piece, cache in held:
-        layers = [
-            _reaching(each, _joint_keys(cache, layer, turn))
-            for each, layer, turn in zip(layers, shape.tiered_layers, turns, strict=True)
-        ]
-        ranks.add(piece, cache, [layer.basis for layer in layers], report)
+        layers = _measured(layers, piece, cache, shape, turns, ranks, report)
     adapter = LowRankAdapter(layers, fingerprint(model), read, cosines.means(), ranks.costs())
     if path is not None:
         adapter.save(path)
@@ -150,15 +149,47 @@ def _turns(
     return [each.turns(*size) if each else None for each in key_rotations(model, shape)]
 
 
-def _adapter_of(basis: Tensor, turns: KeyTurns | None) -> LayerAdapter:
-    """One layer's, before any key was seen."""
-    block_tokens = turns.block_tokens if turns else 0
-    return LayerAdapter(basis, torch.zeros(basis.shape[1]), block_tokens=block_tokens)
+def _squares(queries: LastQueries, layer: int, shape: ModelShape) -> Tensor:
+    """How loud the text's last queries of a layer are, see `mean_squares`."""
+    return mean_squares(queries.true(layer, COSINE_TOKENS), shape.kv.num_kv_heads).cpu()
+
+
+def _adapter_of(
+    moment: Tensor, squares: Tensor, turns: KeyTurns | None, rank: int
+) -> LayerAdapter:  # fmt: skip
+    """One layer's, before the range of its components is known.
+
+    Args:
+        moment: of keys. [joint_dim, joint_dim]
+        squares: of queries, see `mean_squares`. [kv_heads, head_dim]
+    """
+    if turns is None:
+        return LayerAdapter(fit_basis(moment, rank), torch.zeros(rank))
+    scale = key_scale(squares, turns.rotation)
+    basis = fit_basis(moment * scale * scale[:, None], rank)
+    return LayerAdapter(
+        basis, torch.zeros(rank), block_tokens=turns.block_tokens, scale=scale
+    )  # fmt: skip
+
+
+def _measured(
+    layers: list[LayerAdapter], piece: Tensor, cache: DynamicCache, shape: ModelShape,
+    turns: Sequence[KeyTurns | None], ranks: RankMeter, report: Callable[[int], None],
+) -> list[LayerAdapter]:  # fmt: skip
+    """The layers with the range of a piece's components; `ranks` sees what they cost there."""
+    reaching = [
+        _reaching(each, _joint_keys(cache, layer, turn))
+        for each, layer, turn in zip(layers, shape.tiered_layers, turns, strict=True)
+    ]
+    scales = [layer.scale for layer in reaching]
+    ranks.add(piece, cache, [layer.basis for layer in reaching], report, scales)
+    return reaching
 
 
 def _reaching(layer: LayerAdapter, keys: Tensor) -> LayerAdapter:
     """With a range that holds these keys' components too. keys: [tokens, joint_dim]"""
-    reach = (keys @ layer.basis.to(keys.device)).abs().amax(dim=0).cpu()
+    scaled = keys if layer.scale is None else keys * layer.scale.to(keys.device)
+    reach = (scaled @ layer.basis.to(keys.device)).abs().amax(dim=0).cpu()
     return replace(layer, peak=torch.maximum(layer.peak, reach))
 
 

@@ -152,6 +152,8 @@ def _adapter(adapter: LowRankAdapter) -> str:
     digest = xxhash.xxh3_128()
     for layer in adapter.layers:
         _update(digest, layer.basis)
+        if layer.scale is not None:
+            _update(digest, layer.scale)
         _update(digest, layer.peak)
     if adapter.selection_cost:  # it divides the components among the layers
         _update(digest, torch.tensor(adapter.selection_cost, dtype=torch.float32))

@@ -70,6 +70,7 @@ class RankMeter:
     def add(
         self, tokens: Tensor, cache: DynamicCache, bases: Sequence[Tensor],
         progress: Callable[[int], None] = lambda _: None,
+        scales: Sequence[Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         """Measure on one text; does nothing where it is short or the cache cannot go back.
 
@@ -78,6 +79,7 @@ class RankMeter:
             cache: of all of them; it comes back as it was.
             bases: of the layers. Each [kv_heads * head_dim, rank]
             progress: called with the number of tokens just read, `tokens_read` in all.
+            scales: of the keys that the bases are of, see `LayerAdapter`.
         """
         to_read = self.tokens_read(len(tokens))
         if not to_read or not _can_go_back(self._model, cache):
@@ -89,9 +91,12 @@ class RankMeter:
             true = self._read(tokens[-QUERIES:], cache)
         # All of them first: the cache goes back before the model reads.
         kept = [
-            self._selected(layer, cache, basis, turns)
-            for layer, basis, turns in zip(self._layers, bases, self._turns, strict=True)
-        ]
+            self._selected(*each)
+            for each in zip(
+                self._layers, [cache] * len(bases), bases, self._turns,
+                scales or [None] * len(bases), strict=True,
+            )
+        ]  # fmt: skip
         copies = len(self._ranks)
         again, below = tokens[-QUERIES:].repeat(copies), _tiled(tuple(outputs), copies)
         cache.crop(-QUERIES)
@@ -107,11 +112,16 @@ class RankMeter:
         self._texts += 1
 
     def _selected(
-        self, layer: int, cache: DynamicCache, basis: Tensor, turns: KeyTurns | None
-    ) -> Tensor:
+        self, layer: int, cache: DynamicCache, basis: Tensor, turns: KeyTurns | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """What one layer attends to by each rank. bool [ranks, QUERIES, tokens]"""
         query, cached = self._queries.true(layer, QUERIES)[0], cast(Any, cache.layers[layer])
         keys, basis = cached.keys[0].float(), basis.to(query.device)
+        if scale is not None:  # keys are scaled and turned in either order
+            by_head = scale.to(query.device).view(len(keys), 1, -1)
+            keys, grouped = keys * by_head, query.reshape(len(keys), -1, query.shape[2])
+            query = (grouped / by_head).view(query.shape)
         return torch.stack([*selections(query, keys, basis, self._ranks, turns)])
 
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:

@@ -72,6 +72,8 @@ def _digest_found(loaded: LoadedModel) -> str | None:
     for layer in found.layers:
         digest.update(repr(layer.basis.shape).encode())
         digest.update(layer.basis.cpu().numpy().tobytes() + layer.peak.cpu().numpy().tobytes())
+        if layer.scale is not None:
+            digest.update(layer.scale.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -90,6 +90,14 @@ class DeviceIndex(ABC):
         """Whether `take` can be called; otherwise `fit` comes first."""
         return True
 
+    @property
+    def wanted_queries(self) -> int:
+        """Newest queries of the prompt that `see_queries` wants."""
+        return 0
+
+    def see_queries(self, queries: Tensor) -> None:  # noqa: B027 - optional
+        """Take them, before `fit`; arguments as in `KeyIndex.see_queries`."""
+
     def fit(self, sample: Tensor, positions: Tensor) -> None:  # noqa: B027 - optional
         """Learn from a sample of the prompt's own keys; arguments as in `KeyIndex.fit`."""
 

@@ -116,6 +116,9 @@ class DeviceLayer(Layer):
         if call.query.shape[2] == 1 and self.length > 0 and self.index is not None:
             self.prepare_step()
             return self._step(call, self.index)
+        if self.index is not None:
+            self._fit.check(self.index, self.length + call.query.shape[2], decoding=False)
+            self._fit.keep(self.index, call.query)
         total = AttentionSum(call)
         mask = None
         if call.visible is not None:
@@ -205,6 +208,7 @@ class DeviceLayer(Layer):
             positions = (units[:, None] * group_tokens + torch.arange(group_tokens)).flatten()
         sample = self.host.tokens[:, positions, 0].to(self.setup.device)
         require_finite(sample, self.layer_idx)
+        self._fit.hand_queries(index)
         index.fit(sample, positions)
         self._fit.tokens = closed * group_tokens or self.length
         for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):

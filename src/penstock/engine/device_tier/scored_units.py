@@ -39,6 +39,15 @@ class ScoredUnits(DeviceIndex):
     def ready(self) -> bool:
         return self.index.ready
 
+    @property
+    @override
+    def wanted_queries(self) -> int:
+        return self.index.wanted_queries
+
+    @override
+    def see_queries(self, queries: Tensor) -> None:
+        self.index.see_queries(queries)
+
     @override
     def fit(self, sample: Tensor, positions: Tensor) -> None:
         self.index.fit(sample, positions)

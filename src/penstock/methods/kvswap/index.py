@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.engine.adapter import LayerAdapter, basis_fault, fit_layer
+from penstock.engine.adapter import LayerAdapter, basis_fault, fit_layer, scale_fault
 from penstock.engine.key_index import KeyIndex
+from penstock.engine.key_scale import key_scale, mean_squares
 from penstock.kernels.device.group_shares import group_shares
 from penstock.kernels.group_products import group_products
 from penstock.kernels.group_scores import (
@@ -39,6 +40,10 @@ PIECES = 8
 converted, and its queries made."""
 BLOCK_GROUPS = 256
 """Groups of one block of codes; scores are computed by whole blocks."""
+FINE_PART = 16
+"""Of columns of 4 bits, one in so many is the second of one of the strongest components."""
+FINE_STEPS = 16
+"""Steps of a second column in one of the first."""
 CHUNK_TOKENS = 32_768
 """Tokens scored at a time unless said otherwise; bounds the scratch memory of `score`."""
 
@@ -52,20 +57,30 @@ class LowRankIndex(KeyIndex):
     Differences, all measured (docs/methods/kvswap.md): keys are turned back to their offset in a
     block of tokens before they are projected, and queries by the start of each block (keys of one
     space need fewer components than keys that turn with every token; the paper's are those
-    post-RoPE: `rotation` None); each head's scores go through a softmax
+    post-RoPE: `rotation` None), and scaled so that components that queries see come first
+    (`key_scale`); each head's scores go through a softmax
     before they are added, because raw logits let the loudest head decide (the paper does not say;
     its artifact adds raw logits: `head_reduction="sum"`); for that, ReduceMax over a group comes
     before the sum over heads instead of after it, which makes the softmax `group_tokens` times
-    smaller; components may be stored in 8 or 4 bits (the paper stores 16).
+    smaller; components may be stored in 8 or 4 bits (the paper stores 16). With a rotation and 4
+    bits, the strongest components have two columns, which are 8 bits of one: `rank` counts columns.
 
     Codes of a block lie as [group_tokens, BLOCK_GROUPS, width]: the first tokens of its groups,
     then the second ones, ..., so that the maximum over a group is over whole planes.
     """
 
     _basis: Tensor
+    """For queries. [kv_heads * head_dim, rank]"""
+    _encoder: Tensor
+    """For keys; the same where keys are not scaled. [kv_heads * head_dim, rank]"""
     _step: Tensor
     _per_step: Tensor
     _scaled_step: Tensor
+    _scale: Tensor | None = None
+    """See `LayerAdapter.scale`. float32 [kv_heads * head_dim]"""
+    _fine = 0
+    """Second columns, the last ones."""
+    num_prompt_queries: ClassVar[int] = 8
 
     def __init__(
         self,
@@ -87,7 +102,7 @@ class LowRankIndex(KeyIndex):
         """Allocate the index.
 
         Args:
-            rank: components per token, at most `shape.joint_dim`.
+            rank: columns of components per token, at most `shape.joint_dim`.
             bits: 16 (the model's dtype), 8 or 4 bits per component.
             head_reduction: "softmax" per head before the sum over heads, or "sum" of raw logits.
             scaling: factor on logits, for "softmax".
@@ -146,8 +161,11 @@ class LowRankIndex(KeyIndex):
         """
         width, dtype = cls._storage(shape, rank, bits)
         groups = -(-max_units // BLOCK_GROUPS) * BLOCK_GROUPS
-        basis = shape.joint_dim * rank * shape.dtype.itemsize + 12 * rank
-        basis += 4 * batch * shape.head_dim * turned
+        matrix = shape.joint_dim * rank * shape.dtype.itemsize
+        basis = matrix + 12 * rank
+        if turned:
+            queries = cls.num_prompt_queries * shape.num_query_heads * shape.dtype.itemsize
+            basis += matrix + 4 * shape.joint_dim + batch * shape.head_dim * (4 + queries)
         return batch * groups * group_tokens * width * dtype.itemsize + basis
 
     @classmethod
@@ -190,7 +208,7 @@ class LowRankIndex(KeyIndex):
 
     @property
     def rank(self) -> int:
-        """Components per token."""
+        """Columns of components per token."""
         return self._rank
 
     @override
@@ -223,8 +241,20 @@ class LowRankIndex(KeyIndex):
         if self._turns is not None:
             block_tokens = self._block_tokens
         flat = turned.flatten(0, 1).flatten(1)
-        self._use(fit_layer(flat, self._rank, block_tokens), again=self._fitted)
+        layer = fit_layer(flat, self._rank, block_tokens, self._scale)
+        self._use(layer, again=self._fitted)
         self._fitted = True
+
+    @property
+    @override
+    def wanted_queries(self) -> int:
+        return 0 if self.ready or self._turns is None else self.num_prompt_queries
+
+    @override
+    def see_queries(self, queries: Tensor) -> None:
+        if self._turns is not None:
+            squares = mean_squares(queries, self._shape.num_kv_heads)
+            self._scale = key_scale(squares, self._turns.rotation).to(self._device)
 
     refits: ClassVar[bool] = True
 
@@ -235,43 +265,67 @@ class LowRankIndex(KeyIndex):
             self._ready = False
 
     def _use(self, adapter: LayerAdapter, *, again: bool = False) -> None:
-        layer = adapter.truncated(self._rank)
-        if not layer.block_tokens:
+        if not adapter.block_tokens:
             self._turns = None
-        assert layer.block_tokens in (0, self._block_tokens), layer.block_tokens
+        assert adapter.block_tokens in (0, self._block_tokens), adapter.block_tokens
+        turned = self._turns is not None and self._bits == 4
+        fine = self._rank // FINE_PART if turned else 0
+        layer = adapter.truncated(self._rank - fine)
         step = torch.ones_like(layer.peak)
         if self._bits != 16:
             step = layer.peak.clamp_min(1e-12) / (2 ** (self._bits - 1) - 0.5)
-        self._take_basis(layer.basis, step, again=again)
+        basis = torch.cat([layer.basis, layer.basis[:, :fine]], dim=1)
+        step = torch.cat([step, step[:fine] / FINE_STEPS])
+        self._take_basis(basis, step, layer.scale, fine, again=again)
 
-    def _take_basis(self, basis: Tensor, step: Tensor, *, again: bool = False) -> None:
-        # One matrix serves keys and queries; the quantisation step is folded into the queries.
-        basis, step = basis.to(self._device, self._shape.dtype), step.float().to(self._device)
-        made = [basis, step, step.reciprocal(), step * self._scaling]
+    def _take_basis(
+        self, basis: Tensor, step: Tensor, scale: Tensor | None, fine: int, *, again: bool = False
+    ) -> None:  # fmt: skip
+        # The quantisation step is folded into the queries; the scale of keys into both matrices.
+        dtype = self._shape.dtype
+        step = step.float().to(self._device)
+        per_step = step.reciprocal()
+        per_step[len(step) - fine :] /= FINE_STEPS
+        if self._turns is None:
+            scale, basis = None, basis.to(self._device, dtype)
+            encoder = basis
+        else:
+            if scale is None:
+                scale = torch.ones(len(basis))
+            scale = scale.to(self._device)
+            basis = (basis.to(self._device).float() / scale[:, None]).to(dtype)
+            encoder = (basis.float() * scale.square()[:, None]).to(dtype)
+        made = [basis, encoder, step, per_step, step * self._scaling]
         if again:  # a CUDA graph may have the places of the former ones
-            former = [self._basis, self._step, self._per_step, self._scaled_step]
+            former = [
+                self._basis, self._encoder, self._step, self._per_step, self._scaled_step
+            ]  # fmt: skip
             made = [old.copy_(new) for old, new in zip(former, made, strict=True)]
-        self._basis, self._step, self._per_step, self._scaled_step = made
-        self._ready = True
+        self._basis, self._encoder, self._step, self._per_step, self._scaled_step = made
+        self._scale, self._fine, self._ready = scale, fine, True
         self._selection = None
 
     @override
     def state(self, num_units: int) -> dict[str, Tensor] | None:
         """Codes of whole blocks, and the basis that they are made with; with a rotation the tokens
-        of a block too."""
+        of a block, the scale of keys and the number of second columns too."""
         if not self._ready:
             return None
         blocks = -(-num_units // BLOCK_GROUPS)
         codes = self._codes[0, :blocks].contiguous()
         state = {"codes": codes, "basis": self._basis, "step": self._step}
         if self._turns is not None:
+            assert self._scale is not None
+            state["basis"] = self._basis.float() * self._scale[:, None]
+            state["scale"] = self._scale
             state["block_tokens"] = torch.tensor([self._turns.block_tokens])
+            state["fine"] = torch.tensor([self._fine])
         return state
 
     @override
     def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
         turned = "block_tokens" in state
-        if state.keys() - {"block_tokens"} != {"codes", "basis", "step"}:
+        if state.keys() - (_TURNED if turned else set()) != {"codes", "basis", "step"}:
             raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
         codes, basis, step = state["codes"], state["basis"], state["step"]
         blocks, size = -(-num_units // BLOCK_GROUPS), (self._shape.joint_dim, self._rank)
@@ -287,14 +341,17 @@ class LowRankIndex(KeyIndex):
         fault = basis_fault(basis.float(), step) or _codes_fault(codes)
         if fault is None and not bool(step.reciprocal().isfinite().all()):
             fault = "a step is too small"
+        scale, fine = state.get("scale"), 0
         if fault is None and turned:
-            fault = self._block_fault(state["block_tokens"])
+            fault = scale_fault(scale, len(basis)) or self._block_fault(state["block_tokens"])
+            fine, more = _fine_columns(state.get("fine"), self._rank if self._bits == 4 else 0)
+            fault = fault or more
         if fault:
             raise ConfigError(f"a stored index cannot be used: {fault}")
         if not turned:  # of keys as the model has them, as all were once
             self._turns = None
         self._codes[:, : len(codes)] = codes.to(self._device)
-        self._take_basis(basis, step)
+        self._take_basis(basis, step, scale, fine)
 
     def _block_fault(self, block_tokens: Tensor) -> str | None:
         if self._turns is None:
@@ -323,8 +380,7 @@ class LowRankIndex(KeyIndex):
     @override
     def append(self, keys: Tensor, first_token: int) -> None:
         group_tokens = self._group_tokens
-        turned = self._turned(keys, first_token)
-        components = project_keys(turned, self._basis, self._per_step)
+        components = self._components(self._turned(keys, first_token))
         if store_codes(components, self._codes, self._bits, first_token // group_tokens):
             return
         codes = self._encode(components)
@@ -342,11 +398,19 @@ class LowRankIndex(KeyIndex):
     def put(self, keys: Tensor, unit: Tensor) -> None:
         group_tokens = self._group_tokens
         places = unit * group_tokens + torch.arange(group_tokens, device=unit.device)
-        turned = self._turned(keys, places)
-        codes = self._encode(project_keys(turned, self._basis, self._per_step))
+        codes = self._encode(self._components(self._turned(keys, places)))
         block = torch.div(unit, BLOCK_GROUPS, rounding_mode="floor")
         # The two numbers stand together in front: [1, batch, group_tokens, width].
         self._codes.transpose(1, 3)[:, unit % BLOCK_GROUPS, :, block] = codes.unsqueeze(0)
+
+    def _components(self, turned: Tensor) -> Tensor:
+        """Columns of turned keys in units of the quantisation step, float32, last axis `rank`."""
+        components = project_keys(turned, self._encoder, self._per_step)
+        if self._fine:
+            coarse = components[..., : self._fine]
+            left = coarse - coarse.floor().clamp_(-8, 7).add_(0.5)
+            components[..., -self._fine :] = left.mul_(FINE_STEPS)
+        return components
 
     def _encode(self, components: Tensor) -> Tensor:
         """Components in units of the quantisation step to stored codes, last axis packed."""
@@ -366,9 +430,11 @@ class LowRankIndex(KeyIndex):
         assert isinstance(other, LowRankIndex)
         if other._ready:
             self._basis, self._step, self._ready = other._basis, other._step, True
+            self._encoder, self._fine = other._encoder, other._fine
             self._fitted = other._fitted
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
             self._selection, self._turns = None, other._turns
+        self._scale = other._scale
         self._start = None if other._start is None else other._start[rows]
         if self._row_turn is not None and other._row_turn is not None:
             self._row_turn.copy_(other._row_turn[rows])
@@ -505,6 +571,20 @@ def turned_groups(group_tokens: int, block_tokens: int) -> int:
     """Groups that one query serves: a power of two, about `block_tokens` of tokens, 4 or more."""
     fitting = max(4, min(BLOCK_GROUPS, block_tokens // group_tokens))
     return int(2 ** (fitting.bit_length() - 1))
+
+
+_TURNED = {"block_tokens", "scale", "fine"}
+"""What a stored index has beside the rest where keys are turned."""
+
+
+def _fine_columns(stored: Tensor | None, rank: int) -> tuple[int, str | None]:
+    """The second columns of a stored index, and what is wrong with their number."""
+    if stored is None:
+        return 0, None
+    fine = int(stored) if stored.numel() == 1 and stored.dtype == torch.int64 else -1
+    if not 0 <= fine <= rank // 2:
+        return 0, f"{fine} second columns do not belong to {rank}"
+    return fine, None
 
 
 def _codes_fault(codes: Tensor) -> str | None:
