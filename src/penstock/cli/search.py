@@ -226,8 +226,7 @@ def _check_tree(path: Path, *, force: bool) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--tree needs matplotlib: pip install 'penstock[bench]'")
-    from penstock.evaluate.figure_style import PICTURE
-    from penstock.evaluate.search_tree import check_kind
+    from penstock.evaluate.figure_style import PICTURE, check_kind
 
     check_kind(path)
     check_writable(path, "--tree", PICTURE, force=force)

@@ -2,24 +2,42 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.core.atomic_write import require_own
 from penstock.core.errors import ConfigError
-from penstock.evaluate.accuracy_cells import TIME_WAS_UP, Cell, accuracy_table, not_run, summarise
+from penstock.evaluate.accuracy_cells import (
+    REFERENCE,
+    TIME_WAS_UP,
+    Cell,
+    accuracy_table,
+    not_run,
+    summarise,
+)
+from penstock.evaluate.accuracy_fidelity import ROWS
 from penstock.evaluate.accuracy_jobs import Examination, Examiner, Job
-from penstock.evaluate.accuracy_settings import PAPER_SUITE, parse_settings
+from penstock.evaluate.accuracy_settings import (
+    PAPER_SUITE,
+    REAL_POLICIES,
+    at_fractions,
+    parse_settings,
+)
 from penstock.evaluate.accuracy_workers import default_workers, run_here, run_jobs
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
+from penstock.evaluate.real_table import fidelity_of, real_report
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same, digest_of
 from penstock.evaluate.sitting import Sitting, sit
+from penstock.evaluate.tasks.real.passages import FIDELITY
 from penstock.generation.prompts import read_text_file
+from penstock.models.loader import BUNDLED
 
 _SAME_WHEN_RESUMED = (
     "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
@@ -36,7 +54,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="penstock bench accuracy", description=__doc__)
     add = parser.add_argument
     add("--model", default="recall", help="the bundled model, or a folder")
-    add("--suite", choices=["paper"], help="every method at 1/13 and 1/34 of the full cache")
+    add(
+        "--suite", choices=["paper", "real"],
+        help="paper: every method at 1/13 and 1/34 of the full cache; real: pretrained models "
+        "(--model), asked through their chat template in books and source code, and fidelity",
+    )  # fmt: skip
     add("--data", help="JSONL file or folder (context, question, answers) instead of own tasks")
     add(
         "--haystack", action="append", default=[], metavar="FILE",
@@ -47,12 +69,24 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--tasks", default="all",
         help="names separated by commas; all: of the recall tasks, what the bundled model answers",
     )  # fmt: skip
-    add("--tokens", help="lengths of the prompts (default 16384; suite 8192,16384)")
-    add("--samples", type=int, help="of each task (default 50; suite 2, on CUDA 16)")
     add(
-        "--settings", action="append",
+        "--tokens", "--lengths",
+        help="lengths of the prompts (default 16384; suite paper 8192,16384; suite real "
+        "4096,8192, on CUDA 16384,30000 too)",
+    )  # fmt: skip
+    add(
+        "--samples", type=int,
+        help="of each task (default 50; suite paper 2, on CUDA 16; suite real 4, on CUDA 24)",
+    )  # fmt: skip
+    add(
+        "--settings", "--policies", action="append",
         help="POLICY@BUDGET:option=value,... separated by commas; or: ablations",
     )  # fmt: skip
+    add(
+        "--fractions",
+        help="budgets of policies that name none, separated by commas (suite real: 1/13)",
+    )  # fmt: skip
+    add("--figure", help="draw losses and fidelity of suite real: PNG, SVG or PDF by its ending")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", help="of weights and cache (default: as stored)")
     add("--batch", type=int, help="samples answered at a time (default 10; suite: all)")
@@ -64,18 +98,59 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser, arguments,
         renamed={"--store": "--disk"},
     )  # fmt: skip
-    suite = args.suite == "paper"
-    samples = (2 if args.device == "cpu" else 16) if suite else 50
-    args.samples = samples if args.samples is None else args.samples
-    if args.batch is None:
-        args.batch = min(args.samples, 16) if suite else 10
-    if args.workers is None:
-        args.workers = default_workers(args.device) if suite else 1
-    tokens = args.tokens or ("8192,16384" if suite else "16384")
-    args.tokens = whole_numbers(tokens, "--tokens")
+    _fill_in(args)
     if min(args.samples, args.batch, args.chunk, args.workers) < 1:
         raise ConfigError("--samples, --batch, --chunk and --workers must be at least 1")
     return args
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Defaults, which the suites have of their own.
+
+    Raises:
+        ConfigError: --model, --figure or a number cannot be used.
+    """
+    on_cpu, suite = args.device == "cpu", args.suite
+    samples = {None: 50, "paper": 2 if on_cpu else 16, "real": 4 if on_cpu else 24}[suite]
+    tokens = {
+        None: "16384", "paper": "8192,16384",
+        "real": "4096,8192" if on_cpu else "4096,8192,16384,30000",
+    }[suite]  # fmt: skip
+    if suite == "real":
+        if args.model == BUNDLED:
+            raise ConfigError("--suite real asks a pretrained model; name one with --model")
+        if args.data or args.haystack:
+            raise ConfigError("--suite real has texts of its own; leave out --data and --haystack")
+        args.chat = True
+        args.settings = at_fractions(
+            args.settings or list(REAL_POLICIES), (args.fractions or "1/13").split(",")
+        )
+    elif args.fractions and args.settings:
+        args.settings = at_fractions(args.settings, args.fractions.split(","))
+    elif args.fractions or args.figure:
+        raise ConfigError("--fractions needs --settings, and --figure needs --suite real")
+    if args.figure:
+        _check_figure(Path(args.figure))
+    args.samples = samples if args.samples is None else args.samples
+    if args.batch is None:
+        args.batch = {None: 10, "paper": min(args.samples, 16), "real": args.samples}[suite]
+    if args.workers is None:
+        args.workers = default_workers(args.device) if suite == "paper" else 1
+    args.tokens = whole_numbers(args.tokens or tokens, "--tokens")
+
+
+def _check_figure(path: Path) -> None:
+    """Refuse a picture that could not be drawn behind the work.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be one.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--figure needs matplotlib: pip install 'penstock[bench]'")
+    from penstock.evaluate.figure_style import PICTURE, check_kind
+
+    check_kind(path)
+    require_own(path, PICTURE, "--figure")
 
 
 def _chosen(text: str, names: Sequence[str], default: Sequence[str]) -> list[str]:
@@ -111,11 +186,11 @@ class Benchmark:
             model=args.model, device=args.device, dtype=args.dtype, data=args.data,
             haystack=tuple(read_text_file(path, "haystack") for path in args.haystack),
             chat=args.chat, chunk=args.chunk, own_prefill=args.own_prefill, store=args.store,
-            seed=args.seed,
+            seed=args.seed, real=args.suite == "real",
         )  # fmt: skip
         alone = args.workers == 1
         here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
-        self.weights = here.weights
+        self.weights, self._texts = here.weights, here.texts
         names = list(here.tasks)
         self._examiner = here if alone else None  # the workers have models of their own
         tasks = _chosen(args.tasks, names, here.default_tasks)
@@ -134,7 +209,7 @@ class Benchmark:
         texts = [args.data] if args.data else args.haystack
         tokens = args.tokens[0] if len(args.tokens) == 1 else args.tokens
         self._settings = settings | {
-            "weights": self.weights, "texts": digest_of(texts), "tokens": tokens,
+            "weights": self.weights, "texts": self._texts or digest_of(texts), "tokens": tokens,
             "settings": [setting.text for setting in self.settings],
         }  # fmt: skip
         return self._settings
@@ -159,11 +234,15 @@ class Benchmark:
     def figures(self) -> dict[str, Any]:
         """Cells, their summary, and what was not run."""
         figures = figures_of(self.cells, self._args.samples)
+        if self._args.suite == "real":
+            figures["fidelity"] = [dataclasses.asdict(one) for one in fidelity_of(self.cells)]
         return {**figures, "shared_prefill": not self._args.own_prefill}
 
     def report(self) -> str:
         """The table, what its columns mean, and what was not run."""
         lines = not_run_lines(not_run(self.cells, self._args.samples))
+        if self._args.suite == "real":
+            return "\n".join([real_report(self.cells, Path(self._args.model).name), *lines])
         return "\n".join([accuracy_table(self.cells), _LEGEND, *lines])
 
     def run(self, sitting: Sitting) -> None:
@@ -211,18 +290,32 @@ class Benchmark:
         """Batches of the samples that a setting lacks; each begins behind those that it has."""
         args = self._args
         jobs = []
-        for first in range(0, args.samples, args.batch):
-            end = min(first + args.batch, args.samples)
+        batch = min(args.batch, ROWS) if task in FIDELITY else args.batch
+        for first in range(0, args.samples, batch):
+            end = min(first + batch, args.samples)
             left: dict[int, list[str]] = {}
             for setting in self.settings:
                 cell = self._at[length, task, setting.text]
                 if cell.refused is None and len(cell.scores) < end:
                     left.setdefault(max(first, len(cell.scores)), []).append(setting.text)
             jobs += [
-                Job(length=length, task=task, first=at, count=end - at, settings=tuple(texts))
+                Job(
+                    length=length,
+                    task=task,
+                    first=at,
+                    count=end - at,
+                    settings=tuple(texts),
+                    said=self._said(length, task, at, end),
+                )
                 for at, texts in sorted(left.items())
             ]
         return jobs
+
+    def _said(self, length: int, task: str, first: int, end: int) -> tuple[str, ...] | None:
+        """What full attention has answered to these samples; None where it has not, to all."""
+        cell = self._at.get((length, task, REFERENCE))
+        said = [] if cell is None else cell.said[first:end]
+        return tuple(said) if said and len(said) == end - first else None
 
 
 def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
@@ -234,13 +327,18 @@ def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
 def run(arguments: Sequence[str]) -> Result:
     """Measure everything that the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
-    private = ("out", "store", "json", "data", "haystack", "resume")
+    private = ("out", "store", "json", "data", "haystack", "resume", "figure")
     settings = {k: v for k, v in vars(args).items() if k not in private}
     settings |= {"model": Path(args.model).name, "haystack": len(args.haystack)}
     result = Result.begin("accuracy", arguments, settings, seed=args.seed, store=args.store)
     sitting, benchmark = Sitting(result, args), Benchmark(args)
     result.settings = benchmark.settings_of(settings)
-    return sit(sitting, benchmark, args)
+    sit(sitting, benchmark, args)
+    if args.figure:
+        from penstock.evaluate.real_figure import write_real_figure
+
+        write_real_figure(result, Path(args.figure))
+    return result
 
 
 def figures_of(cells: Sequence[Cell], samples: int) -> dict[str, Any]:

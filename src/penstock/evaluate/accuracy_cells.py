@@ -11,11 +11,16 @@ from penstock.evaluate.answers import Answers, Question
 from penstock.evaluate.intervals import paired_bootstrap
 from penstock.evaluate.retrieval_counts import Counts, add_counts, retrieving_share
 from penstock.evaluate.tasks import judge, score_any_order
+from penstock.evaluate.tasks.metrics import rouge_l
+from penstock.evaluate.tasks.real.passages import FIDELITY
 from penstock.evaluate.text_table import format_table
 
 REFERENCE = "full"
 TIME_WAS_UP = "time was up"
-_ADDED = ("seconds", "tokens", "read_bytes", "units_wanted", "units_hit", "units_reused")
+_ADDED = (
+    "seconds", "tokens", "sparse_tokens", "read_bytes", "units_wanted", "units_hit", "units_reused",
+)  # fmt: skip
+_LISTS = ("scores", "any_order", "agreement", "said", "kl")
 
 
 @dataclass(kw_only=True)
@@ -33,6 +38,8 @@ class Cell:
     """Share of the values that the answer names."""
     seconds: float = 0.0
     tokens: int = 0
+    sparse_tokens: int = 0
+    """Tokens of the answers that were decoded over a selection, see `Answers`."""
     read_bytes: int = 0
     units_wanted: int = 0
     units_hit: int = 0
@@ -44,6 +51,15 @@ class Cell:
     """Why it could not run."""
     retrieval: Counts | None = None
     """When layers retrieved, for methods that do not at every step."""
+    agreement: list[float] = field(default_factory=list)
+    """ROUGE-L with full attention's own answers, by sample; suite real alone."""
+    said: list[str] = field(default_factory=list)
+    """Full attention's answers, for `agreement`."""
+    kl: list[float] = field(default_factory=list)
+    """Fidelity: KL(full || setting) of the next token in nats, the mean of each sample's steps;
+    `scores` are then shares of steps with the same most likely token."""
+    mass: list[float] = field(default_factory=list)
+    """Fidelity: attention mass captured, 0 to 1, by layer."""
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -52,8 +68,12 @@ class Cell:
 
     def merge(self, later: "Cell") -> None:
         """Count what another cell of the same key has answered after this one."""
-        self.scores += later.scores
-        self.any_order += later.any_order
+        if later.mass:
+            before, after = len(self.scores), len(later.scores)
+            pairs = zip(self.mass or later.mass, later.mass, strict=True)
+            self.mass = [(a * before + b * after) / (before + after) for a, b in pairs]
+        for name in _LISTS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.retrieval = add_counts(self.retrieval, later.retrieval)
@@ -61,11 +81,21 @@ class Cell:
             self.ledger_bytes, self.full_cache_bytes = later.ledger_bytes, later.full_cache_bytes
         self.refused = self.refused or later.refused
 
-    def add(self, question: Question, answers: Answers) -> None:
-        """Count a batch."""
+    def add(
+        self, question: Question, answers: Answers, compared: Sequence[str] | None = None
+    ) -> None:
+        """Count a batch.
+
+        Args:
+            compared: full attention's answers; None: they are not compared.
+        """
         for sample, text in zip(question.samples, answers.texts, strict=True):
             self.scores.append(judge(sample, text))
             self.any_order.append(score_any_order(sample, text))
+        if compared is not None:
+            pairs = zip(answers.texts, compared, strict=True)
+            self.agreement += [rouge_l(text, [other]) for text, other in pairs]
+            self.said += answers.texts if self.setting == REFERENCE else []
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(answers, name))
         self.retrieval = add_counts(self.retrieval, answers.retrieval)
@@ -101,8 +131,9 @@ class Summary:
 
 
 def summarise(cells: Sequence[Cell]) -> list[Summary]:
-    """Sum up, length by length and setting by setting, in their order."""
+    """Sum up answers, length by length and setting by setting, in their order."""
     out = []
+    cells = [cell for cell in cells if cell.task not in FIDELITY]
     for length in dict.fromkeys(cell.length for cell in cells):
         out += _summarise([cell for cell in cells if cell.length == length])
     return out

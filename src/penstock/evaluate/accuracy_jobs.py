@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.core.errors import BudgetError, ConfigError
-from penstock.evaluate.accuracy_cells import Cell
+from penstock.evaluate.accuracy_cells import REFERENCE, Cell
+from penstock.evaluate.accuracy_fidelity import follow_passages, read_passages
 from penstock.evaluate.accuracy_settings import Setting, parse_settings
 from penstock.evaluate.answers import SharedPrefill, answer, ask
 from penstock.evaluate.tasks import FileTasks, GeneratedTasks, TaskSource
+from penstock.evaluate.tasks.real.passages import FIDELITY
+from penstock.evaluate.tasks.real.registry import RealTasks
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
+from penstock.models.model_shape import inspect_model
 
 _TELL_S = 5.0
 """How often it is told how far the prompts are read."""
@@ -33,6 +37,8 @@ class Examination:
     own_prefill: bool
     store: str
     seed: int
+    real: bool = False
+    """The tasks of suite real, and fidelity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +53,8 @@ class Job:
     count: int
     settings: tuple[str, ...]
     """Those that have not answered these samples yet."""
+    said: tuple[str, ...] | None = None
+    """What full attention answered to these samples in an earlier job."""
 
     @property
     def title(self) -> str:
@@ -72,7 +80,10 @@ class Examiner:
         if tokenizer is None:
             raise ConfigError(f"{examination.model} has no tokenizer")
         self._source: TaskSource
-        if examination.data:
+        if examination.real:
+            positions = inspect_model(self._loaded.model).max_positions
+            self._source = RealTasks(tokenizer, positions=positions)
+        elif examination.data:
             self._source = FileTasks(examination.data, tokenizer, chat=examination.chat)
         else:
             self._source = GeneratedTasks(
@@ -83,6 +94,11 @@ class Examiner:
     def weights(self) -> str:
         """The model's fingerprint: folders of one name may hold different ones."""
         return fingerprint(self._loaded.model)
+
+    @property
+    def texts(self) -> str | None:
+        """Tells other texts that ship apart; None where samples are not made of them."""
+        return self._source.digest if isinstance(self._source, RealTasks) else None
 
     @property
     def tasks(self) -> Sequence[str]:
@@ -102,7 +118,10 @@ class Examiner:
         Args:
             tell: gets what is going on before the first cell is there.
         """
-        how = self._how
+        if isinstance(self._source, RealTasks) and job.task in FIDELITY:
+            yield from self._follow(self._source, job, tell)
+            return
+        how, said = self._how, job.said
         samples = self._source.draw(
             job.task, job.first, job.count, tokens=job.length, seed=how.seed
         )
@@ -124,7 +143,23 @@ class Examiner:
             except BudgetError as error:
                 cell.refused = str(error)
             else:
-                cell.add(question, answers)
+                if how.real and setting.text == REFERENCE:
+                    said = tuple(answers.texts)
+                cell.add(question, answers, said)
+            yield cell
+
+    def _follow(self, source: RealTasks, job: Job, tell: Callable[[str], None]) -> Iterator[Cell]:
+        """Decode held-out texts under the job's settings, see `follow_passages`."""
+        how = self._how
+        rows = source.passages(
+            job.task, job.first, job.count, tokens=job.length, seed=how.seed
+        )  # fmt: skip
+        told = _now_and_then(tell, len(rows[0]))
+        tell("full attention reads and decodes")
+        reference = read_passages(self._loaded, rows, chunk=how.chunk, on_tokens=told)
+        for setting in _in_words(job.settings):
+            cell = Cell(length=job.length, task=job.task, setting=setting.text)
+            follow_passages(self._loaded, reference, setting, cell, store=how.store)
             yield cell
 
 

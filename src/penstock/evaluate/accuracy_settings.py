@@ -69,6 +69,11 @@ PAPER_SUITE = (
     ),
 )
 """Every method at KVSwap's two budgets (setting A of section 4.3), full attention first."""
+REAL_POLICIES = (
+    "full", "kvswap", "quest", "arkvale", "shadowkv", "infinigen", "snapkv", "pqcache",
+    f"louiskv{_SUITE_OPTIONS['louiskv']}", "dynakv",
+)  # fmt: skip
+"""What the suite real compares, each at the budgets of --fractions."""
 _LISTS: Mapping[str, Sequence[str]] = MappingProxyType({
     "ablations": ABLATIONS, "louiskv-paper": LOUISKV_PAPER, "louiskv-ablations": LOUISKV_ABLATIONS,
 })  # fmt: skip
@@ -128,6 +133,26 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     if not words:
         raise ConfigError("there is no setting; give for example full,kvswap@1/13")
     return [parse_setting(word) for word in dict.fromkeys(words)]
+
+
+def at_fractions(texts: Sequence[str], fractions: Sequence[str]) -> list[str]:
+    """Settings with a budget: those that name none get each of the fractions, in their order.
+
+    Policies that keep everything need none.
+
+    Raises:
+        ConfigError: a setting cannot be read, or there is none.
+    """
+    settings = parse_settings(texts)
+    words: dict[str, None] = {}
+    for fraction in fractions:
+        for setting in settings:
+            text = setting.text
+            if setting.memory is None and setting.policy.name not in _UNLIMITED:
+                name, colon, options = text.partition(":")
+                text = f"{name}@{fraction}{colon}{options}"
+            words[text] = None
+    return list(words)
 
 
 def _value(text: str) -> Any:

@@ -51,6 +51,9 @@ class Answers:
     units_reused: int = 0
     retrieval: Counts | None = None
     """When layers retrieved, for methods that do not at every step (with a shared prefill)."""
+    sparse_tokens: int = 0
+    """Tokens of the answers that came out of a step over a selection: all but the first ones, which
+    exact prefill gives; none where everything is attended to."""
 
 
 class WrongAlready:
@@ -160,14 +163,16 @@ def answer(
             )  # fmt: skip
         seconds = time.perf_counter() - start
         decode, report = cache.stats.decode, cache.report()
+        sparse = not cache.plan.is_resident and (cache.policy.retrieves or cache.policy.drops)
     assert loaded.tokenizer is not None
     new = out[:, batch.padded_tokens :].cpu()
+    steps = _steps(new, model, question)
     return Answers(
         texts=[str(loaded.tokenizer.decode(row, skip_special_tokens=True)) for row in new],
         seconds=seconds, tokens=decode.tokens, read_bytes=decode.read_bytes,
         units_wanted=decode.units_wanted, units_hit=decode.units_hit,
         units_reused=decode.units_reused,
-        retrieval=watch.counts(_steps(new, model, question), batch.padded_tokens),
+        retrieval=watch.counts(steps, batch.padded_tokens), sparse_tokens=sum(steps) * sparse,
         ledger_bytes=report.used_bytes, full_cache_bytes=report.full_cache_bytes,
     )  # fmt: skip
 

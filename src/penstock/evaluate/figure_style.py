@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 from matplotlib.figure import Figure
 
 from penstock.core.atomic_write import FileKind, require_own, write_atomically
-from penstock.core.errors import StorageError
+from penstock.core.errors import ConfigError, StorageError
 from penstock.evaluate.result import Result
 
 STYLE: dict[Any, Any] = {
@@ -17,6 +17,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "penstock", "axes.axisbelow": True,
 }  # fmt: skip
 """Settings of matplotlib, for `matplotlib.rc_context`."""
+KINDS = (".png", ".svg", ".pdf")
+"""Endings of the files that can be written."""
 _MAKER = "Penstock"
 _METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": _MAKER}, "svg": {"Creator": _MAKER, "Date": None},
@@ -71,6 +73,16 @@ def write_picture(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, metadata=_METADATA[kind])
     write_atomically(drawn.getvalue(), path)
+
+
+def check_kind(path: Path) -> None:
+    """Refuse a file whose ending is no picture's.
+
+    Raises:
+        ConfigError: names the endings that will do.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise ConfigError(f"cannot draw into {path}: its name has to end in {', '.join(KINDS)}")
 
 
 def _is_picture(file: BinaryIO) -> bool:

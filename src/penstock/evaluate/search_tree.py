@@ -15,11 +15,9 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path as Curve
 
 from penstock.core.errors import ConfigError, StorageError
-from penstock.evaluate.figure_style import FAINT, INK, STYLE, write_picture
+from penstock.evaluate.figure_style import FAINT, INK, STYLE, check_kind, write_picture
 from penstock.search.search_tree import SearchNode, SearchOutput
 
-KINDS = (".png", ".svg", ".pdf")
-"""Endings of the files that can be written."""
 _LABELLED = 48
 """Trees of so few candidates get their scores written in."""
 _SCORES = ("#e9d8a6", "#94d2bd", "#0a9396", "#0b6e99", "#1d3557")
@@ -43,16 +41,6 @@ def write_search_tree(output: SearchOutput, path: Path, *, model: str) -> None:
             write_picture(figure, path)
         except OSError as error:
             raise StorageError(f"cannot write the tree to {path}: {error.strerror}") from error
-
-
-def check_kind(path: Path) -> None:
-    """Refuse a file whose ending is no picture's.
-
-    Raises:
-        ConfigError: names the endings that will do.
-    """
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"cannot draw into {path}: its name has to end in {', '.join(KINDS)}")
 
 
 def draw_search_tree(output: SearchOutput, *, model: str) -> Figure:

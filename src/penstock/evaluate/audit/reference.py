@@ -70,7 +70,8 @@ class Reference:
     """Of the token behind, by step. float32 [batch, vocabulary]"""
     shares: list[list[Tensor]]
     """By step and tiered layer, see `attention_shares`, on the CPU: in all steps / head_dim times
-    the bytes of the full cache in bfloat16. float32 [batch, kv_heads, prompt + step + 1]"""
+    the bytes of the full cache in bfloat16. Empty for steps that were not looked at.
+    float32 [batch, kv_heads, prompt + step + 1]"""
 
     @property
     def num_steps(self) -> int:
@@ -111,8 +112,8 @@ def end_token_ids(loaded: LoadedModel) -> frozenset[int]:
 
 def make_reference(
     loaded: LoadedModel, prompt: PromptBatch, *, new_tokens: int, chunk: int,
-    ends: frozenset[int], following: Tensor | None = None, on_prefill: Counter = lambda _: None,
-    on_step: Counter = lambda _: None,
+    ends: frozenset[int], following: Tensor | None = None, look_every: int = 1,
+    on_prefill: Counter = lambda _: None, on_step: Counter = lambda _: None,
 ) -> Reference:  # fmt: skip
     """Read a prompt with the plain model and decode with full attention.
 
@@ -121,6 +122,7 @@ def make_reference(
         chunk: prompt tokens per forward pass.
         ends: tokens after which a row no longer counts.
         following: tokens to feed; None: the likeliest ones. int64 [batch, new_tokens]
+        look_every: attention is kept of the first step and of every so many.
         on_prefill: called after every chunk.
         on_step: called after every decode step.
 
@@ -151,7 +153,7 @@ def make_reference(
     on_prefill(total)
     steps = _decode(
         loaded, cache, mask, log_probs, total=total, new_tokens=new_tokens, ends=ends,
-        following=following, on_step=on_step,
+        following=following, look_every=look_every, on_step=on_step,
     )  # fmt: skip
     if not steps:
         raise PromptError(
@@ -182,13 +184,16 @@ class _Taught(NamedTuple):
 
 def _decode(
     loaded: LoadedModel, cache: Any, mask: Tensor, log_probs: Tensor, *, total: int,
-    new_tokens: int, ends: frozenset[int], following: Tensor | None, on_step: Counter,
+    new_tokens: int, ends: frozenset[int], following: Tensor | None, look_every: int,
+    on_step: Counter,
 ) -> list[_Taught]:  # fmt: skip
     """Decode behind a prompt of `total` tokens; see `make_reference`."""
     layers = inspect_model(loaded.model).tiered_layers
     seen: dict[int, Tensor] = {}
 
     def see(number: int, call: AttentionCall) -> None:
+        if len(steps) % look_every:
+            return
         seen[number] = attention_shares(
             call.query[:, :, 0], call.keys, call.visible, scaling=call.scaling,
             softcap=call.softcap,
@@ -205,6 +210,7 @@ def _decode(
             visible = mask[:, : total + step + 1]
             log_probs = forward(loaded.model, fed[:, None].to(mask.device), visible, cache)
             tap.check_all_seen()
-            steps.append(_Taught(fed, alive, log_probs, [seen[n] for n in range(len(layers))]))
+            shares = [seen.pop(number) for number in sorted(seen)]
+            steps.append(_Taught(fed, alive, log_probs, shares))
             on_step(step + 1)
     return steps

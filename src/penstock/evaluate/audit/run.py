@@ -20,7 +20,7 @@ from penstock.models.model_shape import inspect_model
 class Fidelity:
     """How close one setting stays to full attention. Means are over the steps and rows that count.
 
-    Lists are by tiered layer or by step; all are empty when the budget was refused.
+    Lists are by tiered layer, by step or by row; all are empty when the budget was refused.
     """
 
     setting: str
@@ -36,6 +36,10 @@ class Fidelity:
     """KL(full || setting) of the next token in nats, by step."""
     same: list[float] = field(default_factory=list)
     """Share of rows with the same most likely token, by step."""
+    row_kl: list[float] = field(default_factory=list)
+    """The same as `kl`, by row, over its steps."""
+    row_same: list[float] = field(default_factory=list)
+    """Share of steps with the same most likely token, by row."""
     mean_mass: float | None = None
     """Over layers."""
     mean_recall: float | None = None
@@ -58,18 +62,21 @@ class _Tally:
     def __init__(self, reference: Reference, top: int) -> None:
         self._reference = reference
         self._top = top
-        self._step = 0
+        self._step = self._counted = 0
         self._told: dict[int, Tensor] = {}
         self._sums = torch.zeros(3, len(reference.shares[0]), dtype=torch.float64)
 
     def observe(self, layer: int, attended: Tensor) -> None:
         """See `Observer`; layers that attend to everything need not tell."""
-        self._told[layer] = attended.cpu()
+        if self._reference.shares[self._step]:
+            self._told[layer] = attended.cpu()
 
     def close_step(self) -> None:
         """Count what was told since the last call."""
         reference, step = self._reference, self._step
         live = reference.live[:, step]
+        if reference.shares[step]:
+            self._counted += int(live.sum())
         for layer, shares in enumerate(reference.shares[step]):
             batch, _, length = shares.shape
             visible = reference.mask[:, :length].cpu().bool()
@@ -85,7 +92,7 @@ class _Tally:
 
     def means(self) -> list[list[float]]:
         """Mass, recall and tokens attended to, each by layer."""
-        means: list[list[float]] = (self._sums / int(self._reference.live.sum())).tolist()
+        means: list[list[float]] = (self._sums / self._counted).tolist()
         return means
 
 
@@ -133,7 +140,8 @@ def follow(
     kl, same = torch.stack(distances, dim=1), torch.stack(agreements, dim=1)
     return Fidelity(
         setting=setting.text, per_head=per_head, mass=mass, recall=recall, tokens=tokens,
-        kl=_by_step(kl, reference.live), same=_by_step(same, reference.live),
+        kl=_means(kl.T, reference.live.T), same=_means(same.T, reference.live.T),
+        row_kl=_means(kl, reference.live), row_same=_means(same, reference.live),
         mean_mass=_mean(mass), mean_recall=_mean(recall), mean_kl=float(kl[reference.live].mean()),
         same_token=float(same[reference.live].mean()),
         ledger_bytes=peak_bytes, full_cache_bytes=full_bytes, notices=notices,
@@ -144,8 +152,6 @@ def _mean(figures: Sequence[float]) -> float:
     return sum(figures) / len(figures)
 
 
-def _by_step(figures: Tensor, live: Tensor) -> list[float]:
-    """The mean over the rows that count at each step; both [batch, steps]."""
-    return [
-        float(values[counted].mean()) for values, counted in zip(figures.T, live.T, strict=True)
-    ]
+def _means(figures: Tensor, live: Tensor) -> list[float]:
+    """The mean over what counts of each of the first dimension; both of one shape."""
+    return [float(values[counted].mean()) for values, counted in zip(figures, live, strict=True)]

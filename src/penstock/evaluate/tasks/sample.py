@@ -23,6 +23,7 @@ class Sample:
         depth: where the needle was asked to be, 0 (first) to 1 (last); None: anywhere.
         token_ids: the prompt as the model should get it, where encoding `prompt` would not do:
             a chat template's text holds its special tokens already. None: encode `prompt`.
+        opening: the prompt's end, where it is part of what is judged: a record's beginning.
     """
 
     task: str
@@ -34,6 +35,7 @@ class Sample:
     also_right: tuple[str, ...] = ()
     depth: float | None = None
     token_ids: tuple[int, ...] | None = None
+    opening: str = ""
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ def judge(sample: Sample, text: str) -> float:
     Raises:
         ConfigError: the sample names a measure that does not exist.
     """
-    return metric_called(sample.metric)(text, sample.references)
+    return metric_called(sample.metric)(f"{sample.opening}{text}", sample.references)
 
 
 def score(sample: Sample, text: str) -> float:

@@ -86,6 +86,7 @@ class Draft:
         metric: the measure that judges the answer.
         new_tokens: fewest tokens to generate; a quarter more than the answer has, if that is more.
         depth: where the needle was asked to be.
+        opening: the lead's end that is judged with the answer.
     """
 
     task: str
@@ -100,6 +101,7 @@ class Draft:
     metric: str = "string_match_all"
     new_tokens: int
     depth: float | None = None
+    opening: str = ""
 
     def prompt(self, prompter: Prompter, units: int) -> str:
         """The rendered prompt with that many filler units."""
@@ -123,12 +125,17 @@ def finish(draft: Draft, tokens: int, prompter: Prompter) -> Sample:
         lambda count: len(prompter.ids(draft.prompt(prompter, count))),
         least=draft.least_units,
     )
-    prompt = draft.prompt(prompter, units)
+    return sample_of(draft, draft.prompt(prompter, units), prompter)
+
+
+def sample_of(draft: Draft, prompt: str, prompter: Prompter) -> Sample:
+    """The sample that a draft makes with a rendered prompt."""
     return Sample(
         task=draft.task, prompt=prompt, answer=draft.answer,
         max_new_tokens=max(draft.new_tokens, prompter.count_answer(draft.answer) * 5 // 4) + 1,
         values=draft.values, metric=draft.metric, depth=draft.depth,
         token_ids=tuple(prompter.ids(prompt)) if prompter.chat else None,
+        opening=draft.opening,
     )  # fmt: skip
 
 

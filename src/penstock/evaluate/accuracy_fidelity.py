@@ -1,0 +1,61 @@
+"""Fidelity of the suite real: held-out text decoded under a setting, beside full attention."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.core.errors import BudgetError
+from penstock.evaluate.accuracy_cells import Cell
+from penstock.evaluate.accuracy_settings import Setting
+from penstock.evaluate.audit.reference import Reference, make_reference
+from penstock.evaluate.audit.run import follow
+from penstock.evaluate.tasks.real.passages import STEPS
+from penstock.generation.prompts import make_batch
+from penstock.models.loader import LoadedModel
+
+ROWS = 4
+"""Passages that are decoded at a time: of each, full attention's distribution of all steps is kept,
+4 bytes for a word of the vocabulary and step."""
+_LOOK_EVERY = 8
+"""Attention is looked at in every eighth step; distributions are compared in all."""
+_TOP = 64
+
+
+def read_passages(
+    loaded: LoadedModel, rows: Sequence[Sequence[int]], *, chunk: int,
+    on_tokens: Callable[[int], None],
+) -> Reference:  # fmt: skip
+    """Full attention's reading of passages, of which the last `STEPS` tokens are decoded.
+
+    Args:
+        rows: token ids of the passages, equally many.
+        chunk: tokens per forward pass.
+        on_tokens: called with the tokens read so far.
+
+    Raises:
+        PromptError: they do not fit the model.
+    """
+    prompts = [list(row[:-STEPS]) for row in rows]
+    return make_reference(
+        loaded, make_batch(loaded, prompts, new_tokens=STEPS, pad_token_id=0), new_tokens=STEPS,
+        chunk=chunk, ends=frozenset(), following=torch.tensor([row[-STEPS:] for row in rows]),
+        look_every=_LOOK_EVERY, on_prefill=on_tokens,
+    )  # fmt: skip
+
+
+def follow_passages(
+    loaded: LoadedModel, reference: Reference, setting: Setting, cell: Cell, *, store: str
+) -> None:
+    """Decode the passages under a setting, and count what came out."""
+    began = time.perf_counter()
+    try:
+        done = follow(loaded.model, setting, reference, top=_TOP, store=store)
+    except BudgetError as error:
+        cell.refused = str(error)
+        return
+    cell.seconds = time.perf_counter() - began
+    cell.scores, cell.kl, cell.mass = done.row_same, done.row_kl, done.mass
+    cell.tokens = reference.num_steps * len(done.row_kl)
+    cell.sparse_tokens = cell.tokens if min(done.mass) < 1 - 1e-6 else 0
+    cell.ledger_bytes, cell.full_cache_bytes = done.ledger_bytes, done.full_cache_bytes

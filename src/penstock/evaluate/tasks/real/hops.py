@@ -1,0 +1,57 @@
+"""Multi-hop over documents: from a person to a firm, to its town, to the town's mayor."""
+
+import json
+import random
+from itertools import islice
+
+from penstock.evaluate.tasks.english.lexicon import coined_word_deck
+from penstock.evaluate.tasks.english.needles import listed
+from penstock.evaluate.tasks.english.prompt_fit import Draft
+from penstock.evaluate.tasks.real.ground import Ground
+
+_CHAINS = 6
+_ASKED = 3
+_FIELDS = ("person", "firm", "town", "mayor")
+
+
+def multi_hop(rng: random.Random, ground: Ground) -> Draft:
+    """Eighteen documents in random order hold six chains of three hops; three chains are asked for.
+
+    Source: ours, after RULER's multi-hop tracing and question answering over documents. Each
+    document states one fact and goes on as a book or as source code; the answer spells every hop
+    out, so that each is looked up while it is written. The score is the share of hops.
+    """
+    words = (word.capitalize() for word in coined_word_deck(rng))
+    chains = [tuple(islice(words, 4)) for _ in range(_CHAINS)]
+    told = [fact for chain in chains for fact in _facts(*chain)]
+    rng.shuffle(told)
+    facts = [
+        f"\n\nDocument {number}: {subject}\n{fact}\n"
+        for number, (subject, fact) in enumerate(told, 1)
+    ]
+    asked = chains[:_ASKED]
+    lines = [json.dumps(dict(zip(_FIELDS, chain, strict=True))) for chain in asked]
+    opening = f'[\n{{"person": "{asked[0][0]}", "firm":'
+    return Draft(
+        task="multi_hop",
+        preface="Below are documents. Each begins with a fact about a person, a firm or a town.\n",
+        pieces=ground.hiding(facts, rng, in_order=True),
+        question=f"\nQuestion: For each of {listed([chain[0] for chain in asked])}: which firm "
+        "does the person work for, in which town is that firm, and who is the mayor of that town? "
+        'Answer as a JSON list, one person a line, with the fields "person", "firm", "town" and '
+        '"mayor".',
+        lead=f"```json\n{opening}",
+        answer=",\n".join(lines).removeprefix(opening.removeprefix("[\n")) + "\n]\n```",
+        values=tuple(lines),
+        metric="record_fields",
+        opening=opening,
+        new_tokens=0,
+    )
+
+
+def _facts(person: str, firm: str, town: str, mayor: str) -> list[tuple[str, str]]:
+    return [
+        (person, f"{person} works for the firm {firm}."),
+        (firm, f"The firm {firm} is in the town of {town}."),
+        (town, f"The mayor of {town} is {mayor}."),
+    ]
