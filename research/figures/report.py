@@ -15,6 +15,7 @@ from research.figures import (
     accuracy,
     clusters,
     device_tier,
+    index_study,
     louiskv,
     measured,
     near_storage,
@@ -95,6 +96,7 @@ _TABLE: dict[str, tuple[_Drawn, ...]] = {
         _Drawn("", near_storage.smartssd), _Drawn("-split", near_storage.smartssd_split),
         _Drawn("-parts", near_storage.smartssd_parts),
     ),
+    "index_study": (_Drawn("", index_study.masses),),
     "search_accuracy": (_Drawn("", search.accuracy),),
     "search.plan": (_Drawn("", search.plan),),
     "search.speed": (

@@ -1,0 +1,1 @@
+"""Which compact index finds what a pretrained model attends to."""
