@@ -42,16 +42,17 @@ def in_columns(columns: int) -> Quantiser:
     fine = columns - components_of(columns)
 
     def quantise(components: Tensor) -> Tensor:
-        return torch.cat([eight_bits(components[:, :fine]), four_bits(components[:, fine:])], dim=1)
+        strong, rest = components[:, :fine], components[:, fine:]
+        return torch.cat([eight_bits(strong), four_bits(rest)], dim=1)
 
     return quantise
 
 
 def by_channel(keys: Tensor, bits: int) -> Tensor:
     """Whole keys with a scale for each component. [kv_heads, tokens, head_dim]"""
-    half = 2 ** (bits - 1)
+    half = 1 << (bits - 1)
     step = keys.abs().amax(1, keepdim=True) / (half - 0.5)
-    levels: Tensor = (keys / step).floor().clamp(-half, half - 1) + 0.5
+    levels = (keys / step).floor().clamp(-half, half - 1) + 0.5
     return levels * step
 
 
