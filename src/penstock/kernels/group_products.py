@@ -20,15 +20,15 @@ def group_products(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
         codes: floating, int8, or uint8 with two components in a byte (the first half of the
             components in the low nibbles; value = nibble - 7.5).
             [batch, blocks, group_tokens, groups, width]
-        queries: float32, in units where a code's step is 1: one for all groups, or one for each of
-            so many parts of them, alike and in order. [batch, heads, rank] or
-            [batch, parts, heads, rank]
+        queries: in units where a code's step is 1: float32 and one for all groups, or one for each
+            of so many parts of them, alike and in order, which may be bfloat16 on a GPU with
+            Triton. [batch, heads, rank] or [batch, parts, heads, rank]
         bits: 16, 8 or 4.
 
     Returns:
         float32 [batch, blocks * groups, heads]
     """
-    if queries.dim() == 4:
+    if queries.dim() == 4 and not uses_triton(codes):
         return _products_by_part(codes, queries, bits)
     has_integers = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if bits != 16 and codes.device.type == "cpu" and has_integers:
@@ -59,7 +59,7 @@ def group_products_twin(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
 def _products_by_part(codes: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Products where each part of the groups has a query of its own.
 
-    Integer products and the Triton form know one query for all: this is plain torch on any device.
+    Integer products know one query for all: this is plain torch.
     """
     batch, blocks, group_tokens, groups, width = codes.shape
     parts = queries.shape[1]

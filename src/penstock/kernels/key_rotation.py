@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from penstock.kernels.device.available import uses_triton
 from penstock.kernels.query_steps import turn_query
 
 BLOCK_TOKENS = 64
@@ -149,6 +150,19 @@ class KeyTurns:
             self._made = key, turn
         return turn
 
+    def from_start(self, x: Tensor, row_turn: Tensor | None) -> Tensor:
+        """Keys or queries as if each row's text began at the first position.
+
+        Args:
+            x: [batch, ..., head_dim]
+            row_turn: as in `queries`; None: they are so.
+        """
+        if row_turn is None:
+            return x
+        turn = row_turn[: len(x)].view(len(x), *[1] * (x.dim() - 2), -1)
+        cos, sin = turn.chunk(2, dim=-1)
+        return turned_back(x, cos, sin, interleaved=self.rotation.interleaved)
+
     def keys_of(self, turned: Tensor) -> Tensor:
         """What `keys` gave these for, of a sequence's first tokens."""
         cos, sin = self._of(torch.arange(turned.shape[1], device=turned.device))
@@ -161,19 +175,31 @@ class KeyTurns:
         return cos, sin
 
     def queries(
-        self, query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor, first: int, end: int
-    ) -> Tensor:
+        self, query: Tensor, basis: Tensor, kv_heads: int, factor: Tensor, first: int, end: int,
+        row_turn: Tensor | None = None, *, rounded: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Low-rank queries of blocks [first, end): turned back by each one's start, then projected.
 
         Args:
             query: post-RoPE. [batch, heads, head_dim]
             basis: [kv_heads * head_dim, rank]
             factor: float32, on the components. [rank]
+            row_turn: what turns each row's query back first, as in `table`. [batch, 2 * pairs]
+            rounded: Triton may round what it returns to bfloat16, which loses less than codes do.
 
         Returns:
-            float32 [batch, end - first, heads, rank]
+            [batch, end - first, heads, rank]; float32, or bfloat16 where `rounded`
         """
         batch, _, dim = query.shape
+        if uses_triton(query) and row_turn is not None:
+            from penstock.kernels.device.block_queries_triton import block_queries_triton
+
+            return block_queries_triton(
+                query, basis, factor, self.table[first:end], row_turn,
+                interleaved=self.rotation.interleaved,
+                dtype=torch.bfloat16 if rounded else torch.float32,
+            )  # fmt: skip
+        query = self.from_start(query, row_turn)
         cos, sin = self.table[first:end, None].chunk(2, dim=-1)
         inter = self.rotation.interleaved
         turned = turned_back(query.float().unsqueeze(1), cos, sin, interleaved=inter)

@@ -20,6 +20,7 @@ STRIDES = (
     "heads", "key_heads", "query_row", "query_head", "key_row", "key_head", "position_row",
 )  # fmt: skip
 ENDS = ("query_ptr", "key_ptr", "cos_ptr", "sin_ptr", "query_out_ptr", "key_out_ptr")
+TURNED = {"DIM": 128, "PAIRS": 64, "LEFT": 0, "PAIRS_WIDE": 64, "INTERLEAVED": False}
 UNIT_SIZES = {"WORDS": 64, "CHUNK": 64, "UNIT": 1, "UNIT_WIDE": 1}
 
 
@@ -49,6 +50,21 @@ KERNELS = [
     (
         "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},
         {**UNIT_SIZES, "ENTRIES": 64, "CHUNKS": 1, "ROWS": 256}, 8,
+    ),
+    (
+        "block_queries_triton", "_turned_and_projected",
+        {"query": "*bf16", "basis": "*bf16", "factor": "*fp32", "table": "*fp32",
+         "row_turn": "*fp32", "out": "*bf16", "blocks": "i32", "rank": "i32"},
+        {**TURNED, "SHARE": 4, "SHARE_WIDE": 4, "ROWS": 64, "RANK_WIDE": 64, "LEFT_WIDE": 16,
+         "WHOLE": False}, 4,
+    ),
+    (
+        "put_codes_triton", "_put",
+        {"keys": "*bf16", "unit_at": "*i64", "codes": "*u8", "encoder": "*bf16",
+         "per_step": "*fp32", "table": "*fp32", "row_turn": "*fp32", "codes_row": "i32",
+         "codes_block": "i32", "groups": "i32", "rank": "i32"},
+        {**TURNED, "KV_HEADS": 8, "TOKENS": 4, "TOKENS_WIDE": 4, "LEFT_WIDE": 1, "WIDTH": 32,
+         "BITS": 4, "FINE": 4, "PER_TURN": 16, "COLUMNS": 8}, 4,
     ),
     *parts("bf16"), *parts("fp16"), *parts("fp32"),
 ]  # fmt: skip

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.engine.adapter import LayerAdapter, basis_fault, fit_layer, scale_fault
+from penstock.engine.adapter import LayerAdapter, fit_layer
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.key_scale import key_scale, mean_squares
+from penstock.kernels.device.available import uses_triton
 from penstock.kernels.device.group_shares import group_shares
 from penstock.kernels.group_products import group_products
 from penstock.kernels.group_scores import (
@@ -28,10 +29,10 @@ from penstock.kernels.key_rotation import (
     BLOCK_TOKENS,
     KeyRotation,
     KeyTurns,
-    turned_back,
     turned_scratch_bytes,
 )
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
+from penstock.methods.kvswap.stored_index import PLAIN, TURNED, stored_fault
 
 HeadReduction = Literal["sum", "softmax"]
 
@@ -325,7 +326,7 @@ class LowRankIndex(KeyIndex):
     @override
     def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
         turned = "block_tokens" in state
-        if state.keys() - (_TURNED if turned else set()) != {"codes", "basis", "step"}:
+        if state.keys() - (TURNED if turned else set()) != PLAIN:
             raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
         codes, basis, step = state["codes"], state["basis"], state["step"]
         blocks, size = -(-num_units // BLOCK_GROUPS), (self._shape.joint_dim, self._rank)
@@ -338,27 +339,15 @@ class LowRankIndex(KeyIndex):
             )
         if not basis.is_floating_point():
             raise ConfigError(f"a stored index cannot have a basis in {basis.dtype}")
-        fault = basis_fault(basis.float(), step) or _codes_fault(codes)
-        if fault is None and not bool(step.reciprocal().isfinite().all()):
-            fault = "a step is too small"
-        scale, fine = state.get("scale"), 0
-        if fault is None and turned:
-            fault = scale_fault(scale, len(basis)) or self._block_fault(state["block_tokens"])
-            fine, more = _fine_columns(state.get("fine"), self._rank if self._bits == 4 else 0)
-            fault = fault or more
+        block_tokens = None if self._turns is None else self._turns.block_tokens
+        fault = stored_fault(state, block_tokens, self._rank // 2 if self._bits == 4 else 0)
         if fault:
             raise ConfigError(f"a stored index cannot be used: {fault}")
         if not turned:  # of keys as the model has them, as all were once
             self._turns = None
         self._codes[:, : len(codes)] = codes.to(self._device)
-        self._take_basis(basis, step, scale, fine)
-
-    def _block_fault(self, block_tokens: Tensor) -> str | None:
-        if self._turns is None:
-            return "its keys are turned by blocks, which is not known of this model's"
-        if not torch.equal(block_tokens, torch.tensor([self._turns.block_tokens])):
-            return f"its keys are not turned by blocks of {self._turns.block_tokens} tokens"
-        return None
+        fine = int(state["fine"]) if "fine" in state else 0
+        self._take_basis(basis, step, state.get("scale"), fine)
 
     # Keys -------------------------------------------------------------------------------------
 
@@ -370,12 +359,14 @@ class LowRankIndex(KeyIndex):
 
     def _from_start(self, x: Tensor) -> Tensor:
         """Keys or queries as if each row's text began at the first position."""
-        if self._turns is None or (self._start is None and self._device.type == "cpu"):
-            return x  # a CUDA graph has no such choice: another row may begin elsewhere
+        return x if self._turns is None else self._turns.from_start(x, self._turn_of(x))
+
+    def _turn_of(self, x: Tensor) -> Tensor | None:
+        """What turns rows that begin later; None where none does."""
+        if self._start is None and self._device.type == "cpu":
+            return None  # a CUDA graph has no such choice: another row may begin elsewhere
         assert self._row_turn is not None
-        turn = self._row_turn[: len(x)].view(len(x), *[1] * (x.dim() - 2), -1)
-        cos, sin = turn.chunk(2, dim=-1)
-        return turned_back(x, cos, sin, interleaved=self._turns.rotation.interleaved)
+        return self._row_turn[: len(x)]
 
     @override
     def append(self, keys: Tensor, first_token: int) -> None:
@@ -396,12 +387,30 @@ class LowRankIndex(KeyIndex):
 
     @override
     def put(self, keys: Tensor, unit: Tensor) -> None:
+        if uses_triton(keys):
+            self._put_in_triton(keys, unit)
+            return
         group_tokens = self._group_tokens
         places = unit * group_tokens + torch.arange(group_tokens, device=unit.device)
         codes = self._encode(self._components(self._turned(keys, places)))
         block = torch.div(unit, BLOCK_GROUPS, rounding_mode="floor")
         # The two numbers stand together in front: [1, batch, group_tokens, width].
         self._codes.transpose(1, 3)[:, unit % BLOCK_GROUPS, :, block] = codes.unsqueeze(0)
+
+    def _put_in_triton(self, keys: Tensor, unit: Tensor) -> None:
+        from penstock.kernels.device.put_codes_triton import put_codes_triton
+
+        turn = None
+        if self._turns is not None:
+            assert self._row_turn is not None
+            per_turn = self._turns.block_tokens // self._group_tokens
+            turn = (
+                self._turns.table, self._row_turn, per_turn, self._turns.rotation.interleaved,
+            )  # fmt: skip
+        put_codes_triton(
+            keys, unit, self._codes, self._encoder, self._per_step, bits=self._bits,
+            fine=self._fine, turn=turn,
+        )  # fmt: skip
 
     def _components(self, turned: Tensor) -> Tensor:
         """Columns of turned keys in units of the quantisation step, float32, last axis `rank`."""
@@ -471,12 +480,15 @@ class LowRankIndex(KeyIndex):
             one = project_queries(query, self._basis, kv_heads, factor)
             one = one.sum(dim=1, keepdim=True) if together else one
             return lambda first, end: one
-        turns, own = self._turns, self._from_start(query)
+        turns, turn = self._turns, self._turn_of(query)
+        rounded = self._bits != 16 and not together
         groups = turns.block_tokens // self._group_tokens
 
         def of(first: int, end: int) -> Tensor:
             blocks = (first // groups, end // groups)
-            each = turns.queries(own, self._basis, kv_heads, factor, *blocks)
+            each = turns.queries(
+                query, self._basis, kv_heads, factor, *blocks, turn, rounded=rounded
+            )
             return each.sum(dim=2, keepdim=True) if together else each
 
         return of
@@ -571,24 +583,3 @@ def turned_groups(group_tokens: int, block_tokens: int) -> int:
     """Groups that one query serves: a power of two, about `block_tokens` of tokens, 4 or more."""
     fitting = max(4, min(BLOCK_GROUPS, block_tokens // group_tokens))
     return int(2 ** (fitting.bit_length() - 1))
-
-
-_TURNED = {"block_tokens", "scale", "fine"}
-"""What a stored index has beside the rest where keys are turned."""
-
-
-def _fine_columns(stored: Tensor | None, rank: int) -> tuple[int, str | None]:
-    """The second columns of a stored index, and what is wrong with their number."""
-    if stored is None:
-        return 0, None
-    fine = int(stored) if stored.numel() == 1 and stored.dtype == torch.int64 else -1
-    if not 0 <= fine <= rank // 2:
-        return 0, f"{fine} second columns do not belong to {rank}"
-    return fine, None
-
-
-def _codes_fault(codes: Tensor) -> str | None:
-    """What is wrong with stored codes; integers mean something whatever they are."""
-    if codes.is_floating_point() and not bool(codes.isfinite().all()):
-        return "its components are not finite"
-    return None
