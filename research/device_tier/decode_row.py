@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from penstock.models.plain_model import plain_cache, vocabulary_size
 from penstock.storage.pinned_memory import pinned_bytes
 from penstock.workloads.synthetic_kv import SyntheticKV
 from research.device_tier.methods import Method, Pattern
+from research.device_tier.recorded_units import RecordedUnits, read_recording
 from research.device_tier.streamed_index import (
     QueryStream,
     StatedUnits,
@@ -56,6 +58,8 @@ class DecodeBench:
     stays: Sequence[float] | None = None
     """Share of a selection that is in the next one: of methods that retrieve at turns, and of those
     that do at every step. None: what the queries make of it."""
+    recorded: Path | None = None
+    """Folder with what a model selected by each method, to be played instead."""
     _noise: dict[int, SyntheticKV] = field(default_factory=dict)
     _streams: dict[int, QueryStream] = field(default_factory=dict)
 
@@ -103,7 +107,8 @@ class Counts:
     layer_steps: int = 0
     """Steps of layers that look for boundaries, each sequence counted."""
     boundaries: int = 0
-    retrievals: int = 0
+    retrievals: float = 0
+    """A step counts by the share of its heads that retrieve."""
     selecting_layers: int = 0
     """Layers that select (not a sum: what the newer of two counts says)."""
 
@@ -133,7 +138,7 @@ class Counts:
 def count(cache: TieredCache) -> Counts:
     """Read a cache's counters; waits for the device."""
     phase = cache.stats.decode
-    selecting, sums = 0, [0, 0, 0]
+    selecting, steps, boundaries, retrievals = 0, 0, 0, 0.0
     for layer in cache.tiers.layers:
         if not isinstance(layer, DeviceLayer) or layer.index is None:
             continue
@@ -141,10 +146,11 @@ def count(cache: TieredCache) -> Counts:
         index = layer.index.inner if isinstance(layer.index, StreamedIndex) else layer.index
         if isinstance(index, DeviceSemanticUnits):
             found = index.counters.sum(dim=0).tolist()
-            sums = [a + int(b) for a, b in zip(sums, found, strict=True)]
+            steps, boundaries = steps + int(found[0]), boundaries + int(found[1])
+            retrievals += float(index.retrievals.sum())
     return Counts(
         wanted=phase.units_wanted, hit=phase.units_hit, fetched_bytes=phase.read_bytes,
-        layer_steps=sums[0], boundaries=sums[1], retrievals=sums[2], selecting_layers=selecting,
+        layer_steps=steps, boundaries=boundaries, retrievals=retrievals, selecting_layers=selecting,
     )  # fmt: skip
 
 
@@ -396,7 +402,7 @@ class DecodeRow:
         self._bench, self._method, self._pattern, self._batch = bench, method, pattern, batch
         self._noise, self._stream = bench.noise(batch), bench.stream(batch)
         self._steps_done = self._streamed = 0
-        self._stated: StatedUnits | None = None
+        self._stated: StatedUnits | RecordedUnits | None = None
         self.memory = GpuMemory(bench.device)
         max_tokens = pattern.prompt + pattern.output
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=bench.device)
@@ -475,11 +481,23 @@ class DecodeRow:
         _wait(self._bench.device)
         self.memory.filled()
 
-    def _state_units(self, layers: Sequence[object]) -> StatedUnits | None:
+    def _state_units(self, layers: Sequence[object]) -> StatedUnits | RecordedUnits | None:
         selecting = selecting_layers(layers)
-        if self._bench.stays is None or not selecting:
+        if not selecting:
             return None
         _, layer = selecting[0]
+        if self._bench.recorded is not None:
+            assert self._method.policy is not None
+            plan = layer.setup.plan
+            played = RecordedUnits(
+                read_recording(self._bench.recorded, self._method.policy.name), plan,
+                plan.batch // self._batch, self._bench.device,
+            )  # fmt: skip
+            self.figures["recorded_share"] = played.share
+            self.memory.leave_out(played.num_bytes)
+            return played
+        if self._bench.stays is None:
+            return None
         at_turns = isinstance(layer.index, DeviceSemanticUnits)
         stated = StatedUnits(
             self._stream, layer.setup.plan, at_turns=at_turns,

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
@@ -28,8 +30,10 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import plain_cache
+from penstock.workloads.recorded_stream import Recording
 from research.device_tier.decode_row import count
 from research.device_tier.methods import Method, Pattern, method_texts, parse_method
+from research.device_tier.streamed_index import StreamedIndex, selecting_layers
 
 KIND = "device_tier.follow"
 METHODS = "full-dynamic,arkvale,louiskv"
@@ -49,10 +53,53 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=248, help="tokens that are decoded and counted")
     add("--methods", default=METHODS, help="POLICY[:options], full-dynamic")
     add("--dtype", help="of weights and cache (default: as stored)")
+    add("--on", default="cpu", choices=["cpu", "cuda"])
+    add("--record", type=Path, metavar="FOLDER", help="keep what each method selected in the first "
+        "text there, for device_tier.speed --recorded")  # fmt: skip
     args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
     if min(args.prompt, args.steps) < 1:
         raise ConfigError("--prompt and --steps count from 1 on")
     return args
+
+
+class SelectionTape:
+    """Takes down which units every layer of a cache attends to, step by step."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        """Begin; a step is recorded as it runs, without a CUDA graph."""
+        self._layers = [layer for _, layer in selecting_layers(cache.tiers.layers)]
+        if not self._layers:
+            raise ConfigError("this method selects nothing; leave --record out")
+        self._steps: list[list[Tensor]] = [[] for _ in self._layers]
+        for layer, steps in zip(self._layers, self._steps, strict=True):
+            assert layer.index is not None
+            layer.index = _TapedIndex(layer.index, steps)
+
+    def recording(self, context: int, steps: int, source: dict[str, Any]) -> Recording:
+        """What was selected in the newest steps.
+
+        Args:
+            context: tokens before the first step.
+            steps: that count.
+        """
+        found = torch.stack([torch.stack(one[-steps:]) for one in self._steps], dim=1)
+        group = self._layers[0].setup.plan.group_tokens
+        first = (found * group).double().numpy() / context
+        shares = np.where(found.numpy() < 0, np.nan, first).astype(np.float32)
+        return Recording(shares=shares, context=context, group_tokens=group, source=source)
+
+
+class _TapedIndex(StreamedIndex):
+    """A layer's index, and a list that receives its selections."""
+
+    def __init__(self, inner: DeviceIndex, steps: list[Tensor]) -> None:
+        self.inner, self.lse, self._taken = inner, inner.lse, steps
+
+    def select(self, query: Tensor, clock: StepClock) -> Wanted:
+        """See `DeviceIndex.select`."""
+        wanted = self.inner.select(query, clock)
+        self._taken.append(wanted.ids.masked_fill(~wanted.valid, -1).cpu())
+        return wanted
 
 
 class Followed:
@@ -70,14 +117,18 @@ class Followed:
         ids = loaded.tokenizer(text[: 24 * needed], add_special_tokens=False).input_ids[:needed]
         if len(ids) < needed:
             raise ConfigError(f"{path} has {len(ids):,} tokens; {needed:,} are needed")
-        self._model, self._ids = loaded.model, torch.tensor([ids])
+        device = loaded.model.get_input_embeddings().weight.device
+        self._model, self._ids = loaded.model, torch.tensor([ids], device=device)
         self._prompt, self._steps = prompt, steps
 
-    def run(self, method: Method, progress: Callable[[int], None]) -> dict[str, Any]:
+    def run(
+        self, method: Method, progress: Callable[[int], None], record: Path | None = None
+    ) -> dict[str, Any]:
         """Decode through a cache of one method.
 
         Args:
             progress: told every step.
+            record: folder that keeps what the method selects.
 
         Returns:
             "loss": mean nats of a counted token; of methods that select also what `Counts.figures`
@@ -87,17 +138,27 @@ class Followed:
         if method.policy is None:
             assert method.plain is not None
             cache: Any = plain_cache(self._model, method.plain, most)
+            self._read(cache)
             loss, _ = self._decode(cache, progress)
             return {"loss": loss}
-        cache = TieredCache(self._model, method.policy, store="host", max_tokens=most)
+        cache = TieredCache(
+            self._model, method.policy, store="host", max_tokens=most, cuda_graphs=record is None
+        )
         with cache:
+            self._read(cache)
+            tape = None if record is None else SelectionTape(cache)
             loss, counts = self._decode(cache, progress)
+            if record is not None and tape is not None:
+                source = {"policy": method.text, "prompt_tokens": self._prompt}
+                recording = tape.recording(self._prompt, self._steps, source)
+                recording.save(record / f"{method.policy.name}.npz")
         return {"loss": loss, **counts}
 
-    @torch.no_grad()
-    def _decode(self, cache: Any, progress: Callable[[int], None]) -> tuple[float, dict[str, Any]]:
+    def _read(self, cache: Any) -> None:
         for start in range(0, self._prompt, _CHUNK):
             self._forward(cache, start, min(start + _CHUNK, self._prompt))
+
+    def _decode(self, cache: Any, progress: Callable[[int], None]) -> tuple[float, dict[str, Any]]:
         total, before = 0.0, None
         for at in range(self._prompt, self._prompt + _WARM_UP + self._steps):
             counted = at >= self._prompt + _WARM_UP
@@ -112,13 +173,14 @@ class Followed:
             figures = (count(cache) - before).figures(self._steps, 1)
         return total / self._steps, figures
 
+    @torch.no_grad()
     def _forward(self, cache: Any, start: int, end: int) -> Tensor:
         model: Any = self._model
         out = model(
             input_ids=self._ids[:, start:end], **cache_argument(model, cache), use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip
-        last: Tensor = out.logits[0, -1]
+        last: Tensor = out.logits[0, -1].cpu()
         return last
 
 
@@ -153,11 +215,11 @@ def run(arguments: Sequence[str]) -> Result:
     args = parse_arguments(arguments)
     pattern = Pattern(args.prompt, _OUTPUT)
     methods = [parse_method(text, pattern) for text in method_texts(args.methods)]
-    loaded = load(args.model, dtype=args.dtype)
+    loaded = load(args.model, dtype=args.dtype, device=args.on)
     texts = [Followed(loaded, path, args.prompt, args.steps) for path in args.text]
     settings = {
         "model": args.model, "texts": len(texts), "prompt": args.prompt, "steps": args.steps,
-        "methods": args.methods, "dtype": args.dtype,
+        "methods": args.methods, "dtype": args.dtype, "on": args.on,
     }  # fmt: skip
     words = ["PATH" if "/" in word or Path(word) in args.text else word for word in arguments]
     result = Result.begin(KIND, words, settings, seed=0, package="research")
@@ -167,7 +229,7 @@ def run(arguments: Sequence[str]) -> Result:
         for method in methods:
             progress.say(f"text {number + 1} of {len(texts)}, {method.text}")
             began = time.perf_counter()
-            row = text.run(method, progress.step)
+            row = text.run(method, progress.step, None if number else args.record)
             rows.append({
                 "text": number, "method": method.text, **row, "row_s": time.perf_counter() - began,
             })  # fmt: skip

@@ -116,6 +116,8 @@ def parse_method(text: str, pattern: Pattern) -> Method:
     given = set(re.findall(r"([a-z_]+)\s*=", words))
     known = {field.name for field in dataclasses.fields(POLICIES[policy.name]) if field.init}
     defaults = {k: v for k, v in pattern.options.items() if k in known - given}
+    if "lost_mass" in given:
+        defaults.pop("tau", None)
     if isinstance(policy, KVSwap) and "reuse_tokens" not in given:
         chosen = policy.selected_tokens or pattern.options["selected_tokens"]
         defaults["reuse_tokens"] = chosen

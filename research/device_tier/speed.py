@@ -10,6 +10,7 @@ answer up to the places where steps are measured, are synthetic and put in witho
 import argparse
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result
+from penstock.evaluate.result import Result, without_path
 from penstock.evaluate.sitting import Sitting, say, sit
 from penstock.evaluate.text_table import format_table
 from penstock.models.model_shape import inspect_model
@@ -124,13 +125,29 @@ def _share(value: float | None) -> str:
 
 KIND = "device_tier.speed"
 METHODS = "louiskv,arkvale,quest,kvswap,flexgen,full-dynamic,full-static"
-_SHARED = ("config", "layers", "steps", "places", "segment", "sameness", "stays", "on", "seed")
+_SHARED = (
+    "config",
+    "layers",
+    "steps",
+    "places",
+    "segment",
+    "sameness",
+    "stays",
+    "recorded",
+    "on",
+    "seed",
+)
 """Settings that a result which is gone on with must have in common."""
 
 Job = tuple[Pattern, int, str]
 _STAYS_HELP = (
     "state which units are selected: these shares of a selection are in the next one, of methods "
     "that retrieve at turns and of those that do at every step (default: as the queries have it)"
+)
+
+_RECORDED_HELP = (
+    "play what a language model selected by each method, which device_tier.follow --record has "
+    "written there; in place of --stays"
 )
 
 
@@ -162,6 +179,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--segment", type=int, default=8, help="steps between turns of the selecting queries")
     add("--sameness", type=float, default=0.9, help="cosine of their steps within a segment")
     add("--stays", metavar="TURN/STEP", help=_STAYS_HELP)
+    add("--recorded", type=Path, metavar="FOLDER", help=_RECORDED_HELP)
     add("--host-gib", type=float, default=40.0, help="most pinned memory of a row")
     add("--on", default="cuda", choices=["cpu", "cuda"])
     args = read_options(parser, arguments)
@@ -169,6 +187,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--steps and --segment count from 1 on, and --sameness is 0 to 1")
     if args.stays is not None:
         args.stays = _shares(args.stays)
+    if args.recorded is not None and args.stays is not None:
+        raise ConfigError("--stays and --recorded both say what is selected; give one of them")
     if args.places < 2:
         raise ConfigError("--places must be at least 2: the answer's beginning and its end")
     if args.layers is not None and args.layers < 1:
@@ -236,6 +256,7 @@ class SpeedGrid(Grid[Job]):
             device=device, steps=args.steps, places=args.places, segment=args.segment,
             sameness=args.sameness, most_s=args.step_seconds, breakdown_steps=args.breakdown,
             host_bytes=int(args.host_gib * 2**30), seed=args.seed, stays=args.stays,
+            recorded=args.recorded,
         )  # fmt: skip
         say(f"built in {time.perf_counter() - began:.1f} s")
 
@@ -266,8 +287,10 @@ def run(arguments: Sequence[str]) -> Result:
     args = parse_arguments(arguments)
     private = ("out", "json", "resume", "minutes")
     settings = {k: v for k, v in vars(args).items() if k not in private}
+    settings["recorded"] = None if args.recorded is None else args.recorded.name
     grid = SpeedGrid(args, settings)
-    result = Result.begin(KIND, arguments, settings, seed=args.seed, package="research")
+    shown = without_path(arguments, "--recorded", str(args.recorded))
+    result = Result.begin(KIND, shown, settings, seed=args.seed, package="research")
     return sit(Sitting(result, args), grid, args)
 
 

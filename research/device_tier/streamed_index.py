@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.core.slot_plan import SlotPlan
 from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
 from penstock.engine.device_tier.device_layer import DeviceLayer
+from research.device_tier.recorded_units import RecordedUnits
 
 # Queries of a stated likeness, from step to step and across a turn --------------------------------
 
@@ -178,9 +179,9 @@ class StreamedIndex(DeviceIndex):
 
     def __init__(
         self, inner: DeviceIndex, stream: QueryStream, layer: int,
-        stated: StatedUnits | None = None,
+        stated: StatedUnits | RecordedUnits | None = None,
     ) -> None:  # fmt: skip
-        self.inner = inner
+        self.inner, self.lse = inner, inner.lse
         self._stream, self._layer, self._stated = stream, layer, stated
 
     @property
@@ -243,7 +244,7 @@ class StreamedIndex(DeviceIndex):
 
 
 def lay_stream(
-    layers: Sequence[object], stream: QueryStream, stated: StatedUnits | None = None
+    layers: Sequence[object], stream: QueryStream, stated: StatedUnits | RecordedUnits | None = None
 ) -> int:
     """Put the stream before the index of every layer that selects on the device.
 

@@ -38,7 +38,7 @@ _SMALL_BOLD: Look = {"fontsize": 11, "fontweight": "bold"}
 
 # Settings as numbers ------------------------------------------------------------------------------
 
-_COMPARED = frozenset({"selected_tokens", "tau", "boundaries", "units"})
+_COMPARED = frozenset({"selected_tokens", "tau", "lost_mass", "boundaries", "units"})
 _UNIT_SIZE = frozenset({"cluster_tokens", "group_tokens"})
 _ALIKE = ("window_tokens", "sink_tokens")
 Rest = tuple[tuple[str, object], ...]
@@ -65,19 +65,23 @@ class Point:
         """By what a line orders its points."""
         if not isinstance(self.policy, LouisKV):
             return 0.0
-        return -self.policy.stride if self.policy.stride else self.policy.tau
+        if self.policy.stride:
+            return -self.policy.stride
+        return -self.policy.lost_mass if self.policy.tau is None else self.policy.tau
 
     @property
     def family(self) -> str:
-        """What a line of the figure joins: "tau", "stride", "every" or "pages" of LouisKV, or the
-        method's name."""
+        """What a line of the figure joins: "tau", "mass", "stride", "every" or "pages" of LouisKV,
+        or the method's name."""
         if not isinstance(self.policy, LouisKV):
             return self.policy.name
         if self.policy.units == "pages":
             return "pages"
         if self.policy.stride:
             return "stride"
-        return "every" if self.policy.boundaries == "every" else "tau"
+        if self.policy.boundaries == "every":
+            return "every"
+        return "mass" if self.policy.tau is None else "tau"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ class Compared:
     rest: Rest = ()
 
     def family(self, name: str) -> list[Point]:
-        """Its points, by rising tau or falling stride."""
+        """Its points, by rising tau, falling stride or falling lost mass."""
         return sorted((p for p in self.points if p.family == name), key=lambda p: p.place)
 
     @property
@@ -217,6 +221,7 @@ def _title(panels: Sequence[Compared], what: str, more: str) -> str:
 
 _LINES = (
     ("tau", "semantic boundaries, by \u03c4", "o"), ("stride", "fixed stride, in steps", "s"),
+    ("mass", "attention that may be lost", "P"),
 )  # fmt: skip
 _ALWAYS = (
     ("every", "its units, at every step", "D", SERIES[0]), ("quest", "quest", "^", SERIES[2]),
@@ -350,7 +355,8 @@ def _by_tau(result: Result) -> dict[float, Counts]:
         policy = parse_setting(cell["setting"]).policy
         if not cell.get("retrieval") or not isinstance(policy, LouisKV):
             continue
-        if policy.boundaries == "adaptive" and policy.units != "pages":
+        by_tau = policy.boundaries == "adaptive" and policy.units != "pages"
+        if by_tau and policy.tau is not None:
             key = (cell["length"], cell["task"], policy.selected_tokens)
             cells.setdefault(policy.tau, {})[key] = cell["retrieval"]
     shared = set.intersection(*(set(found) for found in cells.values())) if cells else set()

@@ -122,6 +122,8 @@ class Step:
     """One decode step of full attention."""
 
     number: int
+    fed: Tensor
+    """The step's tokens. int64 [batch]"""
     live: Tensor
     """False behind a row's end-of-sequence token. bool [batch]"""
     visible: Tensor
@@ -173,7 +175,7 @@ def full_attention_steps(
                     break
                 seen = mask[:, : total + done + 1]
                 log_probs = forward(model, fed[:, None].to(device), seen, cache)
-                yield watch.take(done, alive, seen.bool())
+                yield watch.take(done, fed, alive, seen.bool())
                 done += 1
     if not done:
         raise PromptError(
@@ -218,7 +220,7 @@ class _Watch:
             cos, sin = tables
             self._tables.append((cos.float(), sin.float()))
 
-    def take(self, number: int, live: Tensor, visible: Tensor) -> Step:
+    def take(self, number: int, fed: Tensor, live: Tensor, visible: Tensor) -> Step:
         """The step that was just done.
 
         Raises:
@@ -231,7 +233,12 @@ class _Watch:
             layers = [self._layer(tier) for tier in range(len(self._calls))]
         self._calls.clear()
         return Step(
-            number=number, live=live, visible=visible, layers=layers, rotation=self._rotation
+            number=number,
+            fed=fed,
+            live=live,
+            visible=visible,
+            layers=layers,
+            rotation=self._rotation,
         )
 
     def _find_rotation(self) -> Rotation | None:

@@ -84,6 +84,13 @@ class AttentionSum:
         else:
             self._out, self._lse = merge_attention(self._out.float(), self._lse, out.float(), lse)
 
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of the logits so far, sinks without a key not counted. float32
+        [batch, num_heads, new_tokens]"""
+        assert self._lse is not None, "no block was added"
+        return self._lse
+
     def result(self) -> Tensor:
         """The attention output, [batch, new_tokens, num_heads, head_dim], in the query's dtype."""
         assert self._out is not None, "no block was added"

@@ -97,6 +97,10 @@ class KeyIndex(ABC):
             weights: share of the softmax, added over the row's query heads. [batch, wanted]
         """
 
+    lse: Tensor | None = None
+    """Receives, step by step, the log-sum-exp of all that was attended to; None: it is not wanted.
+    float32 [batch, num_heads]"""
+
     def rebuild_keys(self, rows: NDArray[np.int64], units: NDArray[np.int64]) -> Tensor | None:
         """Keys to attend to in place of the stored ones, for units that have just landed.
 

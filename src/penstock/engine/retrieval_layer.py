@@ -211,13 +211,17 @@ class RetrievalLayer(LayerCache):
             self.index.observe(selection, slot_weights(self.pool, call, plan.selected_slots))
         shown = self.attended_mask(None if fetched is None else fetched[1])
         if self._compact is None and call.sink_logits is None and call.softcap is None:
-            out = decode_attention(call.query, self.pool.tokens, shown, call.scaling)
+            out = decode_attention(
+                call.query, self.pool.tokens, shown, call.scaling, self.index.lse
+            )
             return out.to(call.query.dtype).transpose(1, 2)
         keys, values, mask = self.pool.keys, self.pool.values, shown
         if self._compact is not None and fetched is not None:
             keys, values, mask = self._compact.gather(self.pool, fetched[1].selected_slots)
         total = AttentionSum(call)
         total.add(keys, values, mask)
+        if self.index.lse is not None:
+            self.index.lse.copy_(total.lse[:, :, 0])
         return total.result()
 
     @property

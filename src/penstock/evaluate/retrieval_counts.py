@@ -13,10 +13,11 @@ LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Segments are counted by length: up to each of these and longer than the one before, then all
 longer ones."""
 
-Counts = dict[str, list[int]]
+Counts = dict[str, list[Any]]
 """By layer: "steps", "retrievals", "segments" and "segment_tokens". By neighbouring layers: the
 steps at which both and at which either had a boundary, "both" and "either". All layers together:
-"lengths", the segments by `LENGTHS`."""
+"lengths", the segments by `LENGTHS`. All are whole numbers, but for "retrievals": a step counts by
+the share of its heads that retrieve."""
 
 
 class RetrievalWatch:
@@ -24,16 +25,16 @@ class RetrievalWatch:
 
     def __init__(self, cache: TieredCache) -> None:
         """Begin to observe; the cache must hold tokens, or there is nothing to observe."""
-        self._steps: list[list[tuple[NDArray[np.bool_], NDArray[np.bool_]]]] = []
+        self._steps: list[list[tuple[NDArray[np.bool_], NDArray[np.float64]]]] = []
         self._positions: list[int] = []
         for layer in cache.tiers.layers:
             index: Any = getattr(layer, "index", None)
             if not hasattr(index, "observer"):
                 continue
-            steps: list[tuple[NDArray[np.bool_], NDArray[np.bool_]]] = []
+            steps: list[tuple[NDArray[np.bool_], NDArray[np.float64]]] = []
 
             def take(
-                position: int, boundary: NDArray[np.bool_], retrieves: NDArray[np.bool_],
+                position: int, boundary: NDArray[np.bool_], retrieves: NDArray[np.float64],
                 steps: list[Any] = steps,
             ) -> None:  # fmt: skip
                 steps.append((boundary.copy(), retrieves.copy()))
@@ -54,10 +55,10 @@ class RetrievalWatch:
         """
         if not self._steps or not self._steps[0]:
             return None
-        # bool [layers, 2, steps, sequences]
+        # float64 [layers, 2, steps, sequences]
         seen = np.array([np.swapaxes(np.array(layer), 0, 1) for layer in self._steps])
         lived = (np.array(self._positions) - first)[:, None] < np.asarray(steps)
-        boundary, retrieves = seen[:, 0] & lived, seen[:, 1] & lived
+        boundary, retrieves = (seen[:, 0] > 0) & lived, seen[:, 1] * lived
         lengths = [_segment_lengths(layer, lived.sum(axis=0)) for layer in boundary]
         bins = np.zeros(len(LENGTHS) + 1, dtype=np.int64)
         for found in lengths:

@@ -1,4 +1,6 @@
-"""unit_scores() and take_units(): rank units of any size, and take tokens to an exact budget."""
+"""Rank units of any size, take tokens to an exact budget, and say what a new selection gains."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def query_similarity(previous: Tensor, query: Tensor, rows_per_sequence: int) ->
 
 def unit_scores(
     query: Tensor, means: Tensor, sizes: Tensor, scaling: float, rows: Tensor | None = None, *,
-    squares: Tensor | None = None,
+    squares: Tensor | None = None, weights: Tensor | None = None, sums: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Group-consistent scores: softmax over units per query head, mean over the row's heads.
 
@@ -39,6 +41,11 @@ def unit_scores(
     that mean exceeds the logit of the mean key by half the query's square times that variance. The
     paper has nothing of the kind.
 
+    With `weights` a score is the attention that a token of the unit is estimated to have: units
+    count in the softmax by their tokens, and heads by the share of their attention that is on units
+    at all. Scores times tokens are then shares of the row's attention. The paper has nothing of the
+    kind either.
+
     Args:
         query: post-RoPE. [rows, heads of a row, head_dim]
         means: one index vector per unit. [all rows, at least `units`, head_dim]
@@ -47,6 +54,8 @@ def unit_scores(
         scaling: factor on the logits (one over the root of head_dim).
         rows: which rows of `means` the others belong to; None: all. int64 [rows]
         squares: mean squared length of each unit's keys. float32 [all rows, at least `units`]
+        weights: share of each head's attention that is on units. float32 [rows, heads of a row]
+        sums: receives, with `weights`, the log-sum-exp of all units' tokens, alike.
 
     Returns:
         float32 [rows, units], minus one where a unit is empty.
@@ -66,7 +75,81 @@ def unit_scores(
         logits[:, :, start : start + CHUNK_UNITS] = found
     # A row without any unit gives not-a-number here, and minus one below.
     logits.masked_fill_(empty.unsqueeze(1), NEGATIVE_INFINITY)
-    return torch.softmax(logits, dim=-1).mean(dim=1).masked_fill_(empty, -1.0)
+    if weights is None:
+        return torch.softmax(logits, dim=-1).mean(dim=1).masked_fill_(empty, -1.0)
+    found = torch.logsumexp(logits + sizes.clamp_min(1).log().unsqueeze(1), dim=-1)
+    if sums is not None:
+        sums.copy_(found)
+    shares = (logits - found.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
+    return shares.mean(dim=1).masked_fill_(empty, -1.0)
+
+
+def unit_weights(units: Tensor, everything: Tensor) -> Tensor:
+    """The share of each head's attention that units have, by sums of exponentials.
+
+    Args:
+        units: log-sum-exp of all units' tokens, as `unit_scores` estimates it. float32 [any]
+        everything: log-sum-exp of what the head attended to at the same step; minus infinity where
+            that is not known, which makes it 1. Alike.
+    """
+    return (units - everything).clamp_max(0.0).exp()
+
+
+class Renewal(NamedTuple):
+    """What a new selection would be."""
+
+    taken: Tensor
+    """Tokens that it has of each unit. int64 [rows, units]"""
+    gain: Tensor
+    """Its scores, times tokens, less those of what is held. float32 [rows]"""
+
+
+def renew_units(scores: Tensor, sizes: Tensor, held: Tensor, budget: int, keep: float) -> Renewal:
+    """Select anew, but let go of what is held only for what is clearly better.
+
+    Source: ours. Attention to a unit goes up and down from step to step; to exchange two units that
+    take turns in being the better one costs reads and gains little.
+
+    Args:
+        scores: from `unit_scores`; equal ones are taken in order of unit. float32 [rows, units]
+        sizes: tokens of each unit that may be taken. int [rows, units]
+        held: tokens of each unit that are selected. int [rows, units]
+        budget: tokens to select, at least 1.
+        keep: factor on the scores of units of which some tokens are held, at least 1.
+    """
+    biased = torch.where(held > 0, scores * keep, scores)
+    order = torch.argsort(biased, dim=1, descending=True, stable=True)
+    ranked = sizes.gather(1, order).long().clamp_min_(0)
+    before = ranked.cumsum(dim=1) - ranked
+    part = torch.minimum((budget - before).clamp_min_(0), ranked)
+    taken = torch.zeros_like(ranked).scatter_(1, order, part)
+    fresh = taken - torch.minimum(held, sizes)
+    return Renewal(taken, (scores * fresh).sum(dim=1))
+
+
+def taken_tokens(
+    taken: Tensor, first: Tensor, members: Tensor, budget: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of a selection, by the number of their unit, then as in `members`.
+
+    Args:
+        taken: tokens that each unit gives: its first ones. int64 [rows, units]
+        first: where each unit's tokens begin in `members`. int [rows, units]
+        members: positions of tokens, those of a unit side by side. int [rows, tokens]
+        budget: places of the result.
+
+    Returns:
+        Positions, and which of them are real, the others being 0. int64 and bool [rows, budget]
+    """
+    ends = taken.cumsum(dim=1)
+    places = torch.arange(budget, device=taken.device).expand(len(taken), -1).contiguous()
+    # The unit in which the j-th token lies is the first one that ends behind j.
+    unit = torch.searchsorted(ends, places, right=True)
+    real = unit < taken.shape[1]
+    unit = unit.clamp_max(taken.shape[1] - 1)
+    where = first.gather(1, unit).long() + places - (ends - taken).gather(1, unit)
+    where = where.clamp(0, members.shape[1] - 1)
+    return members.gather(1, where).long().masked_fill(~real, 0), real
 
 
 def take_units(

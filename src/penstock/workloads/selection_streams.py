@@ -171,7 +171,7 @@ class StreamedIndex(KeyIndex):
     def __init__(self, inner: KeyIndex, stream: LayerStream) -> None:
         self.inner = inner
         self.stream = stream
-        for name in ("observes", "num_prompt_queries", "looks_first"):
+        for name in ("observes", "num_prompt_queries", "looks_first", "lse"):
             vars(self)[name] = getattr(inner, name)
 
     @contextmanager

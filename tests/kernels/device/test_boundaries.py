@@ -77,7 +77,7 @@ def test_boundaries_are_the_hosts(
     shape = KVShape(num_layers=1, num_query_heads=heads, num_kv_heads=1, head_dim=dim, dtype=dtype)
     rows = sequences * rows_per_sequence
     host = SemanticBoundaries(
-        shape, rows=rows, rows_per_sequence=rows_per_sequence, tau=0.8, stride=stride or None,
+        shape, rows=rows, rows_per_sequence=rows_per_sequence, tau=0.8, stride=stride,
         device=device,
     )  # fmt: skip
     finder = Finder(sequences, rows_per_sequence, heads, dim, dtype, device)

@@ -45,7 +45,18 @@ def parts(kind: str) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+SELECT = {
+    **dict.fromkeys(("first", "sizes", "count", "members", "ids", "ends", "held"), "*i32"),
+    **dict.fromkeys(("scores", "lost_mass", "keep"), "fp32"), "scores": "*fp32", "due": "*i1",
+    "valid": "*i1", "renewed": "*i64", **dict.fromkeys(("lost", "before", "now"), "*fp32"),
+    **dict.fromkeys(("capacity", "tokens", "budget"), "i32"),
+}  # fmt: skip
 KERNELS = [
+    (
+        "units_triton", "_select", SELECT,
+        {"PADDED": 4096, "PADDED_BUDGET": 512, "STEPS": 12, "UPKEEP": True,
+         "HEADS": 7, "PADDED_HEADS": 8}, 16,
+    ),
     ("slots_triton", "_gather", TABLES, {**UNIT_SIZES, "ENTRIES": 8, "TILES": 16}, 4),
     (
         "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},

@@ -1,13 +1,16 @@
 """Scoring and taking units on the device: both forms against the functions of the host engine."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels.device.units import (
+    HeadSums,
     UnitScratch,
+    Upkeep,
     score_units,
     score_units_twin,
     select_tokens,
@@ -195,6 +198,78 @@ def test_tokens_by_hand(select: Kernel, device: torch.device) -> None:
         select(scores, first, sizes, count, members, due, ids, valid, scratch)
         assert ids.tolist() == [expected, [77] * budget]
         assert valid.tolist() == [[True] * budget, [False] * budget]
+
+
+def test_scores_as_shares_of_attention(score: Kernel, device: torch.device) -> None:
+    """Units count by their tokens, heads by what they had on units in the step before: all of it
+    where that is not known. Every row is scored, and its sums are taken down."""
+    torch.manual_seed(4)
+    query, means = torch.randn(2, 2, 16, device=device), torch.randn(2, 70, 16, device=device)
+    sizes = torch.randint(0, 3, (2, 70), dtype=torch.int32, device=device)
+    count = torch.full((2,), 70, dtype=torch.int32, device=device)
+    sums = HeadSums.allocate(2, 2, device)
+    sums.attended.copy_(torch.tensor([[2.0, float("-inf")], [5.0, 1.0]]))
+    sums.before.copy_(torch.tensor([[1.0, 3.0], [2.0, 1.5]]))
+    weights = torch.tensor([[-1.0, 0.0], [-3.0, 0.0]], device=device).exp()
+    out = torch.zeros(2, 70, device=device)
+    score(query, means, sizes, count, 0.25, None, out, sums=sums)
+    each = (torch.einsum("rhd,rud->rhu", query, means) * 0.25).exp()
+    whole = (each * sizes.unsqueeze(1)).sum(dim=2)
+    expected = (each / whole.unsqueeze(2) * weights.unsqueeze(2)).mean(dim=1)
+    expected.masked_fill_(sizes == 0, -1.0)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums.now, whole.log(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_selects_anew_where_it_gains_enough(select: Kernel, device: torch.device) -> None:
+    """Row 0 would gain 0.3 of two tokens, row 1 keeps its unit against one that is hardly better,
+    row 2 is due whatever it gains."""
+    scores = torch.tensor(
+        [[0.1, 0.25, 0.05], [0.1, 0.15, 0.05], [0.1, 0.1, 0.1]], device=device
+    )  # fmt: skip
+    sizes = torch.full((3, 3), 2, dtype=torch.int32, device=device)
+    first = torch.tensor([[0, 2, 4]], dtype=torch.int32, device=device).repeat(3, 1)
+    members = torch.arange(6, dtype=torch.int32, device=device).repeat(3, 1)
+    count = torch.full((3,), 3, dtype=torch.int32, device=device)
+    held = torch.tensor([[2, 0, 0], [2, 0, 0], [0, 0, 2]], dtype=torch.int32, device=device)
+    due = torch.tensor([False, False, True], device=device)
+    ids = torch.tensor([[0, 1], [0, 1], [9, 9]], dtype=torch.int32, device=device)
+    valid = torch.ones(3, 2, dtype=torch.bool, device=device)
+    upkeep = Upkeep.allocate(3, 2, 3, device, lost_mass=0.01, keep=2.0)
+    upkeep.held.copy_(held)
+    upkeep.sums.now.copy_(torch.arange(6.0).view(3, 2))
+    select(scores, first, sizes, count, members, due, ids, valid, upkeep=upkeep)
+    assert due.tolist() == [True, False, True]
+    assert ids.tolist() == [[2, 3], [0, 1], [4, 5]]
+    assert upkeep.held.tolist() == [[0, 2, 0], [2, 0, 0], [0, 0, 2]]
+    assert upkeep.renewed.tolist() == [1, 0, 1]
+    assert upkeep.lost.tolist() == [0, 0, 0]
+    assert torch.equal(upkeep.sums.before, upkeep.sums.now)
+    due.zero_()
+    upkeep = replace(upkeep, keep=1.0)
+    select(scores, first, sizes, count, members, due, ids, valid, upkeep=upkeep)
+    assert due.tolist() == [False, True, False], "0.1 is gained without the preference"
+    assert ids.tolist() == [[2, 3], [2, 3], [4, 5]]
+
+
+def test_what_rows_lose_adds_up(select: Kernel, device: torch.device) -> None:
+    """0.04 a step, of which 0.1 may be lost: the third step selects anew."""
+    scores = torch.tensor([[0.01, 0.03]], device=device)
+    sizes = torch.full((1, 2), 2, dtype=torch.int32, device=device)
+    places = torch.tensor([[0, 2]], dtype=torch.int32, device=device)
+    members = torch.arange(4, dtype=torch.int32, device=device)[None]
+    count = torch.full((1,), 2, dtype=torch.int32, device=device)
+    ids = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    valid = torch.ones(1, 2, dtype=torch.bool, device=device)
+    upkeep = Upkeep.allocate(1, 1, 2, device, lost_mass=0.1, keep=2.0)
+    upkeep.held[0, 0] = 2
+    seen = []
+    for _ in range(4):
+        due = torch.zeros(1, dtype=torch.bool, device=device)
+        select(scores, places, sizes, count, members, due, ids, valid, upkeep=upkeep)
+        seen.append(bool(due))
+    assert seen == [False, False, True, False]
+    assert ids.tolist() == [[2, 3]]
 
 
 def test_scores_of_any_sign_and_size(select: Kernel, device: torch.device) -> None:

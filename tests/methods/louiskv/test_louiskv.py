@@ -55,7 +55,7 @@ class Step:
 
 
 def made(**options: Any) -> LouisKV:
-    base: dict[str, Any] = {"cluster_tokens": 4, "block_tokens": 64, "beside": True}
+    base: dict[str, Any] = {"tau": 0.7, "cluster_tokens": 4, "block_tokens": 64, "beside": True}
     return LouisKV(window_tokens=1, sink_tokens=0, **{**base, **options})
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
-from research.device_tier import follow
+from penstock.workloads.recorded_stream import Recording
+from research.device_tier import follow, speed
 
 OPTIONS = "selected_tokens=64,window_tokens=16,sink_tokens=4"
 EXACT = "selected_tokens=400,window_tokens=16,sink_tokens=4"
@@ -57,3 +58,49 @@ def test_texts_that_will_not_do(text: Path, tmp_path: Path) -> None:
         follow.run(["--model", "recall", "--text", str(text), "--prompt", "9000"])
     with pytest.raises(ConfigError, match="count from 1"):
         follow.parse_arguments(["--text", str(text), "--prompt", "0"])
+
+
+def test_what_a_model_selected_is_played_on_another(
+    text: Path, shallow: Path, tmp_path: Path
+) -> None:
+    """Speed follows the recording: its share of retrievals, and what its units miss."""
+    taken = tmp_path / "taken"
+    methods = f"louiskv:lost_mass=0.02,{OPTIONS};arkvale:{OPTIONS}"
+    found = follow.run([
+        "--model", str(shallow), "--text", str(text), "--prompt", "250", "--steps", "24",
+        "--methods", methods, "--dtype", "float32", "--record", str(taken),
+    ])  # fmt: skip
+    followed = {row["method"].partition(":")[0]: row for row in found.figures["rows"]}
+    result = speed.run([
+        "--config", "tiny", "--on", "cpu", "--patterns", "320/120", "--batches", "2",
+        "--steps", "24", "--methods", methods, "--recorded", str(taken),
+    ])  # fmt: skip
+    rows = {row["method"].partition(":")[0]: row for row in result.figures["rows"]}
+    recording = Recording.load(taken / "louiskv.npz")
+    assert (recording.group_tokens, recording.shares.shape[0]) == (1, 24)
+    assert 0 < rows["louiskv"]["recorded_share"] < 1
+    assert rows["louiskv"]["recorded_share"] == pytest.approx(
+        followed["louiskv"]["retrieval_share"], abs=2 / 24
+    )
+    for row in rows.values():
+        assert "error" not in row
+        assert all(place["hit_rate"] > 0.2 for place in row["places"]), "as a model's, not drawn"
+    assert str(tmp_path) not in result.command
+
+
+def test_recordings_that_will_not_do(text: Path, shallow: Path, tmp_path: Path) -> None:
+    speed_of = ["--config", "tiny", "--on", "cpu", "--batches", "1", "--steps", "4"]
+    with pytest.raises(ConfigError, match="give one of them"):
+        speed.parse_arguments([*speed_of, "--recorded", str(tmp_path), "--stays", "0.5/0.5"])
+    follow.run([
+        "--model", str(shallow), "--text", str(text), "--prompt", "250", "--steps", "4",
+        "--methods", f"arkvale:{OPTIONS}", "--dtype", "float32", "--record", str(tmp_path),
+    ])  # fmt: skip
+    for pattern, options, message in (
+        ("160/60", OPTIONS, "longer context"), ("320/60", EXACT, "record the same method"),
+    ):  # fmt: skip
+        found = speed.run([
+            *speed_of, "--patterns", pattern, "--methods", f"arkvale:{options}",
+            "--recorded", str(tmp_path),
+        ])  # fmt: skip
+        assert message in found.figures["rows"][0]["error"]

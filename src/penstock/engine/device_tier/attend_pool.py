@@ -7,7 +7,9 @@ from penstock.kernels.device.attention import pool_attention
 from penstock.kernels.plain_attention import add_attention_sink
 
 
-def attend_pool(call: AttentionCall, tokens: Tensor, mask: Tensor) -> Tensor:
+def attend_pool(
+    call: AttentionCall, tokens: Tensor, mask: Tensor, lse: Tensor | None = None
+) -> Tensor:
     """Attend in one kernel, or with a soft cap on the logits by torch; sinks that have a logit and
     no key are added behind.
 
@@ -15,6 +17,7 @@ def attend_pool(call: AttentionCall, tokens: Tensor, mask: Tensor) -> Tensor:
         call: of one new token, which is in the pool already.
         tokens: contiguous. [rows, places, 2, kv_heads, head_dim]
         mask: additive, 0 or minus infinity. [rows, places]
+        lse: receives the log-sum-exp of the logits. float32 [rows, heads of a row]
 
     Returns:
         [rows, 1, heads of a row, head_dim]
@@ -22,10 +25,14 @@ def attend_pool(call: AttentionCall, tokens: Tensor, mask: Tensor) -> Tensor:
     if call.softcap is not None:
         total = AttentionSum(call)
         total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
+        if lse is not None:
+            lse.copy_(total.lse[:, :, 0])
         return total.result()
     query = call.query[:, :, 0]
+    out, sums = pool_attention(query, tokens, mask, call.scaling, with_lse=True)
+    if lse is not None:
+        lse.copy_(sums)
     if call.sink_logits is None:
-        return pool_attention(query, tokens, mask, call.scaling).unsqueeze(1)
-    out, lse = pool_attention(query, tokens, mask, call.scaling, with_lse=True)
-    out, _ = add_attention_sink(out.unsqueeze(2).float(), lse.unsqueeze(2), call.sink_logits)
+        return out.unsqueeze(1)
+    out, _ = add_attention_sink(out.unsqueeze(2).float(), sums.unsqueeze(2), call.sink_logits)
     return out.to(call.query.dtype).transpose(1, 2)

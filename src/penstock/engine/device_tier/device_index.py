@@ -85,6 +85,9 @@ class DeviceIndex(ABC):
     belong to decode steps and neither wait nor allocate by what they find.
     """
 
+    lse: Tensor | None = None
+    """As in `KeyIndex`. float32 [rows, heads of a row]"""
+
     @property
     def ready(self) -> bool:
         """Whether `take` can be called; otherwise `fit` comes first."""

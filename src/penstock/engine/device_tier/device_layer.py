@@ -254,7 +254,7 @@ class DeviceLayer(Layer):
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
-        return attend_pool(call, self.pool.tokens, self.pool.mask)
+        return attend_pool(call, self.pool.tokens, self.pool.mask, index.lse)
 
     def _attended(self) -> Tensor:
         """True for each token that this step sees. bool [rows, length]"""

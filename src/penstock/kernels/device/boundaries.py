@@ -92,6 +92,7 @@ def find_boundaries(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
     rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
+    only_first: bool = False,
 ) -> None:  # fmt: skip
     """Decide which sequences begin a segment at this step, and which rows retrieve.
 
@@ -114,6 +115,7 @@ def find_boundaries(
         rows_per_sequence: rows of a sequence, which lie side by side.
         counters: grow by steps, boundaries and retrievals. int64 [sequences, 3]
         leaving: the token that leaves the window with this step; None: only boundaries.
+        only_first: of boundaries, rows retrieve at a sequence's first one alone (`Upkeep`).
     """
     if uses_triton(query):
         import penstock.kernels.device.boundaries_triton as fast
@@ -124,6 +126,7 @@ def find_boundaries(
     find(
         query, previous, known, last, due_rows, boundary, position, tau=tau, stride=stride,
         every=every, rows_per_sequence=rows_per_sequence, counters=counters, leaving=leaving,
+        only_first=only_first,
     )  # fmt: skip
 
 
@@ -131,6 +134,7 @@ def find_boundaries_twin(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
     rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
+    only_first: bool = False,
 ) -> None:  # fmt: skip
     """The meaning of `find_boundaries` in plain torch."""
     if stride:
@@ -138,10 +142,10 @@ def find_boundaries_twin(
     else:
         changed = query_similarity(previous, query, rows_per_sequence) < tau
     boundary.copy_(~known | changed)
+    due = torch.ones_like(boundary) if every else ~known if only_first else boundary.clone()
     last.copy_(torch.where(boundary, position, last))
     known.fill_(True)
     previous.copy_(query)
-    due = torch.ones_like(boundary) if every else boundary
     due_rows.copy_(_spread(due, rows_per_sequence))
     counters[:, 0] += 1
     counters[:, 1] += boundary

@@ -13,6 +13,7 @@ def find_boundaries(
     query: Tensor, previous: Tensor, known: Tensor, last: Tensor, due_rows: Tensor,
     boundary: Tensor, position: Tensor, *, tau: float, stride: int, every: bool,
     rows_per_sequence: int, counters: Tensor, leaving: Leaving | None = None,
+    only_first: bool = False,
 ) -> None:  # fmt: skip
     """`boundaries.find_boundaries` in Triton: one program a sequence, all its heads in one tile."""
     rows, heads, dim = query.shape
@@ -30,7 +31,8 @@ def find_boundaries(
         capacity, ROWS=rows_per_sequence,
         PADDED_ROWS=triton.next_power_of_2(rows_per_sequence), HEADS=heads, TOGETHER=together,
         DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), BY_STRIDE=stride > 0, EVERY=every,
-        LEAVES=leaving is not None, num_warps=8 if together * dim >= 4096 else 4,
+        ONLY_FIRST=only_first, LEAVES=leaving is not None,
+        num_warps=8 if together * dim >= 4096 else 4,
     )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def _find_boundaries(
     query_row, query_head, unit_of, sizes, start, left, first, end, budget, tokens, capacity,
     ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BY_STRIDE: tl.constexpr, EVERY: tl.constexpr,
-    LEAVES: tl.constexpr,
+    ONLY_FIRST: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """One sequence; nothing is stored before all threads have loaded."""
     sequence = tl.program_id(0)
@@ -52,7 +54,8 @@ def _find_boundaries(
     kept = previous + (sequence * ROWS * HEADS + head)[:, None] * DIM + lane[None, :]
     here = tl.load(position)
     before = tl.load(last + sequence)
-    cut = tl.load(known + sequence) == 0
+    first_step = tl.load(known + sequence) == 0
+    cut = first_step
     counter = counters + sequence * 3
     steps, cuts, retrievals = tl.load(counter), tl.load(counter + 1), tl.load(counter + 2)
     if BY_STRIDE:
@@ -65,6 +68,8 @@ def _find_boundaries(
         cosine = tl.sum(asked * old, axis=1) / (length * old_length)
         cut = cut | (tl.sum(cosine, axis=0) / (ROWS * HEADS) < tau)
     due = cut
+    if ONLY_FIRST:
+        due = first_step
     if EVERY:
         due = cut | True
     own = tl.arange(0, PADDED_ROWS)

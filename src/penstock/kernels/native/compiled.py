@@ -53,7 +53,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "key_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), _COUNT),
     "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
     "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
-    "decode_attention": (*4 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
+    "decode_attention": (*5 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
     "tree_attention": (*14 * (_ADDRESS,), *2 * (_COUNT,), _FACTOR),
 })  # fmt: skip
 

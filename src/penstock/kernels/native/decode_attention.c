@@ -14,6 +14,7 @@ typedef struct {
     const char *tokens; /* [places][2][kv_heads][head_dim] */
     const char *mask; /* [places], 0 or minus infinity */
     char *out; /* like query */
+    float *lse; /* [kv_heads][queries], or none */
     int64_t places, kv_heads, queries, head_dim;
     float scaling;
 } call_t;
@@ -126,6 +127,8 @@ AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int ki
                 }
         }
     }
+    for (int64_t i = 0; call->lse && i < count; i++)
+        call->lse[first * queries + i] = largest[i] + logf(totals[i]);
     for (int64_t i = 0; i < count; i++) {
         const __m512 inverse = _mm512_set1_ps(totals[i] == 0.0f ? 0.0f : 1.0f / totals[i]);
         for (int64_t d = 0; d < dim; d += 16)
@@ -144,10 +147,11 @@ AVX512 static void attend_float16(const call_t *c, int64_t a, int64_t b) { atten
  *
  * query, out: [batch][kv_heads][queries][head_dim], of `kind` (0 float32, 1 bfloat16, 2 float16)
  * tokens: [batch][places][2][kv_heads][head_dim]; mask: [batch][places]
+ * lse: receives each head's log-sum-exp, [batch][kv_heads][queries]; none where it is null
  * head_dim divides by 16; parts: tasks that a row's heads are cut into */
 PENSTOCK_EXPORT void penstock_decode_attention(const char *query, const char *tokens,
-                                               const char *mask, char *out, int64_t batch,
-                                               int64_t places, int64_t kv_heads, int64_t queries,
+                                               const char *mask, char *out, float *lse,
+                                               int64_t batch, int64_t places, int64_t kv_heads, int64_t queries,
                                                int64_t head_dim, int64_t kind, float scaling,
                                                int64_t parts) {
 #ifdef PENSTOCK_X86
@@ -157,14 +161,14 @@ PENSTOCK_EXPORT void penstock_decode_attention(const char *query, const char *to
         const int64_t row = task / parts, part = task % parts;
         const call_t call = {query + row * queries * width, tokens + row * places * 2 * width,
                              mask + row * places * bytes, out + row * queries * width,
-                             places, kv_heads, queries, head_dim, scaling};
+                             lse ? lse + row * kv_heads * queries : NULL, places, kv_heads, queries, head_dim, scaling};
         const int64_t first = kv_heads * part / parts, end = kv_heads * (part + 1) / parts;
         if (kind == FLOAT32) attend_float32(&call, first, end);
         else if (kind == BFLOAT16) attend_bfloat16(&call, first, end);
         else attend_float16(&call, first, end);
     }
 #else
-    (void)query, (void)tokens, (void)mask, (void)out, (void)batch, (void)places, (void)kv_heads;
+    (void)query, (void)tokens, (void)mask, (void)out, (void)lse, (void)batch, (void)places, (void)kv_heads;
     (void)queries, (void)head_dim, (void)kind, (void)scaling, (void)parts;
 #endif
 }

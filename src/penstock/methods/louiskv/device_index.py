@@ -20,9 +20,10 @@ from penstock.kernels.device.boundaries import (
     grow_units,
 )
 from penstock.kernels.device.clusters import cluster_bytes, cluster_keys
-from penstock.kernels.device.units import UnitScratch, score_units, select_tokens
+from penstock.kernels.device.units import UnitScratch, Upkeep, score_units, select_tokens
 from penstock.kernels.kmeans import FEWEST_ELEMENTS
 from penstock.methods.louiskv.block_clusterer import ITERATIONS, num_clusters
+from penstock.methods.louiskv.index import KEEP
 from penstock.methods.louiskv.prompt_clusters import integer_dtype
 from penstock.methods.louiskv.segment_runs import SegmentRuns, merge_rows
 from penstock.methods.louiskv.unit_spread import add_clusters
@@ -51,6 +52,8 @@ class DeviceUnitSizes:
     cosine: bool = False
     spread: bool = False
     """Whether units have their keys' spread beside the mean (`summary=mean+spread`)."""
+    upkeep: bool = False
+    """Whether it is known of each unit how much of it is selected (`lost_mass`)."""
 
     def elements(self, rows: int) -> int:
         """Elements of a chunk's temporaries in k-means, of one block of every row."""
@@ -79,8 +82,8 @@ class DeviceSemanticUnits(DeviceIndex):
 
     def __init__(
         self, shape: KVShape, sizes: DeviceUnitSizes, *, rows: int, rows_per_sequence: int,
-        max_tokens: int, wanted: int, tau: float, stride: int, every_step: bool, scaling: float,
-        device: torch.device,
+        max_tokens: int, wanted: int, tau: float, stride: int, every_step: bool,
+        scaling: float, device: torch.device, lost_mass: float | None = None,
     ) -> None:  # fmt: skip
         """Allocate everything.
 
@@ -89,6 +92,7 @@ class DeviceSemanticUnits(DeviceIndex):
             wanted: tokens of a selection.
             stride: a boundary every so many steps; 0: by `tau`.
             every_step: retrieve at every step; boundaries only cut segments.
+            lost_mass: as in `SemanticUnitsIndex`; boundaries then only cut segments, too.
         """
         assert shape.num_kv_heads == 1, "one KV head a row"
         self._sizes, self._scaling = sizes, scaling
@@ -119,7 +123,14 @@ class DeviceSemanticUnits(DeviceIndex):
         self.boundary = zeros(sequences, dtype=torch.bool)
         """Whether this step is a semantic boundary. [sequences]"""
         self.counters = zeros(sequences, 3, dtype=torch.int64)
-        """Steps, boundaries and retrievals of each sequence. [sequences, 3]"""
+        """Steps, boundaries and retrievals of each sequence; see also `retrievals`.
+        [sequences, 3]"""
+        self._upkeep: Upkeep | None = None
+        if lost_mass is not None:
+            self._upkeep = Upkeep.allocate(
+                rows, shape.num_query_heads, capacity, device, lost_mass=lost_mass, keep=KEEP
+            )
+            self.lse = self._upkeep.sums.attended
         self._scores = zeros(rows, capacity, dtype=torch.float32)
         self._wanted = Wanted(
             zeros(rows, wanted), zeros(rows, wanted, dtype=torch.bool),
@@ -146,6 +157,8 @@ class DeviceSemanticUnits(DeviceIndex):
         )
         query = dim * (4 + shape.num_query_heads * shape.dtype.itemsize)
         counted = 34 * (rows // rows_per_sequence)
+        if sizes.upkeep:
+            counted += Upkeep.num_bytes(rows, shape.num_query_heads, capacity)
         if sizes.spread:
             counted += UnitSpread.num_bytes(rows, capacity)
         return rows * (units + tables + query) + UnitState.num_bytes(rows, capacity) + counted
@@ -195,8 +208,29 @@ class DeviceSemanticUnits(DeviceIndex):
             self._add_blocks(part.view(len(flat), -1, block, flat.shape[2]), first_token + start)
         if done < flat.shape[1]:
             self._add_blocks(flat[:, done:].unsqueeze(1), first_token + done)
-        self._known.zero_()
+        self._forget_steps()
         self.state.open_tokens.zero_()
+
+    def _forget_steps(self) -> None:
+        """The next step is a first one, of which nothing is known."""
+        self._known.zero_()
+        self._forget_held()
+        if self._upkeep is not None:
+            self._upkeep.lost.zero_()
+            self._upkeep.sums.forget()
+
+    def _forget_held(self) -> None:
+        """Every row gains by selecting anew, as far as is known."""
+        if self._upkeep is not None:
+            self._upkeep.held.zero_()
+
+    @property
+    def retrievals(self) -> Tensor:
+        """Retrievals of each sequence; a step counts by the share of its rows that retrieved.
+        float64 [sequences]"""
+        if self._upkeep is None:
+            return self.counters[:, 2].double()
+        return self._upkeep.renewed.view(-1, self._rows_per_sequence).double().mean(dim=1)
 
     def _add_blocks(self, keys: Tensor, first: int) -> None:
         """Make units of consecutive tokens, at the same places in all rows.
@@ -257,33 +291,36 @@ class DeviceSemanticUnits(DeviceIndex):
 
     @override
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
-        """Look for a boundary, and select anew where one is.
+        """Look for a boundary, and select anew where one is; or where that gains enough.
 
         A row that has no more tokens than may be selected selects them all at every step.
         """
-        wanted, state = self._wanted, self.state
+        wanted, state, upkeep = self._wanted, self.state, self._upkeep
         find_boundaries(
             query, self._previous, self._known, self._last, wanted.due, self.boundary,
             clock.position, tau=self._tau, stride=self._stride, every=self._every_step,
-            rows_per_sequence=self._rows_per_sequence, counters=self.counters,
+            only_first=upkeep is not None, rows_per_sequence=self._rows_per_sequence,
+            counters=self.counters,
             leaving=Leaving(
                 self.unit_of, state, clock.left, clock.first_unit, clock.end_unit,
                 wanted.ids.shape[1],
             ),
         )  # fmt: skip
         score_units(
-            query, self.means, state.sizes, state.count, self._scaling, wanted.due, self._scores,
+            query, self.means, state.sizes, state.count, self._scaling,
+            wanted.due if upkeep is None else None, self._scores,
             spread=None if self.spread is None else self.spread.halves,
+            sums=None if upkeep is None else upkeep.sums,
         )  # fmt: skip
         select_tokens(
             self._scores, state.first, state.sizes, state.count, self.members, wanted.due,
-            wanted.ids, wanted.valid,
+            wanted.ids, wanted.valid, upkeep=upkeep,
         )  # fmt: skip
         return wanted
 
     @override
     def kept(self) -> Wanted:
-        """The selection of the last boundary."""
+        """The newest selection."""
         return self._wanted._replace(due=self._known.repeat_interleave(self._rows_per_sequence))
 
     @override
@@ -314,6 +351,7 @@ class DeviceSemanticUnits(DeviceIndex):
                 units = self.unit_of[:, :length]
                 merge_rows(merge, self.means, state, self.spread, units, rows)
             self._runs.merged()
+            self._forget_held()
             before, used = used, int(state.count.max())
             if used == before:
                 break
@@ -328,6 +366,8 @@ class DeviceSemanticUnits(DeviceIndex):
         if length == 0:
             self.state.count.zero_()
             self.counters.zero_()
+            if self._upkeep is not None:
+                self._upkeep.renewed.zero_()
             self._units, self._runs = 0, SegmentRuns()
         else:
             units = self.unit_of[:, :length]
@@ -341,7 +381,7 @@ class DeviceSemanticUnits(DeviceIndex):
             length, end, dtype=dtype, device=self.members.device
         )
         self.state.open_tokens.zero_()
-        self._known.zero_()
+        self._forget_steps()
 
     @override
     def take_rows_from(self, other: DeviceIndex, rows: Tensor) -> None:
@@ -363,6 +403,12 @@ class DeviceSemanticUnits(DeviceIndex):
         if self.spread is not None and other.spread is not None:
             for name in ("halves", "open_square"):
                 getattr(self.spread, name).copy_(getattr(other.spread, name)[rows])
+        if self._upkeep is not None and other._upkeep is not None:
+            for name in ("held", "renewed", "lost"):
+                getattr(self._upkeep, name).copy_(getattr(other._upkeep, name)[rows])
+            for name in ("attended", "before", "now"):
+                sums = getattr(other._upkeep.sums, name)
+                getattr(self._upkeep.sums, name).copy_(sums[rows])
         for name in ("_known", "_last", "boundary", "counters"):
             getattr(self, name).copy_(getattr(other, name)[sequences])
         for name in ("count", "open_tokens", "first", "sizes", "start"):

@@ -14,7 +14,14 @@ from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
 from penstock.engine.key_index import KeyIndex
 from penstock.kernels.kmeans import chunk_elements
-from penstock.kernels.unit_selection import CHUNK_UNITS, take_units, unit_scores
+from penstock.kernels.unit_selection import (
+    CHUNK_UNITS,
+    renew_units,
+    take_units,
+    taken_tokens,
+    unit_scores,
+    unit_weights,
+)
 from penstock.methods.louiskv.block_clusterer import BlockClusterer
 from penstock.methods.louiskv.prompt_clusters import integer_dtype
 from penstock.methods.louiskv.semantic_boundaries import SemanticBoundaries
@@ -23,8 +30,14 @@ from penstock.methods.louiskv.unit_pool import UnitPool
 SPARE_UNITS = 8
 """Units of a pool beside one for every `cluster_tokens` tokens and those that are asked for."""
 
-StepObserver = Callable[[int, NDArray[np.bool_], NDArray[np.bool_]], None]
-"""From a step's position, whether it is a boundary, and whether it retrieves. bool [sequences]"""
+KEEP = 2.0
+"""How much better an unheld unit's score has to be than a held one's to take its place, where
+`lost_mass` decides: half of what is read for hardly any attention
+(research/notes/2026-11-26-louiskv-trigger.md)."""
+
+StepObserver = Callable[[int, NDArray[np.bool_], NDArray[np.float64]], None]
+"""From a step's position, whether it is a boundary, and which share of its rows retrieves.
+[sequences]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +57,8 @@ class UnitSizes:
     squares: bool = False
     """Units have the mean squared length of their keys beside the mean key, and are weighed by it
     too (`unit_scores`)."""
+    upkeep: bool = False
+    """It is known of each unit how much of it is selected."""
     beside: bool = True
     """Prompts are clustered while they are taken in; otherwise when the first step wants it."""
 
@@ -60,10 +75,10 @@ class UnitSizes:
 class LayerCounters:
     """What one layer has retrieved so far."""
 
-    retrievals: tuple[int, ...]
-    """Steps that scored and retrieved, per sequence."""
-    reuse_steps: tuple[int, ...]
-    """Steps that attended to the retrieved set as it was, per sequence."""
+    retrievals: tuple[float, ...]
+    """Steps that retrieved, per sequence; a step counts by the share of its rows that did."""
+    reuse_steps: tuple[float, ...]
+    """Steps that attended to the retrieved set as it was, per sequence, alike."""
     segment_tokens: dict[int, int]
     """Segments of all sequences by their length in tokens, the open ones as they are by now."""
     fetched_bytes: int
@@ -85,12 +100,14 @@ class SemanticUnitsIndex(KeyIndex):
     def __init__(
         self, shape: KVShape, sizes: UnitSizes, boundaries: SemanticBoundaries, *, batch: int,
         max_tokens: int, rows_per_sequence: int, scaling: float, every_step: bool,
-        device: torch.device,
+        device: torch.device, lost_mass: float | None = None,
     ) -> None:  # fmt: skip
         """Allocate the pool of units.
 
         Args:
             every_step: retrieve at every step; boundaries only cut segments.
+            lost_mass: a row retrieves where what it has is estimated to have lost more than this
+                share of its attention against new selections; None: all rows do at boundaries.
         """
         assert shape.num_kv_heads == 1, "one KV head a row"
         self._sizes, self._scaling, self._every_step = sizes, scaling, every_step
@@ -108,12 +125,21 @@ class SemanticUnitsIndex(KeyIndex):
         )  # fmt: skip
         self._ready = self._always_ready = sizes.beside or sizes.pages
         self._fitting = False
+        self._lost_mass = lost_mass
+        self._held: Tensor | None = None
+        self._held_numbers = -1
+        if lost_mass is not None:
+            size = (batch, shape.num_query_heads)
+            self.lse = torch.full(size, -torch.inf, dtype=torch.float32, device=device)
+            self._units_lse = torch.zeros(size, dtype=torch.float32, device=device)
+            self._lost = torch.zeros(batch, dtype=torch.float32, device=device)
         self._end = 0
         self._kept: Selection | None = None
         self._first_unit = np.zeros(batch, dtype=np.int64)
         self._boundary = np.zeros(batch // rows_per_sequence, dtype=np.bool_)
         self._asked_before = False
-        self._retrievals = np.zeros(batch // rows_per_sequence, dtype=np.int64)
+        self._renewed = np.zeros(batch, dtype=np.bool_)
+        self._retrievals = np.zeros(batch // rows_per_sequence, dtype=np.float64)
         self._reuses = np.zeros_like(self._retrievals)
         self._fetched_tokens = 0
         self.observer: StepObserver | None = None
@@ -129,6 +155,8 @@ class SemanticUnitsIndex(KeyIndex):
             capacity=sizes.capacity(max_tokens), max_tokens=max_tokens, squares=sizes.squares,
         )  # fmt: skip
         blocks = _block_bytes(shape, sizes, batch) if sizes.beside else 0
+        if sizes.upkeep:
+            pool += 4 * batch * (sizes.capacity(max_tokens) + 2 * shape.num_query_heads + 1)
         return pool + blocks + SemanticBoundaries.num_bytes(shape, batch)
 
     @staticmethod
@@ -137,7 +165,10 @@ class SemanticUnitsIndex(KeyIndex):
         capacity = sizes.capacity(max_tokens)
         chunk = min(capacity, CHUNK_UNITS) * shape.head_dim * (4 + shape.dtype.itemsize)
         chunk *= 1 + sizes.squares
-        scores = capacity * (8 * shape.num_query_heads + 48) + chunk
+        each = 8 * shape.num_query_heads + 48
+        if sizes.upkeep:
+            each += 4 * shape.num_query_heads + 32
+        scores = capacity * each + chunk
         # A subset of rows copies its part of the table of members.
         members = max_tokens * integer_dtype(max_tokens).itemsize
         blocks = 0 if sizes.beside else _block_bytes(shape, sizes, batch)
@@ -182,8 +213,16 @@ class SemanticUnitsIndex(KeyIndex):
             self._take_prompt(flat, first_token)
         if not generated:
             # What was retrieved before a new prompt says nothing about it.
-            self.boundaries.forget()
-            self._kept = None
+            self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """The next step is a first one, of which nothing is known."""
+        self.boundaries.forget()
+        self._kept = self._held = None
+        if self.lse is not None:
+            self.lse.fill_(-torch.inf)
+            self._units_lse.zero_()
+            self._lost.zero_()
 
     def _take_prompt(self, keys: Tensor, first: int) -> None:
         done = 0
@@ -238,7 +277,7 @@ class SemanticUnitsIndex(KeyIndex):
     def retrieve(
         self, query: Tensor, first_unit: NDArray[np.int64], end_unit: int, wanted: int
     ) -> Selection:
-        """Units for the step begun: anew at a boundary, the same ones as before everywhere else.
+        """Units for the step begun: anew where it is due, the same ones as before everywhere else.
 
         Where a row has no more tokens than may be selected, it selects them all.
 
@@ -249,23 +288,74 @@ class SemanticUnitsIndex(KeyIndex):
         boundary, asked_before = self._boundary, self._asked_before
         available = end_unit - first_unit
         if self._kept is not None and self._kept.unit_ids.shape[1] != wanted:
-            self._kept = None
+            self._kept = self._held = None
         if (available <= wanted).all():
-            self._kept = None
+            self._kept = self._held = None
             ids = np.arange(first_unit.min(), end_unit)
             ids = np.broadcast_to(ids, (len(first_unit), len(ids))).copy()
             return Selection(ids, ids >= first_unit[:, None])
-        due = boundary | self._every_step | (self._kept is None)
-        if not asked_before:
-            self._retrievals += due
-            self._reuses += ~due
-        rows = due.repeat(self._rows_per_sequence) | (available <= wanted)
-        if rows.any() and (self._kept is None or not asked_before):
+        first, anew = self._kept is None, self._kept is None or not asked_before
+        due = (boundary | self._every_step | first).repeat(self._rows_per_sequence)
+        rows = due | (available <= wanted)
+        if self._lost_mass is not None:
+            if anew:
+                rows = (available <= wanted) | first
+                rows = self._renew_where_due(query, rows, end_unit, wanted, self._lost_mass)
+                self._renewed = rows
+            due = rows = self._renewed
+        elif rows.any() and anew:
             self._kept = self._renew(query, rows, end_unit, wanted)
-        if self.observer is not None and not asked_before:
-            self.observer(self.boundaries.position, boundary, due)
+        if not asked_before:
+            share = due.reshape(-1, self._rows_per_sequence).mean(axis=1)
+            self._retrievals += share
+            self._reuses += 1 - share
+            if self.observer is not None:
+                self.observer(self.boundaries.position, boundary, share)
         assert self._kept is not None
         return replace(self._kept, reused=~rows)
+
+    def _renew_where_due(
+        self, query: Tensor, rows: NDArray[np.bool_], end_unit: int, wanted: int, lost_mass: float
+    ) -> NDArray[np.bool_]:
+        """Score all rows, and select for those that are due or have lost too much.
+
+        Args:
+            rows: those that are due. [rows]
+
+        Returns:
+            The rows that have selected. [rows]
+        """
+        pool = self._pool
+        places, sizes = pool.units(self._first_unit, end_unit)
+        scores = unit_scores(
+            query, pool.means, sizes, self._scaling, squares=pool.squares,
+            weights=self._weights, sums=self._units_lse,
+        )  # fmt: skip
+        held = self._held_of(sizes)
+        renewal = renew_units(scores, sizes, held, wanted, KEEP)
+        self._lost += renewal.gain.clamp_min(0.0)
+        rows = rows | (self._lost > lost_mass).cpu().numpy()
+        which = torch.from_numpy(rows.nonzero()[0]).to(query.device)
+        if len(which):
+            taken = renewal.taken[which]
+            tokens, _ = taken_tokens(taken, places[which], pool.members[which], wanted)
+            held[which], self._lost[which] = taken.to(held.dtype), 0.0
+            self._kept = self._with_rows(tokens, rows, end_unit, wanted)
+        self._held, self._held_numbers = held, pool.renumbered
+        return rows
+
+    @property
+    def _weights(self) -> Tensor | None:
+        """What each head had on units in the step before; None where that does not matter."""
+        return None if self.lse is None else unit_weights(self._units_lse, self.lse)
+
+    def _held_of(self, sizes: Tensor) -> Tensor:
+        """Tokens of each unit that are selected; none where units have other numbers by now, so
+        that every row gains by selecting. int32, like `sizes`"""
+        held = torch.zeros_like(sizes, dtype=torch.int32)
+        if self._held is not None and self._held_numbers == self._pool.renumbered:
+            held[:, : self._held.shape[1]] = self._held
+        return held
 
     def _renew(
         self, query: Tensor, rows: NDArray[np.bool_], end_unit: int, wanted: int
@@ -281,6 +371,12 @@ class SemanticUnitsIndex(KeyIndex):
             query, self._pool.means, sizes, self._scaling, which, squares=self._pool.squares
         )
         tokens, _ = take_units(scores, places, sizes, members, wanted)
+        return self._with_rows(tokens, rows, end_unit, wanted)
+
+    def _with_rows(
+        self, tokens: Tensor, rows: NDArray[np.bool_], end_unit: int, wanted: int
+    ) -> Selection:
+        """What is kept with some rows' tokens, [rows that are true, wanted], in place of theirs."""
         chosen: NDArray[np.int64] = tokens.sort(dim=1).values.cpu().numpy()
         if self._kept is None:
             ids = np.zeros((len(rows), wanted), dtype=np.int64)
@@ -299,8 +395,9 @@ class SemanticUnitsIndex(KeyIndex):
         self._finish_prompt()
         places, sizes = self._pool.units(self._first_unit, num_units)
         scores = unit_scores(
-            query, self._pool.means, sizes, self._scaling, squares=self._pool.squares
-        )
+            query, self._pool.means, sizes, self._scaling, squares=self._pool.squares,
+            weights=self._weights,
+        )  # fmt: skip
         tokens, taken = take_units(scores, places, sizes, self._pool.members, num_units)
         ranked = scores.sort(dim=1, descending=True, stable=True)
         ends = sizes.gather(1, ranked.indices).long().cumsum(dim=1)
@@ -338,8 +435,7 @@ class SemanticUnitsIndex(KeyIndex):
             self._pool.add_block(start, clustering)
         self._pool.crop(length, self._sizes.cluster_tokens)
         self._end = length
-        self.boundaries.forget()
-        self._kept = None
+        self._forget_steps()
 
     @override
     def close(self) -> None:
@@ -371,6 +467,11 @@ class SemanticUnitsIndex(KeyIndex):
         self._ready, self._fitting = other._ready, other._fitting
         self._end, self._fetched_tokens = other._end, other._fetched_tokens
         self._retrievals, self._reuses = other._retrievals[sequences], other._reuses[sequences]
+        self._held = None
+        if self.lse is not None and other.lse is not None:
+            self.lse.copy_(other.lse[rows])
+            self._units_lse.copy_(other._units_lse[rows])
+            self._lost.copy_(other._lost[rows])
         kept, self._kept = other._kept, None
         if kept is not None:
             rows_np: NDArray[np.int64] = rows.cpu().numpy()

@@ -1,4 +1,4 @@
-"""LouisKV: prompt clusters and answer segments, at semantic boundaries. Source: ICLR 2026 draft."""
+"""LouisKV: prompt clusters and answer segments, retrieved when they are due. Source: ICLR 2026."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -32,11 +32,13 @@ FEW_UNITS = 4
 UNITS = ("clusters+segments", "pages")
 NEARNESS = ("distance", "cosine")
 SUMMARIES = ("mean", "mean+spread")
+LOST_MASS = 0.02
+"""Of the attention of a KV head; see `LouisKV.lost_mass`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LouisKV(AheadPolicy):
-    """Retrieval at semantic boundaries, of units that follow the meaning, per KV head.
+    """Retrieval when what is held loses attention, of units that follow the meaning, per KV head.
 
     Source: LouisKV (ICLR submission 2026, "Efficient KV cache retrieval for long input-output
     sequences"). A layer compares each decode step's query with the one before (mean cosine over all
@@ -46,10 +48,18 @@ class LouisKV(AheadPolicy):
     the heads that share a KV head; units are taken in order until the budget of tokens is met
     exactly, the last one in part. Sinks S and local window W are always attended to.
 
+    Where `tau` is not given, something else decides, which is ours. Queries of pretrained models
+    hardly turn, while what they attend to changes all the time: tau 0.7 gives Qwen2.5-Coder-0.5B
+    segments of 225 steps. So units are scored at every step, as shares of all attention: a softmax
+    in which they count by their tokens, heads weighed by the share of their attention that was on
+    units in the step before. What a new selection would gain is added up from step to step; above
+    `lost_mass` the KV head retrieves. A held unit gives way to one of twice its score. The first
+    step retrieves. Segments have `cluster_tokens` tokens.
+
     The paper's settings: tau 0.85, S 32, W 512, B 512 for long input and short output
     (Llama-3.1-8B); tau 0.7, W 128, B 1024 with S the prompt for short input and long output, and
-    tau 0.7, S 64, W 256, B 1024 for both long (Qwen3-8B), which are the defaults here but for B: it
-    is `selected_tokens`, and 400 under a memory limit as for the other methods.
+    tau 0.7, S 64, W 256, B 1024 for both long (Qwen3-8B). S and W of the last are the defaults
+    here; B is `selected_tokens`, and 400 under a memory limit as for the other methods.
 
     Differences: KV lies in the store, single tokens of single heads, not in host memory. The prompt
     is clustered in blocks of `block_tokens` and not as a whole, so that memory and work stay
@@ -72,11 +82,15 @@ class LouisKV(AheadPolicy):
     per_head: ClassVar[bool] = True
     device_tier: ClassVar[bool] = True
 
-    tau: float = 0.7
-    """Mean cosine similarity of consecutive queries below which a new segment begins."""
+    tau: float | None = None
+    """Mean cosine similarity of consecutive queries below which a new segment begins and all heads
+    retrieve, as in the paper; None: `lost_mass` decides."""
+    lost_mass: float = LOST_MASS
+    """What a KV head may lose by keeping its selection, as the index estimates it, before it
+    retrieves: shares of a step's attention, added up over steps; not used with `tau`."""
     boundaries: str = "adaptive"
-    """"adaptive": by tau; "stride:N": every N steps; "every": by tau for segments, while every
-    step retrieves."""
+    """"adaptive": by tau or lost_mass; "stride:N": every N steps; "every": every step retrieves,
+    and tau only cuts segments."""
     units: str = "clusters+segments"
     """Or "pages": of `cluster_tokens` consecutive tokens, by their mean keys."""
     cluster_tokens: int | None = None
@@ -99,7 +113,7 @@ class LouisKV(AheadPolicy):
     """The paper's S: first tokens of the sequence that are always attended to."""
 
     choices: ClassVar[tuple[Choice, ...]] = (
-        Choice("tau", (0.95, 0.85, 0.7), "similarity of queries below which a step retrieves"),
+        Choice("lost_mass", (0.005, LOST_MASS, 0.08), "attention that may be lost before a read"),
         SELECTED,
     )
 
@@ -113,7 +127,11 @@ class LouisKV(AheadPolicy):
             raise ConfigError(
                 "louiskv has no reuse_tokens: what was retrieved stays until the next boundary"
             )
-        if not -1 <= self.tau <= 1.01:
+        if not 0 <= self.lost_mass < 1:
+            raise ConfigError(f"lost_mass={self.lost_mass} is a share: give 0 or more, below 1")
+        if self.tau is not None and self.lost_mass != LOST_MASS:
+            raise ConfigError("tau and lost_mass both say when to retrieve; give one of them")
+        if self.tau is not None and not -1 <= self.tau <= 1.01:
             raise ConfigError(f"tau={self.tau} is a cosine: give -1 to 1, above 1 for every step")
         for name, value, known in (
             ("units", self.units, UNITS), ("nearness", self.nearness, NEARNESS),
@@ -145,6 +163,18 @@ class LouisKV(AheadPolicy):
                 f"boundaries={self.boundaries} is none of adaptive, every, stride:N (N steps)"
             )
         return int(steps)
+
+    @property
+    def _by_mass(self) -> bool:
+        """Whether `lost_mass` decides."""
+        return self.tau is None and self.boundaries == "adaptive"
+
+    @property
+    def _segment_steps(self) -> int:
+        """Steps after which a segment ends; 0: where `tau` says."""
+        if self.stride is None and self.tau is None:
+            return self.cluster_tokens or CLUSTER_TOKENS
+        return self.stride or 0
 
     @property
     def _pages(self) -> bool:
@@ -188,7 +218,7 @@ class LouisKV(AheadPolicy):
         return DeviceUnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=max_tokens // (8 * self.cluster_tokens), cosine=self.nearness == "cosine",
-            spread=self.summary == "mean+spread",
+            spread=self.summary == "mean+spread", upkeep=self._by_mass,
         )  # fmt: skip
 
     def _choices(self, max_tokens: int) -> list[tuple[int, int, bool]]:
@@ -214,7 +244,7 @@ class LouisKV(AheadPolicy):
         return UnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=spare, pages=self._pages, cosine=self.nearness == "cosine",
-            squares=self.summary == "mean+spread", beside=bool(self.beside),
+            squares=self.summary == "mean+spread", upkeep=self._by_mass, beside=bool(self.beside),
         )  # fmt: skip
 
     @override
@@ -264,12 +294,13 @@ class LouisKV(AheadPolicy):
     def make_index(self, request: IndexRequest) -> KeyIndex:
         boundaries = SemanticBoundaries(
             request.shape, rows=request.batch, rows_per_sequence=request.rows_per_sequence,
-            tau=self.tau, stride=self.stride, device=request.device,
+            tau=self.tau or 0.0, stride=self._segment_steps, device=request.device,
         )  # fmt: skip
         return SemanticUnitsIndex(
             request.shape, self._unit_sizes(request.max_units), boundaries, batch=request.batch,
             max_tokens=request.max_units, rows_per_sequence=request.rows_per_sequence,
-            scaling=request.scaling, every_step=self.boundaries == "every", device=request.device,
+            scaling=request.scaling, every_step=self.boundaries == "every",
+            lost_mass=self.lost_mass if self._by_mass else None, device=request.device,
         )  # fmt: skip
 
     @override
@@ -278,8 +309,9 @@ class LouisKV(AheadPolicy):
         return DeviceSemanticUnits(
             request.shape, self._device_sizes(request.max_units), rows=request.batch,
             rows_per_sequence=request.rows_per_sequence, max_tokens=request.max_units,
-            wanted=request.selected_units, tau=self.tau, stride=self.stride or 0,
-            every_step=self.boundaries == "every", scaling=request.scaling, device=request.device,
+            wanted=request.selected_units, every_step=self.boundaries == "every",
+            lost_mass=self.lost_mass if self._by_mass else None, scaling=request.scaling,
+            device=request.device, tau=self.tau or 0.0, stride=self._segment_steps,
         )  # fmt: skip
 
     @override
@@ -287,7 +319,7 @@ class LouisKV(AheadPolicy):
         self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
         wanted: int,
     ) -> Selection:  # fmt: skip
-        """Between boundaries what it was, without scoring."""
+        """Between retrievals what it was."""
         assert isinstance(index, SemanticUnitsIndex), "louiskv ranks whole units"
         if index.score_is_replaced:
             return super().select(index, query, first_unit, end_unit, wanted)

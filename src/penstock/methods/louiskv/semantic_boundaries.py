@@ -19,14 +19,14 @@ class SemanticBoundaries:
     """
 
     def __init__(
-        self, shape: KVShape, *, rows: int, rows_per_sequence: int, tau: float, stride: int | None,
+        self, shape: KVShape, *, rows: int, rows_per_sequence: int, tau: float, stride: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Allocate the room for one query.
 
         Args:
             shape: of a row.
-            stride: a boundary every so many steps instead, whatever the queries.
+            stride: a boundary every so many steps instead, whatever the queries; 0: by `tau`.
         """
         size = (rows, shape.num_query_heads, shape.head_dim)
         self._previous = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -62,7 +62,7 @@ class SemanticBoundaries:
             return self._decision
         if not self._known:
             decision = np.ones(len(self._last), dtype=np.bool_)
-        elif self._stride is not None:
+        elif self._stride:
             decision = position - self._last >= self._stride
         else:
             alike = query_similarity(self._previous, query, self._rows_per_sequence)

@@ -43,6 +43,8 @@ class UnitPool:
         )
         self._segments = SegmentTable(rows // rows_per_sequence, capacity)
         self._open_sum = torch.zeros(rows, shape.head_dim, dtype=torch.float32, device=device)
+        self.renumbered = 0
+        """How often units have got other numbers."""
 
     @staticmethod
     def num_bytes(
@@ -150,6 +152,7 @@ class UnitPool:
                 raise CacheStateError(
                     "the pool of units is full; give louiskv a larger cluster_tokens"
                 )
+            self.renumbered += 1
             base, spread = self._clusters.used, self._spread(weights)
             for row in range(len(self.means)):
                 at, held = slice(row, row + 1), slice(base, base + before)
@@ -160,6 +163,7 @@ class UnitPool:
     def _move(self, start: int, target: int, units: int) -> None:
         """Move index vectors, row by row: that takes the memory of one row."""
         if start != target:
+            self.renumbered += 1
             for values in self._values:
                 for row in values:
                     row[target : target + units] = row[start : start + units].clone()
@@ -206,6 +210,7 @@ class UnitPool:
     def crop(self, length: int, cluster_tokens: int) -> None:
         """Forget the tokens at and after `length`; a unit of which a part stays keeps its mean."""
         before = self._clusters.used
+        self.renumbered += 1
         self._write_open_means()
         folded = self._clusters.crop(length, cluster_tokens)
         if folded is not None:
@@ -230,6 +235,7 @@ class UnitPool:
         self._clusters.take_rows_from(other._clusters, rows)
         self._segments.take_rows_from(other._segments, sequences)
         self._open_sum.copy_(other._open_sum[rows])
+        self.renumbered += 1
         for mine, its in (
             (self.squares, other.squares), (self._open_squares, other._open_squares),
         ):  # fmt: skip
