@@ -21,6 +21,7 @@ from research.figures import (
     near_storage,
     search,
     settings,
+    triggers,
     tuning,
 )
 from research.figures.chart import Chart, draw
@@ -109,6 +110,7 @@ _TABLE: dict[str, tuple[_Drawn, ...]] = {
         _Drawn("", device_tier.ablation, lambda result: bool(result.settings.get("ablation"))),
         _Drawn("-breakdown", device_tier.breakdown),
     ),
+    "trigger_study": (_Drawn("", triggers.captured),),
     "tuning.predict": (_Drawn("", tuning.predictions),),
     "tuning.sweep": (_Drawn("", tuning.quality), _Drawn("-predicted", tuning.predictions)),
 }  # fmt: skip

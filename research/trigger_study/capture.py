@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.evaluate.audit.reference import end_token_ids
 from penstock.evaluate.tasks.english.prompt_fit import Prompter
-from penstock.generation.prompts import make_batch, read_text_file
+from penstock.generation.prompts import make_batch
 from penstock.models.loader import LoadedModel
 from research.statistics.capture import full_attention_steps
 
@@ -34,8 +34,7 @@ class Case:
 
     name: str
     """"prose", "code" or "answer"."""
-    path: Path
-    """The text, UTF-8."""
+    text: str
     answers: bool
     """Whether the model answers a question about it, or the text itself goes on."""
 
@@ -71,18 +70,18 @@ def capture(
         progress(prompt_tokens + steps)
         return _load(file)
     assert loaded.tokenizer is not None
-    text = read_text_file(case.path, "text")
+    text = case.text
     following = None
     if case.answers:
         prompter = Prompter(loaded.tokenizer, chat=True)
         room = prompt_tokens - len(prompter.ids(prompter.render(ASKED, ""))) - 4
         plain = loaded.tokenizer(text[: 12 * room], add_special_tokens=False).input_ids[:room]
-        _require(len(plain), room, case.path)
+        _require(len(plain), room, case.name)
         ids = list(prompter.ids(prompter.render(loaded.tokenizer.decode(plain) + ASKED, "")))
     else:
         needed = prompt_tokens + steps
         plain = loaded.tokenizer(text[: 12 * needed], add_special_tokens=False).input_ids[:needed]
-        _require(len(plain), needed, case.path)
+        _require(len(plain), needed, case.name)
         ids, following = plain[:prompt_tokens], torch.tensor([plain[prompt_tokens:]])
     batch = make_batch(loaded, [ids], new_tokens=steps, pad_token_id=0)
     queries, fed, last = [], [], None
@@ -95,7 +94,7 @@ def capture(
         progress(prompt_tokens + len(queries))
     if last is None or len(queries) < LEAST_STEPS:
         raise ConfigError(
-            f"the answer to {case.path} ends after {len(queries)} tokens; give another text"
+            f"the answer to {case.name} ends after {len(queries)} tokens; give another text"
         )
     made = Capture(
         keys=torch.stack([layer.keys[0] for layer in last.layers]).cpu(),
@@ -108,9 +107,9 @@ def capture(
     return made
 
 
-def _require(found: int, needed: int, path: Path) -> None:
+def _require(found: int, needed: int, name: str) -> None:
     if found < needed:
-        raise ConfigError(f"{path} has {found:,} tokens; {needed:,} are needed")
+        raise ConfigError(f"the text for {name} has {found:,} tokens; {needed:,} are needed")
 
 
 def _save(made: Capture, file: Path) -> None:

@@ -20,14 +20,18 @@ from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result, without_path
 from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
+from penstock.generation.prompts import read_text_file
 from penstock.models.loader import load
+from penstock.tuner.shipped_texts import TEXTS, own_source
 from research.trigger_study.capture import Capture, Case, capture
 from research.trigger_study.follow import SCORES, TRIGGERS, Outcome, Variant, follow, variants
 from research.trigger_study.units import Window, layer_steps
 
 KIND = "trigger_study"
+CASES = ("prose", "code", "answer")
 _SETTINGS = (
-    "tokens", "steps", "budget", "window", "sinks", "cluster", "block", "layers", "on", "dtype"
+    "tokens", "steps", "budget", "window", "sinks", "cluster", "block", "layers", "on", "dtype",
+    "cases",
 )  # fmt: skip
 MEASURES = {"captured": "the captured mass of", "lost": "the lost mass of"}
 LEVELS = (2, 4, 8)
@@ -42,6 +46,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prose", type=Path, help="a text (UTF-8) that goes on as it was written")
     add("--code", type=Path, help="source code, alike")
     add("--answer", type=Path, help="a text that the model retells, greedily, in its chat template")
+    add("--cases", nargs="+", choices=CASES, default=CASES, help="of these three; the texts that "
+        "ship where no file is given")  # fmt: skip
     add("--tokens", type=int, default=8192, help="of the prompt")
     add("--steps", type=int, default=512, help="decode steps; an answer must have as many")
     add("--budget", type=int, default=512, help="tokens of a selection")
@@ -54,8 +60,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dtype", help="of the weights (default: as stored)")
     add("--captures", type=Path, help="folder where keys and queries are kept and found again")
     args = read_options(parser, arguments, seed=False, resume=False, minutes=False)
-    if not cases_of(args):
-        raise ConfigError("there is nothing to follow; give --prose, --code or --answer a file")
     least = args.window + args.sinks + args.budget
     if args.tokens <= least or args.steps < 2:
         raise ConfigError(
@@ -65,11 +69,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """The texts that were given."""
+    """What is followed, with its text."""
     return [
-        Case(name=name, path=getattr(args, name), answers=name == "answer")
-        for name in ("prose", "code", "answer") if getattr(args, name) is not None
+        Case(name=name, text=_text(args, name), answers=name == "answer")
+        for name in args.cases
     ]  # fmt: skip
+
+
+def _text(args: argparse.Namespace, name: str) -> str:
+    if (path := getattr(args, name)) is not None:
+        return read_text_file(path, "text")
+    return own_source() if name == "code" else (TEXTS / "prose.txt").read_text(encoding="utf-8")
 
 
 def mean_rows(
@@ -96,7 +106,8 @@ def run(arguments: Sequence[str]) -> Result:
     device = torch.device(args.on)
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings["model"] = Path(args.model).name
-    settings["cases"] = [case.name for case in cases_of(args)]
+    cases = cases_of(args)
+    settings["shipped"] = [case.name for case in cases if getattr(args, case.name) is None]
     shown = list(arguments)
     for option in ("model", "captures", "prose", "code", "answer"):
         shown = without_path(shown, f"--{option}", str(getattr(args, option)))
@@ -106,7 +117,7 @@ def run(arguments: Sequence[str]) -> Result:
         window=args.window, sinks=args.sinks, cluster=args.cluster, block=args.block
     )  # fmt: skip
     every, rows, told = variants(), [], {}
-    for case in cases_of(args):
+    for case in cases:
         reading = Progress(args.tokens + args.steps)
         taken = capture(
             loaded, case, prompt_tokens=args.tokens, steps=args.steps, file=_file(args, case),

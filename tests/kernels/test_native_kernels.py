@@ -120,9 +120,12 @@ def test_decode_attention(
     mask[:, 1::3] = float("-inf")
     tokens[:, 1::3] = float("nan")  # hidden places may hold anything
     assert compiled.kernel("decode_attention") is not None
-    fast = attention.decode_attention(query, tokens, mask, dim**-0.5)
+    sums, expected = torch.zeros(batch, heads), torch.zeros(batch, heads)
+    fast = attention.decode_attention(query, tokens, mask, dim**-0.5, sums)
     wide = tokens.float().nan_to_num(0.0)
-    slow = attention.decode_attention_twin(query.float(), wide, mask.float(), dim**-0.5)
+    slow = attention.decode_attention_twin(query.float(), wide, mask.float(), dim**-0.5, expected)
+    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(attention.decode_attention(query, tokens, mask, dim**-0.5), fast)
     assert fast.dtype == dtype
     precision = 1e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(fast.float(), slow, rtol=precision, atol=precision)

@@ -72,7 +72,8 @@ def test_a_model_is_studied(shallow: Path, tmp_path: Path) -> None:
     text.write_text("The secret word for patient blanket is social sparrow . 4 2 . " * 30)
     out, captures = tmp_path / "study.json", tmp_path / "captures"
     arguments = [
-        "--model", str(shallow), "--prose", str(text), "--tokens", "128", "--steps", "70",
+        "--model", str(shallow), "--prose", str(text), "--cases", "prose", "--tokens", "128",
+        "--steps", "70",
         "--budget", "24", "--window", "16", "--sinks", "4", "--cluster", "8", "--layers", "1",
         "--captures", str(captures), "--output", str(out),
     ]  # fmt: skip
@@ -90,11 +91,12 @@ def test_a_model_is_studied(shallow: Path, tmp_path: Path) -> None:
 
 
 def test_refuses_what_makes_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to follow"):
-        parse_arguments(["--model", "recall"])
     with pytest.raises(ConfigError, match="more than window, sinks and budget"):
-        parse_arguments(["--model", "recall", "--prose", "x", "--tokens", "800"])
+        parse_arguments(["--model", "recall", "--tokens", "800"])
     short = tmp_path / "short.txt"
     short.write_text("A few words.")
     with pytest.raises(ConfigError, match="tokens; 1,100 are needed"):
-        run(["--model", "recall", "--prose", str(short), "--tokens", "1000", "--steps", "100"])
+        run([
+            "--model", "recall", "--prose", str(short), "--cases", "prose", "--tokens", "1000",
+            "--steps", "100",
+        ])  # fmt: skip

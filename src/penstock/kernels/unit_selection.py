@@ -101,11 +101,13 @@ class Renewal(NamedTuple):
     taken: Tensor
     """Tokens that it has of each unit. int64 [rows, units]"""
     gain: Tensor
-    """Its scores, times tokens, less those of what is held. float32 [rows]"""
+    """Its scores, times tokens, less those of the current one. float32 [rows]"""
 
 
-def renew_units(scores: Tensor, sizes: Tensor, held: Tensor, budget: int, keep: float) -> Renewal:
-    """Select anew, but let go of what is held only for what is clearly better.
+def renew_units(
+    scores: Tensor, sizes: Tensor, current: Tensor, budget: int, keep: float
+) -> Renewal:
+    """Select anew, but let go of what is selected only for what is clearly better.
 
     Source: ours. Attention to a unit goes up and down from step to step; to exchange two units that
     take turns in being the better one costs reads and gains little.
@@ -113,17 +115,17 @@ def renew_units(scores: Tensor, sizes: Tensor, held: Tensor, budget: int, keep: 
     Args:
         scores: from `unit_scores`; equal ones are taken in order of unit. float32 [rows, units]
         sizes: tokens of each unit that may be taken. int [rows, units]
-        held: tokens of each unit that are selected. int [rows, units]
+        current: tokens of each unit that are selected. int [rows, units]
         budget: tokens to select, at least 1.
-        keep: factor on the scores of units of which some tokens are held, at least 1.
+        keep: factor on the scores of units of which some tokens are current, at least 1.
     """
-    biased = torch.where(held > 0, scores * keep, scores)
+    biased = torch.where(current > 0, scores * keep, scores)
     order = torch.argsort(biased, dim=1, descending=True, stable=True)
     ranked = sizes.gather(1, order).long().clamp_min_(0)
     before = ranked.cumsum(dim=1) - ranked
     part = torch.minimum((budget - before).clamp_min_(0), ranked)
     taken = torch.zeros_like(ranked).scatter_(1, order, part)
-    fresh = taken - torch.minimum(held, sizes)
+    fresh = taken - torch.minimum(current, sizes)
     return Renewal(taken, (scores * fresh).sum(dim=1))
 
 

@@ -38,7 +38,7 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
         raise PromptError(f"{loaded.name} came without a tokenizer, so that no text can be read")
     ids = {
         "prose": encode(loaded, (TEXTS / "prose.txt").read_text(encoding="utf-8")),
-        "code": encode(loaded, _own_source()),
+        "code": encode(loaded, own_source()),
         "dialogue": _dialogue(loaded),
     }
     texts = {kind: torch.tensor(each[:tokens], dtype=torch.int64) for kind, each in ids.items()}
@@ -53,7 +53,7 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     return texts
 
 
-def _own_source() -> str:
+def own_source() -> str:
     """Modules of one package of ours, one behind the other."""
     files = sorted(Path(penstock.generation.__file__).parent.glob("*.py"))
     return "\n\n".join(file.read_text(encoding="utf-8") for file in files)

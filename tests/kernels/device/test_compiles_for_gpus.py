@@ -46,7 +46,7 @@ def parts(kind: str) -> list[tuple[Any, ...]]:
 
 
 SELECT = {
-    **dict.fromkeys(("first", "sizes", "count", "members", "ids", "ends", "held"), "*i32"),
+    **dict.fromkeys(("first", "sizes", "count", "members", "ids", "ends", "current"), "*i32"),
     **dict.fromkeys(("scores", "lost_mass", "keep"), "fp32"), "scores": "*fp32", "due": "*i1",
     "valid": "*i1", "renewed": "*i64", **dict.fromkeys(("lost", "before", "now"), "*fp32"),
     **dict.fromkeys(("capacity", "tokens", "budget"), "i32"),

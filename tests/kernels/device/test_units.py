@@ -236,12 +236,12 @@ def test_a_row_selects_anew_where_it_gains_enough(select: Kernel, device: torch.
     ids = torch.tensor([[0, 1], [0, 1], [9, 9]], dtype=torch.int32, device=device)
     valid = torch.ones(3, 2, dtype=torch.bool, device=device)
     upkeep = Upkeep.allocate(3, 2, 3, device, lost_mass=0.01, keep=2.0)
-    upkeep.held.copy_(held)
+    upkeep.current.copy_(held)
     upkeep.sums.now.copy_(torch.arange(6.0).view(3, 2))
     select(scores, first, sizes, count, members, due, ids, valid, upkeep=upkeep)
     assert due.tolist() == [True, False, True]
     assert ids.tolist() == [[2, 3], [0, 1], [4, 5]]
-    assert upkeep.held.tolist() == [[0, 2, 0], [2, 0, 0], [0, 0, 2]]
+    assert upkeep.current.tolist() == [[0, 2, 0], [2, 0, 0], [0, 0, 2]]
     assert upkeep.renewed.tolist() == [1, 0, 1]
     assert upkeep.lost.tolist() == [0, 0, 0]
     assert torch.equal(upkeep.sums.before, upkeep.sums.now)
@@ -262,7 +262,7 @@ def test_what_rows_lose_adds_up(select: Kernel, device: torch.device) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int32, device=device)
     valid = torch.ones(1, 2, dtype=torch.bool, device=device)
     upkeep = Upkeep.allocate(1, 1, 2, device, lost_mass=0.1, keep=2.0)
-    upkeep.held[0, 0] = 2
+    upkeep.current[0, 0] = 2
     seen = []
     for _ in range(4):
         due = torch.zeros(1, dtype=torch.bool, device=device)

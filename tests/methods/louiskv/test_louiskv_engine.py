@@ -19,7 +19,7 @@ def test_a_step_without_retrieval_reads_nothing() -> None:
         num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
     )
     config = RuntimeSettings(
-        shape=shape, policy=LouisKV(selected_tokens=20, window_tokens=4, sink_tokens=2),
+        shape=shape, policy=LouisKV(tau=0.7, selected_tokens=20, window_tokens=4, sink_tokens=2),
         limit_bytes=None, store="memory", max_tokens=128, exact=False, adapter=None,
         device=torch.device("cpu"),
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_units_partition_the_past_in_random_lives(seed: int) -> None:
     )
     policy = LouisKV(
         selected_tokens=rnd.choice([10, 20]), window_tokens=rnd.choice([0, 4, 9]),
-        sink_tokens=rnd.choice([0, 2]), tau=rnd.choice([-0.5, 0.0, 0.5]),
+        sink_tokens=rnd.choice([0, 2]), tau=rnd.choice([None, -0.5, 0.0, 0.5]),
         boundaries=rnd.choice(["adaptive", "stride:3", "every"]),
         units=rnd.choice(["clusters+segments", "pages"]), cluster_tokens=rnd.choice([2, 4, 16]),
         block_tokens=rnd.choice([32, 64, None]), beside=rnd.choice([True, False]),

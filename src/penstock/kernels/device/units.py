@@ -79,7 +79,7 @@ class HeadSums:
 class Upkeep:
     """When a row that is not due selects anew, and what it has."""
 
-    held: Tensor
+    current: Tensor
     """Tokens of each unit that are selected. int32 [rows, capacity]"""
     renewed: Tensor
     """Selections of each row so far. int64 [rows]"""
@@ -99,7 +99,7 @@ class Upkeep:
     ) -> "Upkeep":  # fmt: skip
         """Make the tensors; nothing is selected."""
         return cls(
-            held=torch.zeros(rows, capacity, dtype=torch.int32, device=device),
+            current=torch.zeros(rows, capacity, dtype=torch.int32, device=device),
             renewed=torch.zeros(rows, dtype=torch.int64, device=device),
             lost=torch.zeros(rows, dtype=torch.float32, device=device), lost_mass=lost_mass,
             keep=keep, sums=HeadSums.allocate(rows, heads, device),
@@ -199,15 +199,15 @@ def select_tokens_twin(
     """The meaning of `select_tokens` in plain torch: one sort of the units, one search a token."""
     budget = ids.shape[1]
     sizes = _sizes_in_use(sizes, count)
-    held = torch.zeros_like(sizes) if upkeep is None else upkeep.held
+    current = torch.zeros_like(sizes) if upkeep is None else upkeep.current
     keep = 1.0 if upkeep is None else upkeep.keep
-    taken, gain = renew_units(scores, sizes, held, budget, keep)
+    taken, gain = renew_units(scores, sizes, current, budget, keep)
     if upkeep is not None:
         upkeep.lost.add_(gain.clamp_min(0.0))
         due.logical_or_(upkeep.lost > upkeep.lost_mass)
         upkeep.lost.masked_fill_(due, 0.0)
         upkeep.sums.before.copy_(upkeep.sums.now)
-        held.copy_(torch.where(due.unsqueeze(1), taken.to(held.dtype), held))
+        current.copy_(torch.where(due.unsqueeze(1), taken.to(current.dtype), current))
         upkeep.renewed.add_(due)
     chosen, real = taken_tokens(taken, first, members, budget)
     ids.copy_(torch.where(due.unsqueeze(1), chosen.to(ids.dtype), ids))

@@ -173,14 +173,14 @@ def select_tokens(
     ends = scores.new_empty(rows, capacity, dtype=torch.int32) if scratch is None else scratch.ends
     padded = triton.next_power_of_2(capacity)
     # Without upkeep, these are not looked at.
-    held, renewed, lost, before, now = count, count, scores, scores, scores
+    current, renewed, lost, before, now = count, count, scores, scores, scores
     lost_mass, keep, heads = 0.0, 1.0, 1
     if upkeep is not None:
-        held, renewed, lost = upkeep.held, upkeep.renewed, upkeep.lost
+        current, renewed, lost = upkeep.current, upkeep.renewed, upkeep.lost
         before, now, heads = upkeep.sums.before, upkeep.sums.now, upkeep.sums.now.shape[1]
         lost_mass, keep = upkeep.lost_mass, upkeep.keep
     _select[(rows,)](
-        scores, first, sizes, count, members, due, ids, valid, ends, held, renewed, lost, before,
+        scores, first, sizes, count, members, due, ids, valid, ends, current, renewed, lost, before,
         now, lost_mass, keep, capacity, members.shape[1], ids.shape[1], HEADS=heads,
         PADDED_HEADS=triton.next_power_of_2(heads), PADDED=padded,
         PADDED_BUDGET=triton.next_power_of_2(ids.shape[1]), STEPS=padded.bit_length() - 1,
@@ -190,8 +190,8 @@ def select_tokens(
 
 @triton.jit
 def _select(
-    scores, first, sizes, count, members, due, ids, valid, ends, held, renewed, lost, before, now,
-    lost_mass, keep, capacity, tokens, budget, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    scores, first, sizes, count, members, due, ids, valid, ends, current, renewed, lost, before,
+    now, lost_mass, keep, capacity, tokens, budget, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     PADDED: tl.constexpr, PADDED_BUDGET: tl.constexpr, STEPS: tl.constexpr, UPKEEP: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one row: how many each unit gives, where they go, and which they are."""
@@ -208,7 +208,7 @@ def _select(
     order = score
     has = tl.zeros([PADDED], dtype=tl.int32)
     if UPKEEP:
-        has = tl.load(held + wide * capacity + unit, mask=used, other=0)
+        has = tl.load(current + wide * capacity + unit, mask=used, other=0)
         order = tl.where(has > 0, score * keep, score)
     # Floats in order as integers: below zero bits are turned round, and there is one zero.
     bits = order.to(tl.int32, bitcast=True)
@@ -238,7 +238,7 @@ def _select(
         tl.store(due + row, asked != 0)
         if asked == 0:
             return
-        tl.store(held + wide * capacity + unit, whole + part, mask=unit < capacity)
+        tl.store(current + wide * capacity + unit, whole + part, mask=unit < capacity)
         tl.store(renewed + row, tl.load(renewed + row) + 1)
     end = tl.cumsum(whole + part, axis=0)
     total = tl.max(end, axis=0)

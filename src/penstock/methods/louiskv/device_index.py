@@ -222,7 +222,7 @@ class DeviceSemanticUnits(DeviceIndex):
     def _forget_held(self) -> None:
         """Every row gains by selecting anew, as far as is known."""
         if self._upkeep is not None:
-            self._upkeep.held.zero_()
+            self._upkeep.current.zero_()
 
     @property
     def retrievals(self) -> Tensor:
@@ -404,7 +404,7 @@ class DeviceSemanticUnits(DeviceIndex):
             for name in ("halves", "open_square"):
                 getattr(self.spread, name).copy_(getattr(other.spread, name)[rows])
         if self._upkeep is not None and other._upkeep is not None:
-            for name in ("held", "renewed", "lost"):
+            for name in ("current", "renewed", "lost"):
                 getattr(self._upkeep, name).copy_(getattr(other._upkeep, name)[rows])
             for name in ("attended", "before", "now"):
                 sums = getattr(other._upkeep.sums, name)
