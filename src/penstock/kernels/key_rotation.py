@@ -12,14 +12,22 @@ from penstock.kernels.query_steps import turn_query
 
 BLOCK_TOKENS = 64
 """Tokens of a block, unless said otherwise."""
+TILE_BLOCKS = 8
+"""Blocks whose queries compiled kernels make together; `TILE` of native/block_queries.h."""
+MOST_OFF = 0.05
+"""Radians that a pair may be off at the ends of a tile; 8 bits round a cosine by 0.004."""
 
 
 class _Turns(ctypes.Structure):
     """`penstock_turns` of native/steps.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("table", "sums")),
-        *((name, ctypes.c_int64) for name in ("width", "groups", "pairs", "interleaved")),
+        *((name, ctypes.c_void_p) for name in (
+            "fast", "fast_sums", "slow", "slow_sums", "order",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "fast_width", "slow_width", "groups", "pairs", "fast_pairs", "interleaved",
+        )),
     )  # fmt: skip
 
 
@@ -94,7 +102,7 @@ class KeyTurns:
     @staticmethod
     def num_bytes(head_dim: int, num_blocks: int) -> int:
         """Most bytes of a table and its 8-bit form, for the ledger."""
-        return num_blocks * (5 * head_dim + 8)
+        return num_blocks * (5 * head_dim + 16)
 
     def compiled(self, head_dim: int, group_tokens: int) -> "CompiledTurns":
         """The table as compiled kernels have it, in 8 bits; one for all layers."""
@@ -211,27 +219,47 @@ class KeyTurns:
 
 
 class CompiledTurns:
-    """Cosines and sines in 8 bits, which lose a selection nothing that its codes have."""
+    """Cosines and sines in 8 bits, which lose a selection nothing that its codes have.
+
+    Pairs that turn little from one end of a tile of blocks to the other have those of its middle.
+    """
 
     def __init__(self, turns: KeyTurns, head_dim: int, group_tokens: int) -> None:
-        pairs, levels = turns.rotation.pairs, turns.table.cpu() * 127
-        still = head_dim > 2 * pairs
-        self.width = -(-(2 * pairs + still) // 4) * 4
-        self._table = torch.zeros(turns.num_blocks, self.width, dtype=torch.int8)
-        self._table[:, : 2 * pairs] = levels.round().to(torch.int8)
-        if still:
-            self._table[:, 2 * pairs] = 127
-        self._sums = self._table.sum(dim=1, dtype=torch.int32)
+        rotation = turns.rotation
+        span = turns.block_tokens * (TILE_BLOCKS - 1)
+        is_slow = rotation.frequencies.abs() * span / 2 <= MOST_OFF
+        order = torch.cat([(~is_slow).nonzero(), is_slow.nonzero()]).flatten()
+        fast = len(order) - int(is_slow.sum())
+        self._order = order.to(torch.int32)
+        self._fast = _in_8_bits(turns.table, order[:fast], still=False)
+        starts = torch.arange(-(-turns.num_blocks // TILE_BLOCKS), dtype=torch.float64)
+        middles = starts * (TILE_BLOCKS * turns.block_tokens) + span / 2
+        angles = middles[:, None] * rotation.frequencies
+        middle = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self._slow = _in_8_bits(middle, order[fast:], still=head_dim > 2 * rotation.pairs)
+        self._sums = [part.sum(dim=1, dtype=torch.int32) for part in (self._fast, self._slow)]
+        self.width = self._fast.shape[1] + self._slow.shape[1]
         self._turns = _Turns(
-            table=self._table.data_ptr(), sums=self._sums.data_ptr(), width=self.width,
-            groups=turns.block_tokens // group_tokens, pairs=pairs,
-            interleaved=turns.rotation.interleaved,
+            fast=self._fast.data_ptr(), fast_sums=self._sums[0].data_ptr(),
+            slow=self._slow.data_ptr(), slow_sums=self._sums[1].data_ptr(),
+            order=self._order.data_ptr(), fast_width=self._fast.shape[1],
+            slow_width=self._slow.shape[1], groups=turns.block_tokens // group_tokens,
+            pairs=rotation.pairs, fast_pairs=fast, interleaved=rotation.interleaved,
         )  # fmt: skip
         self.address = ctypes.addressof(self._turns)
 
     def scratch_bytes(self, rank: int) -> int:
         """What a compiled kernel makes of 16 heads' queries."""
         return turned_scratch_bytes(self.width, rank)
+
+
+def _in_8_bits(table: Tensor, pairs: Tensor, *, still: bool) -> Tensor:
+    """Cosines, then sines of some pairs, then ones for what does not turn, to a multiple of 4."""
+    levels = table.cpu().view(len(table), 2, -1)[:, :, pairs].flatten(1) * 127
+    parts = [levels, torch.full((len(table), int(still)), 127.0)]
+    width = 2 * len(pairs) + still
+    parts.append(torch.zeros(len(table), -width % 4))
+    return torch.cat(parts, dim=1).round().to(torch.int8)
 
 
 def turned_scratch_bytes(width: int, rank: int) -> int:

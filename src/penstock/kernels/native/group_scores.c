@@ -179,7 +179,8 @@ static void turned_logits_of(const row_t *row, range_t at, const split_t *split,
     memset(packed, 0, sizeof packed);
     memset(scale, 0, sizeof scale);
     memset(excess, 0, sizeof excess);
-    for (int64_t block = at.begin / turns->groups; block < end_block; block += TILE) {
+    for (int64_t block = at.begin / (TILE * turns->groups) * TILE; block < end_block;
+         block += TILE) {
         const int64_t count = end_block - block < TILE ? end_block - block : TILE;
         turn_tile(turns, split, lanes, block, count, quads, row->bits, &tile);
         for (int64_t i = 0; i < count; i++) {
@@ -197,12 +198,12 @@ static void score_row(const row_t *row) {
     const penstock_turns *turns = row->queries == NULL ? row->index->turns : NULL;
     const int64_t quads = (row->bits == 4 ? 2 : 1) * row->width / 4;
     const int64_t parts = num_groups < 1024 ? 1 : penstock_num_threads(MAX_PARTS);
-    const int64_t whole = turns != NULL && turns->groups > AT_ONCE ? turns->groups : AT_ONCE;
+    const int64_t whole = turns != NULL ? TILE * turns->groups : AT_ONCE;
     const int64_t part_groups = (num_groups / parts + whole) / whole * whole;
     split_t split = {0, 0, NULL, NULL};
     tile_t all = {NULL, (float *)row->scratch, (float *)row->scratch + LANES};
     if (turns != NULL) {
-        split.quads = turns->width / 4;
+        split.quads = (turns->fast_width + turns->slow_width) / 4;
         split.padded = (row->rank + LANES - 1) / LANES * LANES;
         split.factors = (float *)row->scratch;
         split.weights = (int32_t *)(split.factors + LANES * split.padded);
@@ -276,8 +277,8 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
  *
  * query: [heads][dim] of `kind`, as if the row's text began at its first place
  * codes, first, scores: as group_scores has them
- * scratch: (num_groups rounded up to 4) * 64 + 16 * (rank rounded up to 16) * (width of the
- *     table + 4) bytes, aligned to 4 */
+ * scratch: (num_groups rounded up to 4) * 64 + 16 * (rank rounded up to 16) * (widths of the
+ *     tables + 4) bytes, aligned to 4 */
 PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const uint8_t *codes,
                                             const char *query, int64_t first, int64_t num_groups,
                                             void *scratch, float *scores) {

@@ -19,11 +19,14 @@ typedef struct {
 /* What turns the keys of a block back, and queries as far; the fields of `_Turns` in
  * kernels/key_rotation.py. */
 typedef struct {
-    const int8_t *table; /* [blocks][width], 127 * cosines, sines, 1 where some do not turn, 0 */
-    const int32_t *sums; /* of each row of the table */
-    int64_t width; /* divides by 4 */
+    const int8_t *fast; /* [blocks][fast_width], 127 * cosines, then sines, then 0 */
+    const int32_t *fast_sums; /* of each row */
+    const int8_t *slow; /* [tiles][slow_width], the same, and 127 where some do not turn */
+    const int32_t *slow_sums;
+    const int32_t *order; /* [pairs], the fast ones first */
+    int64_t fast_width, slow_width; /* divide by 4 */
     int64_t groups; /* of a block, divides by 4 and divides block_groups */
-    int64_t pairs, interleaved;
+    int64_t pairs, fast_pairs, interleaved;
 } penstock_turns;
 
 /* Codes of one layer's keys; the fields of `_Codes` in kernels/group_selection.py. */
