@@ -43,11 +43,15 @@ def key_rotations(model: PreTrainedModel, shape: ModelShape) -> list[KeyRotation
     config = decoder_config(model)
     if _is_unsteady(config):
         return nothing
+    places = torch.tensor([place for place in _PLACES if place < shape.max_positions])
     try:
-        layers = decoder_layers(model)
-        places = torch.tensor([p for p in _PLACES if p < shape.max_positions])
-        seen = _Seen(model, layers, places)
-        found = [seen.rotation_of(i, shape.layer_types[i]) for i in shape.tiered_layers]
+        seen = _Seen(model, decoder_layers(model), places)
+        attachment = Attachment(model)
+        try:
+            with torch.no_grad():
+                found = [seen.rotation_of(i, shape.layer_types[i]) for i in shape.tiered_layers]
+        finally:
+            attachment.detach()
     except _FAULTS as fault:
         if isinstance(fault, torch.OutOfMemoryError):
             raise
@@ -108,14 +112,9 @@ class _Seen:
             "attention_mask": None, "position_ids": places[None], "use_cache": True,
             "cache_position": places,
         }  # fmt: skip
-        attachment = Attachment(self._model)
-        try:
-            with torch.no_grad():
-                given["position_embeddings"] = self._embedding(places, hidden, kind)
-                taken = _accepted(module, given)
-                return QueryProjection(self._layers).probe(layer, hidden, taken).float().cpu()
-        finally:
-            attachment.detach()
+        given["position_embeddings"] = self._embedding(places, hidden, kind)
+        taken = _accepted(module, given)
+        return QueryProjection(self._layers).probe(layer, hidden, taken).float().cpu()
 
     def _candidates(self, layer: int, kind: str, head_dim: int) -> Iterator[KeyRotation]:
         """Rotations of the angles that the model's embedding has at position 1."""
@@ -123,8 +122,7 @@ class _Seen:
         if device.type == "meta":
             device = self._model.device
         like = torch.empty(1, 1, 1, dtype=torch.float32, device=device)
-        with torch.no_grad():
-            cos, sin = self._embedding(torch.tensor([1], device=device), like, kind)
+        cos, sin = self._embedding(torch.tensor([1], device=device), like, kind)
         angles = torch.atan2(sin[0, 0].double(), cos[0, 0].double()).cpu()
         halves, neighbours = angles[: len(angles) // 2], angles[::2]
         for angle in (halves, neighbours, angles):
