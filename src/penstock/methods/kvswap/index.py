@@ -136,8 +136,8 @@ class LowRankIndex(KeyIndex):
             groups = turned_groups(group_tokens, block_tokens)
             count = blocks * BLOCK_GROUPS // groups
             self._turns = rotation.turns(groups * group_tokens, count, device)
-            row_turn = self._turns.table[:1].repeat(batch, 1)
-            self._row_turn = row_turn
+            self._row_turn = self._turns.table[:1].repeat(batch, 1)
+        self._own_turns = self._turns
         self._codes = torch.zeros(
             batch, blocks, group_tokens, BLOCK_GROUPS, width, dtype=dtype, device=device
         )
@@ -442,7 +442,8 @@ class LowRankIndex(KeyIndex):
             self._encoder, self._fine = other._encoder, other._fine
             self._fitted = other._fitted
             self._scaled_step, self._per_step = other._scaled_step, other._per_step
-            self._selection, self._turns = None, other._turns
+            self._selection = None
+            self._turns = None if other._turns is None else self._own_turns
         self._scale = other._scale
         self._start = None if other._start is None else other._start[rows]
         if self._row_turn is not None and other._row_turn is not None:
