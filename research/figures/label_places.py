@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 _DIRECTIONS = 16
 _DISTANCES = (7.0, 13.0, 21.0, 31.0, 43.0, 57.0, 73.0, 91.0, 111.0)
 _PAD = 1.5
@@ -54,15 +57,16 @@ def place_labels(
     placed: list[Box] = []
     leaders: list[Box] = []
     for dot, size in zip(dots, sizes, strict=True):
-        obstacles = [*around, *taken, *placed, *leaders]
+        texts = _edges([*taken, *placed])
+        obstacles = np.concatenate([texts, _edges(around), _edges(leaders)])
         best, least = None, math.inf
         for place in _places(dot, size):
             wider = Box(
                 place.left - _PAD, place.bottom - _PAD, place.right + _PAD, place.top + _PAD
             )
-            cost = sum(wider.overlap(box) for box in obstacles) + 4 * wider.outside(room)
-            for piece in _leader_pieces(dot, place):
-                cost += 2 * sum(piece.overlap(box) for box in [*placed, *taken])
+            cost = _overlaps([wider], obstacles) + 4 * wider.outside(room)
+            if cost < least and (pieces := _leader_pieces(dot, place)):
+                cost += 2 * _overlaps(pieces, texts)
             if cost < least - 1e-9:
                 best, least = place, cost
             if least < 1e-9:
@@ -71,6 +75,21 @@ def place_labels(
         placed.append(best)
         leaders += _leader_pieces(dot, best)
     return placed
+
+
+def _edges(boxes: Sequence[Box]) -> NDArray[np.float64]:
+    """[boxes, 4]"""
+    return np.array(
+        [(box.left, box.bottom, box.right, box.top) for box in boxes], dtype=np.float64
+    ).reshape(-1, 4)
+
+
+def _overlaps(boxes: Sequence[Box], others: NDArray[np.float64]) -> float:
+    """The areas that each of some covers of each of the others, all in all. others: [boxes, 4]"""
+    left, bottom, right, top = _edges(boxes).T[:, :, None]
+    wide = np.minimum(right, others[:, 2]) - np.maximum(left, others[:, 0])
+    high = np.minimum(top, others[:, 3]) - np.maximum(bottom, others[:, 1])
+    return float((wide.clip(0) * high.clip(0)).sum())
 
 
 def leader_of(dot: tuple[float, float], place: Box) -> tuple[float, float]:

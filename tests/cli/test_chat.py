@@ -4,7 +4,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,9 +21,10 @@ from penstock.documents.document import Document
 from penstock.documents.settings import DocumentSettings
 from penstock.generation.sampling import SamplingParams
 from penstock.testing.tiny_chat import tiny_chat_model
+from tests.ready_process import ReadyProcess
 
-FILE = "".join(f"On day {n} the ship had {n * 7 % 90} sacks of salt . " for n in range(146))
-"""Of 6,000 characters and more, a token each."""
+FILE = "".join(f"On day {n} the ship had {n * 7 % 90} sacks of salt . " for n in range(73))
+"""Of 3,000 characters and more, a token each."""
 QUESTIONS = ["Who ?", "And where is that ?", "When ?", "Why so ?", "Since when ?"]
 OPTIONS = ("--memory", "1/3", "--max-new-tokens", "12", "--max-context", "8000")
 
@@ -73,7 +73,7 @@ def test_five_turns_over_a_file_saved_and_resumed(model: Path, notes: Path, tmp_
     """What must be shown: no token twice, and the answers of a chat that nothing has cut."""
     calm = chat(model, *OPTIONS, "--file", notes, lines=[*QUESTIONS, "/stats"])
     held = figure(calm.stderr, "held")
-    assert held > 6000
+    assert held > 3000
     assert figure(calm.stderr, "prefilled") + figure(calm.stderr, "decoded") == held
     saved = tmp_path / "saved"
     first = chat(
@@ -84,7 +84,7 @@ def test_five_turns_over_a_file_saved_and_resumed(model: Path, notes: Path, tmp_
     second = chat("--resume", saved, *OPTIONS[2:4], lines=[*QUESTIONS[3:], "/save", "/stats"])
     assert "3 turns in " in second.stderr
     assert first.stdout + second.stdout == calm.stdout
-    assert figure(second.stderr, "restored") == figure(first.stderr, "held") > 6000
+    assert figure(second.stderr, "restored") == figure(first.stderr, "held") > 3000
     assert figure(second.stderr, "prefilled") < 100
     assert figure(second.stderr, "held") == held
 
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_turn() -> None:
 class Terminal:
     """A chat in a process of its own, at a terminal of 80 columns."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", terminal: int) -> None:
+    def __init__(self, process: ReadyProcess, terminal: int) -> None:
         self.process, self._terminal = process, terminal
         self.seen = ""
 
@@ -228,18 +228,15 @@ class Terminal:
 def at_a_terminal(*arguments: object, home: Path) -> Iterator[Terminal]:
     pty = pytest.importorskip("pty")
     own, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "chat", *map(str, arguments)],
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-        env={**os.environ, "TERM": "dumb", "COLUMNS": "80", "HOME": str(home)},
-    )  # fmt: skip
-    os.close(theirs)
     try:
-        yield Terminal(process, own)
+        with ReadyProcess(
+            "from penstock.cli.entry import main; main()", "chat", *map(str, arguments),
+            environment={"TERM": "dumb", "COLUMNS": "80", "HOME": str(home)},
+            terminal=os.ttyname(theirs),
+        ) as process:  # fmt: skip
+            yield Terminal(process, own)
     finally:
-        process.kill()
-        process.wait()
+        os.close(theirs)
         os.close(own)
 
 

@@ -1,6 +1,5 @@
 """Ctrl-C at any moment: one line, exit code 130, nothing left behind."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.ready_process import ReadyProcess
 
 BEGUN = "from penstock.cli.entry import main; print('begun', flush=True); main()"
 """The command line; Ctrl-C while Python itself starts is Python's to answer."""
@@ -18,29 +19,36 @@ def listen_to_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("moment", ["start", "loading", "prefill"])
-def test_ctrl_c(tmp_path: Path, moment: str) -> None:
+def command(folder: Path) -> tuple[str, ...]:
+    return ("demo", "--tokens", "9000", "--memory", "1/4", "--disk", str(folder))
+
+
+def check(code: int, errors: str, folder: Path) -> None:
+    assert code == 130, errors
+    [line] = errors.splitlines()
+    assert "interrupted" in line
+    assert list(folder.iterdir()) == []
+
+
+def test_while_libraries_are_imported(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGUN, "demo", "--tokens", "9000", "--memory", "1/4", "--disk",
-         str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        preexec_fn=listen_to_interrupts,
+        [sys.executable, "-c", BEGUN, *command(tmp_path)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_interrupts,
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
-    if moment == "start":
-        time.sleep(0.3)
-    else:
-        awaited = "Penstock demo" if moment == "loading" else "prefill  1"
-        for line in process.stdout:
-            if line.startswith(awaited):
-                break
+    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130, errors
-    assert errors.splitlines() == [line for line in errors.splitlines() if "interrupted" in line]
-    assert len(errors.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
+    check(process.returncode, errors, tmp_path)
+
+
+@pytest.mark.parametrize("awaited", ["Penstock demo", "prefill  1"])
+def test_while_it_loads_and_reads(tmp_path: Path, awaited: str) -> None:
+    with ReadyProcess(f"import sys; sys.argv[0] = 'penstock'; {BEGUN}", *command(tmp_path)) as run:
+        for line in run.stdout:
+            if line.startswith(awaited):
+                break
+        run.send_signal(signal.SIGINT)
+        run.stdout.read()
+        check(run.wait(), run.errors(), tmp_path)

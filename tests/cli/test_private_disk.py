@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,13 +10,13 @@ import pytest
 import torch
 
 from penstock.models.loader import load
+from tests.ready_process import ReadyProcess
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at open files")
 
 TEXT = "The patient said on the phone that " + " ".join(
     f"item {i} is {i * 37}." for i in range(120)
 )
-RUN = "import sys; from penstock.cli.entry import main; sys.argv[0] = 'penstock'; main()"
 RUNS = """
 import sys
 from pathlib import Path
@@ -42,7 +40,7 @@ TIMEOUT_S = 240
 ENOUGH_BYTES = 100_000
 
 
-def hold_new(process: "subprocess.Popen[bytes]", disks: Path, held: dict[int, int]) -> None:
+def hold_new(process: ReadyProcess, disks: Path, held: dict[int, int]) -> None:
     """Open for ourselves the files that another process has open below a folder, by inode."""
     for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -62,19 +60,14 @@ def contents(disks: Path, held: dict[int, int]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What lies in the files of two runs that have ended and of one that is killed in its middle.
-
-    One process has all three: most of what it takes is to start.
-    """
+    """What lies in the files of two runs that have ended and of one that is killed in its middle,
+    all three in one process."""
     disks = tmp_path_factory.mktemp("disks")
     for name in ("sealed api", "open", KILLED):
         (disks / name).mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUNS, TEXT, str(disks)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
     held: dict[int, int] = {}
     deadline = time.monotonic() + TIMEOUT_S
+    process = ReadyProcess(RUNS, TEXT, str(disks))
     try:
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, PermissionError):  # it is ending
@@ -83,12 +76,10 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
                 process.send_signal(signal.SIGKILL)
                 break
             time.sleep(0.01)
-        process.wait(TIMEOUT_S)
-        assert process.returncode == -signal.SIGKILL
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL, process.errors()
         return contents(disks, held)
     finally:
-        process.kill()
-        process.wait()
+        process.__exit__()
         for number in held.values():
             os.close(number)
 

@@ -1,9 +1,6 @@
 """`penstock search`: the best answer on stdout, the search on stderr, one line for what fails."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
@@ -26,6 +23,7 @@ from penstock.search.search_tree import (
     SearchTree,
     StepRecord,
 )
+from tests.ready_process import ReadyProcess
 
 PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go ."
 SMALL = (
@@ -169,18 +167,15 @@ def test_ctrl_c_prints_the_best_so_far(here: Path) -> None:
     store.mkdir()
     more = [str(store), "--scorer", "these_scorers:interrupt", "--dtype", "float32"]
     arguments = [*map(str, SMALL[:-1]), *more]
-    process = subprocess.run(
-        [sys.executable, "-m", "penstock", "search", *arguments, "--memory", "1/2",
-         "--prompt", PROMPT],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    assert process.returncode == 130, process.stderr
-    first, *rest = process.stderr.splitlines()
+    arguments += ["--memory", "1/2", "--prompt", PROMPT]
+    with ReadyProcess("from penstock.cli.entry import main; main()", "search", *arguments) as run:
+        printed = run.stdout.read()
+        assert run.wait() == 130, run.errors()
+        first, *rest = run.errors().splitlines()
     assert first.startswith("prefill")
     assert [line.split("  ")[0] for line in rest] == ["step 1/2", rest[-1]]
     assert rest[-1] == "interrupted; nothing is left of what was not finished"
-    assert len(process.stdout.split()) == 4  # tokens of the first step
+    assert len(printed.split()) == 4  # tokens of the first step
     assert list(store.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
 from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.loader import load
-from penstock.tuner import engine_run, fetch_survey, kvswap_search
+from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
 
 RUN = CliRunner()
 QUICK = ["tune", "recall", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
@@ -24,10 +25,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "WARM_STEPS", 1)
     monkeypatch.setattr(fetch_survey, "STEPS", 2)
     monkeypatch.setattr(fetch_survey, "WARM_STEPS", 1)
-    monkeypatch.setattr(kvswap_search, "POINTS", 4)
-    monkeypatch.setattr(kvswap_search, "CHECKS", 2)
-    monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", 5)
-    monkeypatch.setattr("penstock.tuner.tune.FORCED_TOKENS", 12)
+    for module in (fetch_survey, kvswap_search):
+        monkeypatch.setattr(module, "ROUNDS", 2)
+    for name, count in (("POINTS", 3), ("CHECKS", 2), ("FINALISTS", 2), ("FINAL_ROUNDS", 3)):
+        monkeypatch.setattr(kvswap_search, name, count)
+    monkeypatch.setattr(pace, "_PASSES", 1)
+    monkeypatch.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
+    monkeypatch.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def play(mirrored: MirroredRuntime, first: int, steps: list[tuple[str, Any]]) ->
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@settings(deadline=None, max_examples=9, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 @given(
     padding=st.sampled_from([[0], [0, 0], [0, 5], [7, 2, 0], [0, 13]]),
     first=st.integers(14, 40),
@@ -139,8 +139,9 @@ def test_random_lives(
         runtime.close()
 
 
-@pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "crop"), [(name, number % 2 == 1) for number, name in enumerate(SETTINGS)]
+)
 def test_padding_does_not_outlive_its_prompt(setting: str, crop: bool) -> None:
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 2, **options)
@@ -156,5 +157,5 @@ def test_a_long_answer_to_a_short_prompt(setting: str) -> None:
     """Sinks and units come from decoding alone."""
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 1, **options)
-    play(MirroredRuntime(runtime, [0], 0), 2, [("decode", 15), ("predicted", 30)])
+    play(MirroredRuntime(runtime, [0], 0), 2, [("decode", 9), ("predicted", 24)])
     runtime.close()

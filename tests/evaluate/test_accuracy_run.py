@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import queue
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,9 +27,7 @@ from penstock.evaluate.tasks import GeneratedTasks, Sample
 from penstock.evaluate.tasks.recall import DEFAULT_TASKS
 from penstock.methods import FlexGen, Full, KVSwap
 from penstock.models.loader import LoadedModel, load
-
-LONGEST_FORKSERVER_FOLDER = 60
-"""Characters of a temporary folder that leave room for a socket's name: it has 107."""
+from tests.ready_process import forks
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
     question = ask(loaded, samples)
     assert int(question.batch.attention_mask.sum()) < question.batch.attention_mask.numel()
     shared = SharedPrefill(loaded.model, question, 100)
-    for text in ("full", "kvswap@1/2:selected_tokens=64", "flexgen@1/2"):
+    for text in ("full", "kvswap@1/2:selected_tokens=64"):
         setting = parse_setting(text)
         pair = [
             answer(loaded, question, setting, chunk=100, shared=s, store="memory")
@@ -167,10 +164,8 @@ def test_workers_answer_as_one_process_does(
 
     The libraries are imported once for both; tests/cli/test_current_folder.py starts one anew.
     """
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload([accuracy_workers.__name__])
-    if len(tempfile.gettempdir()) < LONGEST_FORKSERVER_FOLDER:
-        monkeypatch.setattr(multiprocessing, "get_context", lambda _: forks)
+    context = forks()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     out = tmp_path / "spread.json"
     spread = accuracy.run([*WHOLE, "--workers=2", f"--out={out}"]).figures["cells"]
     told = capsys.readouterr().err.splitlines()

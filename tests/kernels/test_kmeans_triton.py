@@ -24,8 +24,8 @@ SHAPES = [  # sets, points, clusters, dim
     (2, 5, 9, 4),
     (3, 33, 7, 16),
     (1, 130, 65, 24),
-    (2, 257, 70, 64),
-    (2, 100, 31, 128),
+    (1, 257, 70, 64),
+    (1, 100, 31, 128),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -131,9 +131,9 @@ def test_one_large_cluster() -> None:
 
 def test_any_strides() -> None:
     """Keys as caches hold them (heads inside of tokens), and parts of keys (no common stride)."""
-    held = made(2, 70, 2, 32, dtype=torch.bfloat16)
+    held = made(2, 40, 2, 32, dtype=torch.bfloat16)
     by_head = held[0].transpose(0, 1)
-    parts = held.view(2, 70, 2, 2, 16).flatten(2, 3)[:, :, 1:3].transpose(1, 2)
+    parts = held.view(2, 40, 2, 2, 16).flatten(2, 3)[:, :, 1:3].transpose(1, 2)
     assert not by_head.is_contiguous()
     for points in (by_head, parts, parts[:, :, 5:], by_head.flip(-1).transpose(1, 2)):
         flat = points.reshape(-1, *points.shape[-2:]).contiguous()
@@ -155,7 +155,7 @@ def test_any_strides() -> None:
 def test_whole_algorithm_equals_the_twin(cosine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same start, same clusters of points that are apart, same centroids; and twice the same."""
     centres = 6.0 * torch.nn.functional.normalize(made(2, 1, 12, 32, seed=3), dim=-1)
-    points = (centres + 0.1 * made(2, 20, 12, 32)).flatten(1, 2).unsqueeze(1)
+    points = (centres + 0.1 * made(2, 10, 12, 32)).flatten(1, 2).unsqueeze(1)
     points[:, :, :7] *= 1.01  # no even sets
 
     def both(room: int) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def test_whole_algorithm_equals_the_twin(cosine: bool, monkeypatch: pytest.Monke
     means, ids = both(AMPLE)
     assert len(calls) == 3
     assert means.shape == (2, 1, 12, 32)
-    assert ids.shape == (2, 1, 240)
+    assert ids.shape == (2, 1, 120)
     assert torch.equal(ids, plain_ids)
     assert torch.allclose(means, plain, atol=1e-4)
     assert torch.equal(both(AMPLE)[0], means)

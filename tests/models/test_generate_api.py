@@ -43,7 +43,7 @@ def tiered(model: PreTrainedModel, name: str, batch: int) -> TieredCache:
 
 
 def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    defaults = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": NEVER}
+    defaults = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": NEVER}
     mask = torch.ones_like(ids)
     out: torch.Tensor = model.generate(
         ids, attention_mask=mask, **cache_argument(model, cache), **{**defaults, **kwargs}
@@ -110,7 +110,7 @@ def test_streamer(model: PreTrainedModel, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("remove", [1, 3, 9, 40])
 def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """After a crop, within the window or far beyond it, decoding goes on as if never cropped."""
-    expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=20)
+    expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=8)
     with tiered(model, name, 2) as cache, torch.no_grad():
         model(ids, **cache_argument(model, cache))
         model(ids[:, :1], **cache_argument(model, cache))
@@ -118,7 +118,7 @@ def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: to
         assert cache.get_seq_length() == 70 - remove
         # generate() feeds what the cache does not hold: give it back the last token
         cache.crop(-1)
-        actual = run(model, cache, ids[:, : 70 - remove], max_new_tokens=20)
+        actual = run(model, cache, ids[:, : 70 - remove], max_new_tokens=8)
     assert torch.equal(expected, actual)
 
 

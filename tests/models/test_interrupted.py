@@ -46,12 +46,16 @@ def make(family: str) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def points(model: Any, *, within: bool = True) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module of every decoder layer, before and behind it.
+def points(
+    model: Any, *, within: bool = True, numbers: tuple[int, ...] = (0, 1, 2)
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every module of decoder layers, before and behind it.
 
     Not `within`: the layer, its attention, and what stands before and behind the cache's update.
     """
     for number, layer in enumerate(decoder_layers(model)):
+        if number not in numbers:
+            continue
         for name, module in layer.named_modules():
             if not within and name not in ("", "self_attn", "self_attn.v_proj", "self_attn.o_proj"):
                 continue
@@ -105,7 +109,8 @@ def test_a_step_that_stops_anywhere(family: str, count: int) -> None:
         model, KVSwap(window_tokens=8), exact=True, store="memory", max_tokens=LENGTH
     ) as cache:
         within = family == ("llama" if count == 1 else "gemma3")
-        for name, module, before in points(model, within=within):
+        numbers = (0, 1, 2) if within else (0, 2) if count == 1 else (1,)
+        for name, module, before in points(model, within=within, numbers=numbers):
             cache.reset()
             model(IDS[:, :PROMPT], **cache_argument(model, cache))
             ids = IDS[:, PROMPT : PROMPT + count]
@@ -117,7 +122,7 @@ def test_a_step_that_stops_anywhere(family: str, count: int) -> None:
                 follow_advice(cache, str(refused), crop=PROMPT)  # one step is always taken back
                 found = go_on(model, cache)
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4, msg=name)
-    assert refusals > 10
+    assert refusals > 3
 
 
 @torch.no_grad()

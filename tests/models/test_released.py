@@ -7,8 +7,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from penstock.models.fetch import fetch
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import load
 from penstock.models.released import Released
+from tests.ready_process import ReadyProcess
 from training import release
 from training.model import build
 from training.settings import Architecture
@@ -396,8 +395,8 @@ def test_killed_before_the_renaming(
 ) -> None:
     target = tmp_path / "m"
     words = [model.name, model.file, str(model.bytes), model.sha256, str(archive), str(target)]
-    done = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
+    with ReadyProcess(KILLED, *words) as killed:
+        assert killed.wait() == -signal.SIGKILL, killed.errors()
     assert not target.exists()
     assert len(list(tmp_path.iterdir())) == 1
     fetch(model, target, source=str(archive))

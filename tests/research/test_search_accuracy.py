@@ -87,7 +87,7 @@ def test_best_of_n_is_what_n_samples_give(bundled: LoadedModel) -> None:
     """Drawn from one run of the largest N; a run of a smaller N has the same samples."""
     [sample] = drawn(bundled, 1, 128)
     records = []
-    for beams in ((1, 2, 4), (8,)):
+    for beams in ((1, 2), (4,)):
         plan = Plan(beams=beams, width=2, step_tokens=6, small_beams=0,
                     small=small_memory("1/2", "auto"))  # fmt: skip
         seen: list[int] = []
@@ -96,13 +96,13 @@ def test_best_of_n_is_what_n_samples_give(bundled: LoadedModel) -> None:
             seen.append(count)
 
         records.append(answer_document(
-            bundled, sample, plan, temperature=1.7, seed=11, checked=False, report=report,
+            bundled, sample, plan, temperature=2.5, seed=11, checked=False, report=report,
         ))  # fmt: skip
         assert seen == [beams[-1], *2 * [count for count in beams if count > 1]]
     few, many = (record["methods"] for record in records)
-    assert many["single"]["hops"][:4] == few["single"]["hops"]
+    assert many["single"]["hops"][:2] == few["single"]["hops"]
     assert len(set(many["single"]["hops"])) > 1, "samples that are all alike show nothing"
-    for at, count in enumerate((1, 2, 4)):
+    for at, count in enumerate((1, 2)):
         assert few["best_of_verified"]["right"][at] == max(many["single"]["right"][:count])
     for method in ("verified", "logprob", "best_of_verified", "best_of_logprob"):
         assert few[method]["hops"][0] == few["single"]["hops"][0], "one beam is one sample"

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
 from penstock.evaluate.tasks import Sample
 from penstock.models.loader import load
+from tests.ready_process import ReadyProcess
 from training import adapter, card_sittings, evaluate, model_card, train
 from training.checkpoint import load_checkpoint, read_vocabulary, save_checkpoint, write_sums
 from training.data import Batch, RowMaker
@@ -174,10 +173,8 @@ checkpoint.save_checkpoint(Path(sys.argv[1]), {"steps_done": 2, "x": torch.ones(
 
 def test_a_checkpoint_survives_being_killed_before_the_renaming(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, {"steps_done": 1, "x": torch.zeros(10)})
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False, capture_output=True
-    )
-    assert done.returncode == -signal.SIGKILL
+    with ReadyProcess(KILLED, str(tmp_path), folder=ROOT) as killed:
+        assert killed.wait() == -signal.SIGKILL, killed.errors()
     assert (tmp_path / "checkpoint.pt.partial").exists()
     state = load_checkpoint(tmp_path)
     assert state is not None
@@ -191,19 +188,25 @@ def test_an_unreadable_checkpoint_is_said_to_be_so(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
+COMMAND = """
+import sys
+from training import train
+sys.stderr = sys.stdout
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
     endless = write({"steps = 20": "steps = 5000"}, tmp_path / "endless.toml")
-    command = [sys.executable, "-m", "training.train", str(endless), "--workers", "1",
-               "--out", str(tmp_path / "run")]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
+    words = (str(endless), "--workers", "1", "--out", str(tmp_path / "run"))
+    with ReadyProcess(COMMAND, *words, folder=ROOT) as run:
+        for line in run.stdout:
             if "processes make data" in line:
                 time.sleep(1)
-                process.send_signal(signal.SIGINT)
+                run.send_signal(signal.SIGINT)
                 break
-        rest = process.stderr.read()
-    assert process.returncode == 3, rest
+        rest = run.stdout.read()
+        assert run.wait() == 3, rest
     assert "SIGINT" in rest
     state = load_checkpoint(tmp_path / "run")
     assert state is not None

@@ -145,8 +145,7 @@ def summary(found: list[Found]) -> list[Any]:
 # A planted machine ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [NVME, EMMC], ids=["nvme", "emmc"])
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize(("device", "share"), [(NVME, 0.3), (EMMC, 0.6)], ids=["nvme", "emmc"])
 def test_nearly_the_best_of_all_from_a_dozen_runs(
     make_task: MakeTask, plug_in: PlugIn, device: DeviceProfile, share: float
 ) -> None:

@@ -1,6 +1,7 @@
 """KVSwap's Table 4 predicted: how close, in which order, and that the count is honest."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.tuner.table4 import (
     wrong_orders,
 )
 
+predicted = cache(predict_table)
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "plan-table4.json"
 
 
@@ -29,7 +31,7 @@ def test_the_table_is_whole() -> None:
     table = paper_table()
     assert {len(row) for rows in table["rows"].values() for row in rows.values()} == {10}
     assert table["rows"]["emmc"]["full"] == table["rows"]["nvme"]["full"]
-    assert len(predict_table()) == 2 * 7 * 10
+    assert len(predicted()) == 2 * 7 * 10
 
 
 def test_hits() -> None:
@@ -49,12 +51,12 @@ def test_orders() -> None:
 
 
 def test_memory_alone_is_predicted_closely() -> None:
-    errors = [abs(made.error) for made in predict_table() if made.policy == "full"]
+    errors = [abs(made.error) for made in predicted() if made.policy == "full"]
     assert max(errors) < 0.1
 
 
 def test_most_cells_of_kvswap_and_flexgen() -> None:
-    total = summary(predict_table())
+    total = summary(predicted())
     assert total["judged_cells"] == 40
     assert total["judged_hits_as_printed"] >= 32
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.evaluate.tasks.recall import make_sample
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
-from penstock.tuner import engine_run, fetch_survey, kvswap_search, pace
+from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
 from penstock.tuner.tune import Tuned, tune
@@ -29,11 +30,15 @@ def _short() -> Iterator[None]:
         for module in (engine_run, fetch_survey):
             patched.setattr(module, "STEPS", 2)
             patched.setattr(module, "WARM_STEPS", 1)
-        patched.setattr(kvswap_search, "POINTS", 4)
+        for module in (fetch_survey, kvswap_search):
+            patched.setattr(module, "ROUNDS", 2)
+        patched.setattr(kvswap_search, "POINTS", 3)
         patched.setattr(kvswap_search, "CHECKS", 2)
-        patched.setattr(kvswap_search, "CORNER_POINTS", 3)
-        patched.setattr(kvswap_search, "FINAL_ROUNDS", 3)  # unlike `ROUNDS`
+        patched.setattr(kvswap_search, "CORNER_POINTS", 2)
+        patched.setattr(kvswap_search, "FINALISTS", 2)
+        patched.setattr(kvswap_search, "FINAL_ROUNDS", 1)  # unlike `ROUNDS`
         patched.setattr(pace, "_PASSES", 1)
+        patched.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
         patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
         yield
 

@@ -226,11 +226,11 @@ class PolicyContract:
             first = generate(model, cache, inputs)
             cache.crop(-20)
             assert cache.get_seq_length() == PROMPT_TOKENS + 4 - 20, "a crop of 20 is another"
-            decode(4)
+            decode(2)
             cache.reorder_cache(torch.tensor([1, 1]))
-            decode(4)
+            decode(2)
             model(input_ids=prompt()["input_ids"][:, :11], **cache_argument(model, cache))
-            decode(4)
+            decode(2)
             cache.reset()
             assert cache.get_seq_length() == 0, "a reset leaves tokens"
             again = generate(model, cache, inputs)

@@ -11,6 +11,7 @@ neighbouring layers count.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -216,15 +217,17 @@ def fit_terms(rows: Sequence[Sequence[float]], measured_s: Sequence[float]) -> F
     products, wanted = terms.T @ terms, terms.sum(axis=0)
     # A little of everything where runs cannot tell terms apart.
     products[np.diag_indices_from(products)] += 1e-6 * len(target)
-    factors = np.zeros(terms.shape[1])
+    matrix, right = products.tolist(), wanted.tolist()
+    factors = [0.0] * len(right)  # in plain floats: arrays of so few would take four times as long
     for _ in range(_SWEEPS):
-        before = factors.copy()
-        for i in range(len(factors)):
-            left = wanted[i] - products[i] @ factors
-            factors[i] = max(0.0, factors[i] + left / products[i, i])
-        if np.abs(factors - before).max() < 1e-9 * max(1.0, factors.max()):
+        change = 0.0
+        for i, row in enumerate(matrix):
+            before = factors[i]
+            factors[i] = max(0.0, before + (right[i] - sum(map(mul, row, factors))) / row[i])
+            change = max(change, abs(factors[i] - before))
+        if change < 1e-9 * max(1.0, *factors):
             break
-    return np.asarray(factors / scale)
+    return np.asarray(np.array(factors) / scale)
 
 
 def _io_s(work: Work, factor: float, device: DeviceProfile) -> float:

@@ -77,7 +77,7 @@ KERNELS = [
         {**TURNED, "KV_HEADS": 8, "TOKENS": 4, "TOKENS_WIDE": 4, "LEFT_WIDE": 1, "WIDTH": 32,
          "BITS": 4, "FINE": 4, "PER_TURN": 16, "COLUMNS": 8}, 4,
     ),
-    *parts("bf16"), *parts("fp16"), *parts("fp32"),
+    *parts("bf16"), *parts("fp32"),
 ]  # fmt: skip
 PROGRAM = """
 import importlib, json, sys

@@ -14,7 +14,6 @@ from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.search_space import policy_from
 from penstock.tuner import engine_run, kvswap_search, pace
 from penstock.tuner.engine_run import ROUNDS, EngineRun, StepFigures, run_together
-from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS
 from research.figures import tuning
 from research.figures.chart import draw
 from research.figures.report import charts_of
@@ -25,6 +24,7 @@ from tests.research.drawn_figures import figures_drawn
 Row = dict[str, Any]
 SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 3
 STEPS, LAST_ROUNDS = 2, 3  # of the tuner's own runs; unlike `ROUNDS`
+POINTS, CHECKS, FINALISTS = 4, 2, 2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,6 +35,10 @@ def _short() -> Iterator[None]:
         patched.setattr(engine_run, "STEPS", STEPS)
         patched.setattr(engine_run, "WARM_STEPS", 1)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", LAST_ROUNDS)
+        patched.setattr(kvswap_search, "POINTS", POINTS)
+        patched.setattr(kvswap_search, "CHECKS", CHECKS)
+        patched.setattr(kvswap_search, "CORNER_POINTS", 2)
+        patched.setattr(kvswap_search, "FINALISTS", FINALISTS)
         patched.setattr(pace, "_PASSES", 1)
         yield
 
