@@ -63,6 +63,16 @@ def save(figure: Figure, name: str, folder: Path, *, force: bool = False) -> Non
             raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def check_kind(path: Path) -> None:
+    """Refuse a file whose ending is no picture's.
+
+    Raises:
+        ConfigError: names the endings that will do.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise ConfigError(f"cannot draw into {path}: its name has to end in {', '.join(KINDS)}")
+
+
 def write_picture(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, SVG or PDF by its ending.
 
@@ -73,16 +83,6 @@ def write_picture(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, metadata=_METADATA[kind])
     write_atomically(drawn.getvalue(), path)
-
-
-def check_kind(path: Path) -> None:
-    """Refuse a file whose ending is no picture's.
-
-    Raises:
-        ConfigError: names the endings that will do.
-    """
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"cannot draw into {path}: its name has to end in {', '.join(KINDS)}")
 
 
 def _is_picture(file: BinaryIO) -> bool:

@@ -17,7 +17,7 @@ from penstock.models.weight_access import model_device
 
 QUERIES = 16
 """Last tokens of a text that are read again with a selection."""
-RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
+RANKS = (1, 2, 4, 8, 16)
 """Ranks that are measured, as multiples of `UNIT` and up to the basis's own; those between them
 cost what lies between, and those above 128 what 128 does."""
 LEAST_TOKENS = 512

@@ -2,21 +2,32 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from torch import Tensor
 
+from penstock.core.atomic_write import require_own
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.evaluate.accuracy_settings import Setting, parse_settings
 from penstock.evaluate.audit.prompts import read_prompts, split_texts
 from penstock.evaluate.audit.reference import Reference, end_token_ids, make_reference
 from penstock.evaluate.audit.run import Fidelity, follow
 from penstock.evaluate.audit.table import audit_table, layer_table
+from penstock.evaluate.audit.verdict import (
+    BUDGETS,
+    LEGEND,
+    POLICY,
+    TOLERANCE,
+    budget_table,
+    verdict,
+)
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result
@@ -25,7 +36,6 @@ from penstock.generation.prompts import PromptBatch, read_text_file
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
 
-_POLICIES = "full,kvswap@1/13"
 _SAY_EVERY_S = 2.0
 _LEGEND = """\
 tokens: attended to by a head at a step, the mean. mass: share of full attention's probability
@@ -41,10 +51,28 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--policies", action="append", metavar="LIST",
-        help="POLICY@BUDGET:option=value,... separated by commas (full,kvswap@1/13)",
+        help="POLICY@BUDGET:option=value,... separated by commas, in place of --budgets",
     )  # fmt: skip
+    add(
+        "--budgets", metavar="LIST", default=BUDGETS,
+        help=f"of {POLICY}, compared where no --policies are given ({BUDGETS})",
+    )  # fmt: skip
+    add(
+        "--tolerance", type=float, default=TOLERANCE, metavar="NATS",
+        help=f"mean KL of a token that the smallest budget is looked for within ({TOLERANCE:g})",
+    )  # fmt: skip
+    add(
+        "--adapter", metavar="FILE|none",
+        help="made by penstock calibrate (default: the one that the model finds by itself)",
+    )  # fmt: skip
+    add("--layers", action="store_true", help="show the attention that each layer keeps")
+    add("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     add("--statistics", action="store_true", help=argparse.SUPPRESS)
     args = read_prompt_options(parser, arguments)
+    if args.tolerance <= 0:
+        raise ConfigError("--tolerance must be above 0")
+    if args.figure:
+        _check_figure(args)
     if args.statistics:
         raise ConfigError(
             "penstock audit --statistics is not in the installed package; in a checkout of "
@@ -93,24 +121,37 @@ def read_prompt_options(
             "--follow-text reads on in a text; a question in --chat has no more of it"
         )
     if args.out:
-        _check_out(Path(args.out))
+        _check_file(Path(args.out), "--output")
     return args
 
 
-def _check_out(path: Path) -> None:
+def _check_figure(args: argparse.Namespace) -> None:
+    """Refuse a figure that could not be drawn when the work is done."""
+    if args.policies:
+        raise ConfigError("--figure draws budgets of one policy; leave out --policies")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--figure needs matplotlib: pip install 'penstock[bench]'")
+    from penstock.evaluate.figure_style import PICTURE, check_kind
+
+    check_kind(args.figure)
+    _check_file(args.figure, "--figure")
+    require_own(args.figure, PICTURE, "--figure")
+
+
+def _check_file(path: Path, option: str) -> None:
     """Refuse a file that could not be written when the work is done."""
     if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; give a file")
+        raise ConfigError(f"{option} {path} is a folder; give a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{option} {path}: {error.strerror or error}") from error
 
 
 def audit(
     loaded: LoadedModel, prompt: PromptBatch, settings: Sequence[Setting], *,
     new_tokens: int = 32, top: int = 64, chunk: int = 1024, past_end: bool = False,
-    following: Tensor | None = None, store: str = "auto",
+    following: Tensor | None = None, store: str = "auto", adapter: str | Path | None = None,
     keep: Callable[[Reference, list[Fidelity]], None] = lambda *_: None,
 ) -> tuple[Reference, list[Fidelity]]:  # fmt: skip
     """Compare settings with full attention on one batch of prompts; progress goes to stderr.
@@ -121,7 +162,7 @@ def audit(
         chunk: prompt tokens per forward pass.
         past_end: count what comes behind an end-of-sequence token.
         following: tokens to decode, see `split_texts`; None: the likeliest ones.
-        store: where the caches lie, see `TieredCache`.
+        store, adapter: where the caches lie, and their low-rank basis; see `TieredCache`.
         keep: called after each setting with what there is.
 
     Returns:
@@ -154,7 +195,8 @@ def audit(
         on_step = partial(_reach_behind, judging, number * steps)
         try:
             done = follow(
-                loaded.model, setting, reference, top=top, store=store, on_step=on_step
+                loaded.model, setting, reference, top=top, store=store, adapter=adapter,
+                on_step=on_step,
             )  # fmt: skip
         except BudgetError as error:
             done = Fidelity(setting=setting.text, refused=str(error))
@@ -215,8 +257,13 @@ def begin(
         policies: settings that are compared.
         package: of the program, see `Result.begin`.
     """
-    shown = [_hide(word, [args.model, *args.prompt_file]) for word in arguments]
-    private = ("out", "store", "json", "prompt_file")
+    paths = [
+        args.model,
+        *args.prompt_file,
+        *(vars(args).get(each) for each in ("adapter", "figure")),
+    ]
+    shown = [_hide(word, [str(path) for path in paths if path]) for word in arguments]
+    private = ("out", "store", "json", "prompt_file", "adapter", "figure")
     chosen = {k: v for k, v in vars(args).items() if k not in private}
     chosen |= {"model": Path(args.model).name, "policies": policies}
     return Result.begin(kind, shown, chosen, seed=0, store=args.store, package=package)
@@ -240,7 +287,8 @@ def open_prompts(args: argparse.Namespace) -> tuple[LoadedModel, PromptBatch, Te
 def run(arguments: Sequence[str]) -> Result:
     """Audit what the command line asks for, print it and save it."""
     args = parse_arguments(arguments)
-    settings = parse_settings(args.policies or [_POLICIES])
+    by_budget = [f"{POLICY}@{each.strip()}" for each in args.budgets.split(",") if each.strip()]
+    settings = parse_settings(args.policies or by_budget)
     policies = [setting.text for setting in settings]
     result = begin("audit", arguments, args, policies=policies)
     loaded, prompt, following = open_prompts(args)
@@ -260,10 +308,42 @@ def run(arguments: Sequence[str]) -> Result:
 
     _, audits = audit(
         loaded, prompt, settings, new_tokens=args.new_tokens, top=args.top, chunk=args.chunk,
-        past_end=args.past_end, following=following, store=args.store, keep=keep,
+        past_end=args.past_end, following=following, store=args.store, adapter=args.adapter,
+        keep=keep,
     )  # fmt: skip
-    print(report(result, audits))
+    if args.policies:
+        print(report(result, audits))
+    else:
+        print(budget_report(result, audits, with_layers=args.layers))
+    if args.figure:
+        from penstock.evaluate.audit.figure import write_audit_figure
+
+        write_audit_figure(
+            audits, result.figures["layers"], args.figure, tolerance=args.tolerance,
+            title=headline(result),
+        )  # fmt: skip
     return closed(result, args)
+
+
+def budget_report(result: Result, audits: Sequence[Fidelity], *, with_layers: bool = False) -> str:
+    """One screen about several budgets, the verdict at its end."""
+    figures, tolerance = result.figures, result.settings["tolerance"]
+    layers = figures["layers"]
+    said = verdict(audits, tolerance)
+    result.figures["verdict"] = said
+    lines = [
+        headline(result),
+        "",
+        budget_table(audits, layers, tolerance),
+        "",
+        LEGEND,
+        *(fill(remark, 96) for remark in _remarks(figures, audits)),
+        "",
+        fill(said, 96),
+    ]
+    if with_layers and any(each.refused is None for each in audits):
+        lines[-2:-2] = ["", "attention kept, by layer", "", layer_table(audits, layers)]
+    return "\n".join(lines)
 
 
 def report(result: Result, audits: Sequence[Fidelity]) -> str:
@@ -304,7 +384,14 @@ def _remarks(figures: dict[str, Any], audits: Sequence[Fidelity]) -> list[str]:
         names = ", ".join(each.setting for each in audits if each.per_head)
         remarks.append(f"selects per KV head, and its recall is per head: {names}")
     remarks += left_out_lines(figures)
-    remarks += [f"{each.setting}: {note}" for each in audits for note in each.notices]
+    done = [each for each in audits if each.refused is None]
+    common = [
+        note for note in (done[0].notices if done else ()) if all(note in e.notices for e in done)
+    ]
+    remarks += common
+    remarks += [
+        f"{each.setting}: {note}" for each in done for note in each.notices if note not in common
+    ]
     return remarks
 
 

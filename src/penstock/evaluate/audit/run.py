@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ class Fidelity:
     """Over all steps and rows."""
     same_token: float | None = None
     """Share of all steps and rows with the same most likely token."""
+    counted: int = 0
+    """Steps of all rows that count."""
+    hit_rate: float | None = None
+    """Of the units that steps wanted, the share in memory; None: none was wanted."""
+    read_bytes: float = 0.0
+    """Read from the store at a step."""
     ledger_bytes: int = 0
     """Most fast memory that the cache held."""
     full_cache_bytes: int = 0
@@ -98,13 +105,13 @@ class _Tally:
 
 def follow(
     model: CausalLM, setting: Setting, reference: Reference, *, top: int, store: str = "auto",
-    on_step: Counter = lambda _: None,
+    adapter: str | Path | None = None, on_step: Counter = lambda _: None,
 ) -> Fidelity:  # fmt: skip
     """Put the reference's text through one setting and compare.
 
     Args:
         top: how many tokens of the most attention `Fidelity.recall` is about.
-        store: where the cache lies, see `TieredCache`.
+        store, adapter: where the cache lies, and its low-rank basis; see `TieredCache`.
         on_step: called after every decode step.
 
     Raises:
@@ -116,7 +123,7 @@ def follow(
     distances: list[Tensor] = []
     agreements: list[Tensor] = []
     with TieredCache(
-        model, setting.policy, memory=setting.memory, store=store,
+        model, setting.policy, memory=setting.memory, store=store, adapter=adapter,
         max_tokens=total + reference.num_steps, batch_size=len(prompt.token_ids),
     ) as cache:  # fmt: skip
         reference.fill(model, cache)
@@ -132,7 +139,7 @@ def follow(
             agreements.append((full.argmax(dim=-1) == log_probs.argmax(dim=-1)).double())
             on_step(step + 1)
         peak_bytes, per_head = cache.report().peak_bytes, cache.policy.per_head
-        notices = list(cache.notices)
+        notices, decode = list(cache.notices), cache.stats.decode
     full_bytes = inspect_model(model).kv.full_cache_bytes(
         len(prompt.token_ids), total + reference.num_steps
     )
@@ -143,7 +150,9 @@ def follow(
         kl=_means(kl.T, reference.live.T), same=_means(same.T, reference.live.T),
         row_kl=_means(kl, reference.live), row_same=_means(same, reference.live),
         mean_mass=_mean(mass), mean_recall=_mean(recall), mean_kl=float(kl[reference.live].mean()),
-        same_token=float(same[reference.live].mean()),
+        same_token=float(same[reference.live].mean()), counted=int(reference.live.sum()),
+        hit_rate=decode.hit_rate if decode.units_wanted else None,
+        read_bytes=decode.read_bytes / reference.num_steps,
         ledger_bytes=peak_bytes, full_cache_bytes=full_bytes, notices=notices,
     )  # fmt: skip
 
