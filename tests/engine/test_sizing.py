@@ -92,11 +92,19 @@ def test_more_memory_is_never_worse(
 ) -> None:
     assume(request.limit_bytes is not None)
     assert request.limit_bytes is not None
+    larger = replace(request, limit_bytes=request.limit_bytes + more)
     try:
-        _, small = policy.plan(request)
+        before, small = policy.plan(request)
     except BudgetError:
         return
-    _, large = policy.plan(replace(request, limit_bytes=request.limit_bytes + more))
+    after, large = policy.plan(larger)
+    if isinstance(policy, KVSwap):  # may trade index for slots
+        assert isinstance(before, KVSwap)
+        assert isinstance(after, KVSwap)
+        if not (small.is_resident or large.is_resident):
+            worth = policy.worth(larger, after, large)
+            assert worth >= policy.worth(request, before, small) - 1e-12
+        return
     assert large.index_bytes >= small.index_bytes
     if small.index_bytes == large.index_bytes and small.shared_pools == large.shared_pools:
         assert large.num_slots >= small.num_slots

@@ -117,6 +117,8 @@ class SizingRequest:
     widest_ranks: tuple[int, ...] = ()
     """Most components that a layer has when the layers have 1, 2, ... on average; empty: all have
     the same."""
+    most_rank: int | None = None
+    """Components that the fitted basis has; None: as many as the keys are wide."""
     rows_per_sequence: int = 1
     """KV heads of a sequence, when each is a row of its own; `batch` then counts rows."""
     device_tier: bool = False

@@ -1,5 +1,6 @@
 """KVSwap: groups on disk, ranked by low-rank joint-head keys. Source: arXiv 2511.11907."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.sizing import largest_plan, make_plan, resident_plan
 from penstock.kernels.key_rotation import BLOCK_TOKENS
+from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
 from penstock.methods.kvswap.index import CHUNK_TOKENS, HeadReduction, LowRankIndex
 
 SMALLEST_CHUNK_TOKENS = 1024
@@ -23,6 +25,22 @@ MOST_BLOCK_TOKENS = 1024
 """Keys whose offsets are further apart are no easier to compress than post-RoPE ones."""
 PAPER_SELECTED_TOKENS = 400
 """MG, the number of selected entries (KVSwap section 6 and appendix A.2)."""
+LEAST_SELECTED_TOKENS = 64
+"""Of a selection in the tightest budget."""
+SLOTS_BY_SELECTED = 4
+"""Slots are at most so many selections: 0.95 of a selection's units are in memory then."""
+SHARED_TOKENS = 600
+"""Most tokens of preload buffers: all of them are read at every step."""
+WINDOWS = (32, 16)
+"""Tokens that a larger window may be cut down to."""
+SMALLER_WINDOW = 0.9
+"""What each of these steps is held to keep: a cut pays in shared pools, where a slot of a window
+costs what a dozen others do. Measured were 0.96 to 0.98."""
+REUSE_PAYS = 0.7
+"""Layers have slots of their own where these hold at least so much of the attention that shared
+ones would: those read every unit of a selection at every step."""
+MORE_BITS = 1.5
+"""Columns of 4 bits that find as much as one of 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +63,12 @@ class KVSwap(SelectionPolicy):
     group_tokens: int = 4
     """Tokens per group, the paper's G: 4 for NVMe, 8 for eMMC."""
     selected_tokens: int | None = None
-    """Tokens selected per step, the paper's MG; None: 400, or all when memory is not limited."""
+    """Tokens selected per step, the paper's MG; None: a quarter of what the slots hold, at least
+    400 of them or all, so that a larger budget selects more."""
     reuse_tokens: int | None = None
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
-    one selection, which is what the next step's overlap can hit."""
+    one selection where its size is given, which is what the next step's overlap can hit, else as
+    many as the budget has room for."""
     rank: int | None = None
     """Components of the index per token and layer; None: chosen from the budget. The paper's sigma
     is kv_heads * head_dim / rank."""
@@ -142,13 +162,14 @@ class KVSwap(SelectionPolicy):
 
     @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
-        """Divide the budget: window and sinks first, then the index, then the slots.
+        """Divide the budget: window and sinks first, then index and slots.
 
         A budget that holds the full cache needs no retrieval: unless the tokens to select or to
-        reuse are given, everything stays in memory, as under `Full`. Below that, each layer has its
-        own slots, for reuse, where the budget holds one selection per layer beside any index that
-        will do. Otherwise (or with `reuse_tokens` 0) two preload buffers serve all layers in turn
-        (appendix A.2), and what that frees goes to the index.
+        reuse are given, everything stays in memory, as under `Full`. Below that, index and slots
+        are divided so that the most of the attention is kept (`division.py`). Each layer has its
+        own slots, for reuse, unless two preload buffers that serve all layers in turn (appendix
+        A.2; `reuse_tokens` 0) hold so much more that reuse does not pay. The window shrinks where
+        that makes much more room.
         """
         smallest: list[int] = []
         if self.selected_tokens is None and self.reuse_tokens is None and not request.must_tier:
@@ -156,67 +177,97 @@ class KVSwap(SelectionPolicy):
             if request.limit_bytes is None or everything.total_bytes <= request.limit_bytes:
                 return self, everything
             smallest.append(everything.total_bytes)  # of a short text it is less than an index
-        candidates, lesser = self._candidates(request)
-        for group in (candidates, *([candidate] for candidate in lesser)):
-            for shared in (False, True) if self.reuse_tokens != 0 else (True,):
-                for candidate in group:
-                    least = candidate._build(request, shared=shared)
-                    if request.limit_bytes is None or least.total_bytes <= request.limit_bytes:
-                        return candidate, candidate._grow(request, shared=shared)
+        plans = []
+        for candidate in self._candidates(request):
+            for shared in self._pools(request):
+                least = candidate._build(request, shared=shared)
+                if request.limit_bytes is None or least.total_bytes <= request.limit_bytes:
+                    plans.append((candidate, candidate._grow(request, shared=shared)))
+                else:
                     smallest.append(least.total_bytes)
+        if plans:
+            return max(plans, key=lambda each: self.worth(request, *each))
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
 
-    def _candidates(self, request: SizingRequest) -> "tuple[list[KVSwap], list[KVSwap]]":
-        """This policy with its open choices made, best first; and lesser ones for tight budgets.
+    def worth(self, request: SizingRequest, made: "KVSwap", plan: SlotPlan) -> float:
+        """What a plan of this policy keeps of the attention, see `division.kept_share`; less where
+        slots are not reused, or the window is smaller than it was to be.
 
-        Rank goes before bits: on the bundled model 4 bits cost little, a rank below 32 costs much,
-        and a basis made from the prompt's own keys needs half as much again
-        (docs/methods/kvswap.md). Before the rank falls below what works, the window shrinks and
-        fewer tokens are selected.
+        Args:
+            made: this policy with its open choices made.
         """
-        joint = request.shape.joint_dim
-        wide, narrow = max(48, joint // 384 * 16), max(32, joint // 32)
-        if not request.has_adapter:
-            wide, narrow = wide * 3 // 2, narrow * 3 // 2
-        choices: list[tuple[int, Literal[16, 8, 4]]] = [
-            (wide, 8), (narrow, 8), (wide, 4), ((wide + narrow) // 2, 4), (narrow, 4),
-        ]  # fmt: skip
-        out = [
-            replace(self, rank=min(joint, self.rank or rank), index_bits=self.index_bits or bits)
-            for rank, bits in choices
-        ]
-        small = replace(out[-1], window_tokens=min(32, self.window_tokens))
-        lesser = [small]
-        if self.selected_tokens is None and request.limit_bytes is not None:
-            lesser.extend(
-                replace(small, selected_tokens=max(self.group_tokens, tokens))
-                for tokens in (256, 128)
-            )
-        if self.rank is None:
-            lesser.append(replace(lesser[-1], rank=min(joint, narrow * 3 // 4)))
-        return out, lesser
+        assert made.rank is not None
+        columns = made.rank * (1 if made.index_bits == 4 else MORE_BITS)
+        kept = kept_share(columns, made._least_columns(request), plan.num_slots, plan.max_units)
+        halvings = [made.window_tokens <= each < self.window_tokens for each in WINDOWS]
+        return kept * SMALLER_WINDOW ** sum(halvings) * (REUSE_PAYS if plan.shared_pools else 1)
 
-    def _selected_units(self, request: SizingRequest) -> int:
+    def _pools(self, request: SizingRequest) -> tuple[bool, ...]:
+        """Whether pools may be shared by layers; the device tier's never are."""
+        if request.device_tier:
+            return (False,)
+        return (False, True) if self.reuse_tokens != 0 else (True,)
+
+    def _least_columns(self, request: SizingRequest) -> int:
+        return least_columns(
+            request.shape.joint_dim, turned=self.index_block_tokens > 0,
+            has_adapter=request.has_adapter,
+        )  # fmt: skip
+
+    def _candidates(self, request: SizingRequest) -> "list[KVSwap]":
+        """This policy with its open choices made.
+
+        Twice the columns in 4 bits find more than half as many in 8 (the note that `division.py`
+        names), so that 8 bits are for stated ranks, and for the largest where there is room.
+        """
+        joint, most = request.shape.joint_dim, request.most_rank
+        ranks = column_choices(
+            joint, self._least_columns(request), joint if most is None else min(joint, most)
+        )
+        if self.rank is not None:
+            ranks = [min(joint, self.rank)]
+        bits: Sequence[Literal[16, 8, 4]] = (8, 4)
+        if self.index_bits is not None:
+            bits = (self.index_bits,)
+        return [
+            replace(self, rank=rank, index_bits=each, window_tokens=window)
+            for window in sorted({min(each, self.window_tokens) for each in (1 << 30, *WINDOWS)})
+            for each in bits
+            for rank in (ranks if each == bits[-1] else ranks[:1])
+        ]
+
+    def _selected_units(
+        self, request: SizingRequest, slots: int | None, *, shared: bool = False
+    ) -> int:
+        """Units of a selection where a pool has so many slots; the fewest if None.
+
+        What shared pools hold is of this step alone.
+        """
         max_units = ceil_div(request.max_tokens, self.group_tokens)
-        if self.selected_tokens is None:
-            if request.limit_bytes is None:
-                return max_units
-            return min(max_units, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
-        return min(max_units, self.selected_tokens // self.group_tokens)
+        if self.selected_tokens is not None:
+            return min(max_units, self.selected_tokens // self.group_tokens)
+        if request.limit_bytes is None:
+            return max_units
+        paper = min(max_units, max(1, PAPER_SELECTED_TOKENS // self.group_tokens))
+        if slots is None:
+            return min(paper, max(1, LEAST_SELECTED_TOKENS // self.group_tokens))
+        return slots if shared else min(slots, max(paper, slots // SLOTS_BY_SELECTED))
 
     def _grow(self, request: SizingRequest, *, shared: bool) -> SlotPlan:
         """The plan with as many slots, then as large score chunks, as the budget allows."""
-        selected = self._selected_units(request)
+        least = self._selected_units(request, None)
         max_units = ceil_div(request.max_tokens, self.group_tokens)
-        most = selected
-        if not shared and self.reuse_tokens is not None:
-            most = max(selected, self.reuse_tokens // self.group_tokens)
-        elif not shared and request.limit_bytes is None:
+        most = least
+        if shared and self.selected_tokens is None:
+            most = max(least, SHARED_TOKENS // self.group_tokens)
+        elif not shared and self.reuse_tokens is not None:
+            most = max(least, self.reuse_tokens // self.group_tokens)
+        elif not shared and (self.selected_tokens is None or request.limit_bytes is None):
             most = max_units
         most = min(max_units, most)
         plan = largest_plan(
-            request, lambda slots: self._build(request, slots, shared=shared), selected, most
+            request, lambda slots: self._build(request, slots, shared=shared), least, most
         )
         chunk = CHUNK_TOKENS
         while chunk > SMALLEST_CHUNK_TOKENS:
@@ -240,12 +291,14 @@ class KVSwap(SelectionPolicy):
         shared: bool,
         score_tokens: int = SMALLEST_CHUNK_TOKENS,
     ) -> SlotPlan:
-        """Price a plan with `num_slots` slots a pool; one selection if None."""
+        """Price a plan with `num_slots` slots a pool; the least selection if None."""
         assert self.rank is not None
         assert self.index_bits is not None
         shape, batch = request.shape, request.batch
         max_units = ceil_div(request.max_tokens, self.group_tokens)
-        selected = self._selected_units(request)
+        selected = self._selected_units(
+            request, num_slots, shared=shared and not request.device_tier
+        )
         num_slots = selected if num_slots is None else num_slots
         sizes = {
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
@@ -262,8 +315,8 @@ class KVSwap(SelectionPolicy):
         scratch = LowRankIndex.scratch_bytes(
             shape, **sizes, chunk_tokens=score_tokens, turned=turned, **blocks
         )
-        if not request.has_adapter:
-            scratch += 16 * shape.joint_dim**2
+        if not request.has_adapter:  # a basis is made before anything is scored
+            scratch = max(scratch, 16 * shape.joint_dim**2)
         return make_plan(
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
             selected_units=selected,

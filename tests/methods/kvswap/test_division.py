@@ -1,0 +1,161 @@
+"""What KVSwap makes of a budget, over shapes of models, lengths and fractions."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import BudgetError
+from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest
+from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
+from penstock.methods.kvswap.policy import KVSwap
+
+SMALL = KVShape(
+    num_layers=24, num_query_heads=14, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
+)
+"""Qwen2.5-0.5B."""
+
+
+def asked(
+    tokens: int, fraction: int, shape: KVShape = SMALL, *, has_adapter: bool = True,
+    sector_bytes: int = 4096, batch: int = 1, device_tier: bool = False,
+) -> SizingRequest:  # fmt: skip
+    return SizingRequest(
+        shape=shape, batch=batch, max_tokens=tokens, sector_bytes=sector_bytes, device_is_cpu=True,
+        limit_bytes=shape.full_cache_bytes(batch, tokens) // fraction, has_adapter=has_adapter,
+        most_rank=min(128, shape.joint_dim) if has_adapter else None, device_tier=device_tier,
+    )  # fmt: skip
+
+
+@st.composite
+def gqa_shapes(draw: st.DrawFn) -> KVShape:
+    kv_heads = draw(st.sampled_from([2, 3, 4, 8]))
+    return KVShape(
+        num_layers=draw(st.integers(16, 40)), num_query_heads=kv_heads * draw(st.integers(2, 8)),
+        num_kv_heads=kv_heads, head_dim=draw(st.sampled_from([64, 80, 96, 128])),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@given(
+    gqa_shapes(), st.integers(2048, 131_072), st.sampled_from([34, 20, 13, 8, 4]),
+    st.sampled_from([512, 4096]), st.integers(1, 4),
+)  # fmt: skip
+def test_every_gqa_shape_has_a_plan(
+    shape: KVShape, tokens: int, fraction: int, sector_bytes: int, batch: int
+) -> None:
+    if fraction > 13 and tokens < 8192:
+        return
+    request = asked(tokens, fraction, shape, sector_bytes=sector_bytes, batch=batch)
+    policy, plan = KVSwap().plan(request)
+    assert isinstance(policy, KVSwap)
+    assert policy.rank is not None
+    assert request.limit_bytes is not None
+    assert plan.total_bytes <= request.limit_bytes
+    assert 16 <= plan.selected_units <= plan.num_slots
+    assert policy.rank >= shape.joint_dim // 32
+    assert policy.rank <= (request.most_rank or shape.joint_dim)
+
+
+@given(st.integers(2048, 131_072), st.sampled_from([34, 20, 13, 8, 4]))
+def test_without_an_adapter_too(tokens: int, fraction: int) -> None:
+    if fraction > 13 and tokens < 8192:
+        return
+    KVSwap().plan(asked(tokens, fraction, has_adapter=False))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sector_bytes"), [(8192, 512), (16_384, 512), (16_384, 4096), (30_000, 4096)]
+)
+def test_layers_have_slots_of_their_own_at_a_thirteenth(tokens: int, sector_bytes: int) -> None:
+    _, plan = KVSwap().plan(asked(tokens, 13, sector_bytes=sector_bytes))
+    assert not plan.shared_pools
+    assert plan.num_slots >= 64
+
+
+def test_shared_pools_hold_one_selection() -> None:
+    _, plan = KVSwap().plan(asked(4096, 13))
+    assert plan.shared_pools
+    assert plan.selected_units == plan.num_slots >= 64
+
+
+@given(gqa_shapes(), st.integers(8192, 65_536), st.integers(3, 8), st.booleans())
+def test_a_larger_budget_is_used(
+    shape: KVShape, tokens: int, fraction: int, device_tier: bool
+) -> None:
+    request = asked(tokens, fraction, shape, device_tier=device_tier)
+    _, plan = KVSwap().plan(request)
+    assert request.limit_bytes is not None
+    assert not plan.shared_pools
+    assert plan.total_bytes > 0.9 * request.limit_bytes
+    assert plan.selected_units >= max(min(100, plan.num_slots), plan.num_slots // 4)
+    more = replace(request, limit_bytes=request.limit_bytes * 5 // 4)
+    assert KVSwap().plan(more)[1].num_slots > plan.num_slots
+
+
+@given(gqa_shapes(), st.integers(2048, 65_536), st.integers(4, 34), st.integers(1, 1 << 26))
+def test_more_memory_keeps_more(shape: KVShape, tokens: int, fraction: int, more: int) -> None:
+    request = asked(tokens, fraction, shape)
+    assert request.limit_bytes is not None
+    policy = KVSwap()
+    larger = replace(request, limit_bytes=request.limit_bytes + more)
+    try:
+        made, plan = policy.plan(request)
+    except BudgetError:
+        return
+    after, grown = policy.plan(larger)
+    assert isinstance(made, KVSwap)
+    assert isinstance(after, KVSwap)
+    if not grown.is_resident:
+        assert policy.worth(larger, after, grown) >= policy.worth(request, made, plan) - 1e-12
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rank": 40}, {"rank": 24, "index_bits": 8}, {"selected_tokens": 160},
+        {"selected_tokens": 160, "reuse_tokens": 480}, {"reuse_tokens": 0},
+    ],
+)  # fmt: skip
+def test_what_is_stated_stays(stated: dict[str, Any]) -> None:
+    made, plan = KVSwap(**stated).plan(asked(16_384, 8))
+    for name, value in stated.items():
+        assert getattr(made, name) == value
+    selected, reused = stated.get("selected_tokens"), stated.get("reuse_tokens")
+    if selected is not None:
+        assert plan.selected_units == selected // 4
+        assert plan.num_slots == max(selected, reused or 0) // 4
+    if reused == 0:
+        assert plan.shared_pools
+        assert plan.num_slots == plan.selected_units
+
+
+def test_a_refusal_names_what_would_do() -> None:
+    with pytest.raises(BudgetError) as refused:
+        KVSwap().plan(asked(1024, 34))
+    least = refused.value.needed_bytes
+    assert least is not None
+    _, plan = KVSwap().plan(replace(asked(1024, 34), limit_bytes=least))
+    assert plan.total_bytes <= least
+
+
+@given(st.integers(1, 64), st.integers(1, 999), st.integers(1, 1000))
+def test_what_is_kept_grows_with_both_parts(columns: int, slots: int, max_units: int) -> None:
+    kept = kept_share(columns, 8, slots, max_units)
+    assert 0 <= kept < 1
+    assert kept_share(columns + 1, 8, slots, max_units) >= kept
+    assert kept_share(columns, 8, slots + 1, max_units) >= kept
+
+
+def test_columns_by_the_width_of_the_keys() -> None:
+    assert least_columns(128, turned=True, has_adapter=False) == 8
+    assert least_columns(128, turned=False, has_adapter=True) == 16
+    assert least_columns(128, turned=False, has_adapter=False) == 24
+    assert list(column_choices(128, 8, 128)) == [64, 48, 32, 24, 16, 8]
+    assert list(column_choices(1024, 32, 128)) == [64, 32]
+    assert list(column_choices(1024, 32, 20)) == [20]
+    assert list(column_choices(16, 8, 16)) == [16, 8]
