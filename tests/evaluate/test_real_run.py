@@ -125,7 +125,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
 def test_defaults() -> None:
     args = accuracy.parse_arguments(["--suite=real", "--model=x", "--device=cuda"])
     assert (args.samples, args.batch, args.tokens) == (24, 24, [4096, 8192, 16384, 30000])
-    assert args.chat
+    assert (args.chat, args.store) == (True, "memory")
     assert args.settings[:2] == ["full", "kvswap@1/13"]
     assert "louiskv@1/13:window_tokens=64,sink_tokens=4" in args.settings
 

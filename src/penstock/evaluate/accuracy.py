@@ -31,7 +31,7 @@ from penstock.evaluate.entry import run_program
 from penstock.evaluate.number_lists import whole_numbers
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.real_table import fidelity_of, real_report
+from penstock.evaluate.real_table import basis_line, fidelity_of, real_report
 from penstock.evaluate.result import Result
 from penstock.evaluate.resuming import check_same, digest_of
 from penstock.evaluate.sitting import Sitting, sit
@@ -41,6 +41,7 @@ from penstock.models.loader import BUNDLED
 
 _SAME_WHEN_RESUMED = (
     "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
+    "adapter_tokens",
 )  # fmt: skip
 _LEGEND = """
 loss: points lost to full attention, the mean over tasks, with its 95 % interval (the samples
@@ -93,7 +94,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, help="processes, each with the model (default 1; suite: by cores)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
     add("--own-prefill", action="store_true", help="prefill through each setting's own cache")
-    add("--disk", dest="store", default="auto", help="directory of the caches, or memory")
+    add(
+        "--disk", dest="store",
+        help="directory of the caches, or memory (default: auto; suite real on CUDA: memory)",
+    )  # fmt: skip
     args = read_options(
         parser, arguments,
         renamed={"--store": "--disk"},
@@ -137,6 +141,8 @@ def _fill_in(args: argparse.Namespace) -> None:
     if args.workers is None:
         args.workers = default_workers(args.device) if suite == "paper" else 1
     args.tokens = whole_numbers(args.tokens or tokens, "--tokens")
+    if args.store is None:
+        args.store = "auto" if on_cpu or suite != "real" else "memory"
 
 
 def _check_figure(path: Path) -> None:
@@ -191,6 +197,7 @@ class Benchmark:
         alone = args.workers == 1
         here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))
         self.weights, self._texts = here.weights, here.texts
+        self._adapter_tokens = here.adapter_tokens if args.suite == "real" else None
         names = list(here.tasks)
         self._examiner = here if alone else None  # the workers have models of their own
         tasks = _chosen(args.tasks, names, here.default_tasks)
@@ -211,6 +218,7 @@ class Benchmark:
         self._settings = settings | {
             "weights": self.weights, "texts": self._texts or digest_of(texts), "tokens": tokens,
             "settings": [setting.text for setting in self.settings],
+            "adapter_tokens": self._adapter_tokens,
         }  # fmt: skip
         return self._settings
 
@@ -242,7 +250,9 @@ class Benchmark:
         """The table, what its columns mean, and what was not run."""
         lines = not_run_lines(not_run(self.cells, self._args.samples))
         if self._args.suite == "real":
-            return "\n".join([real_report(self.cells, Path(self._args.model).name), *lines])
+            basis = basis_line(self._adapter_tokens)
+            report = real_report(self.cells, Path(self._args.model).name)
+            return "\n".join([report, basis, *lines])
         return "\n".join([accuracy_table(self.cells), _LEGEND, *lines])
 
     def run(self, sitting: Sitting) -> None:

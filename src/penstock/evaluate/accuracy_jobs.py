@@ -12,6 +12,7 @@ from penstock.evaluate.answers import SharedPrefill, answer, ask
 from penstock.evaluate.tasks import FileTasks, GeneratedTasks, TaskSource
 from penstock.evaluate.tasks.real.passages import FIDELITY
 from penstock.evaluate.tasks.real.registry import RealTasks
+from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -94,6 +95,12 @@ class Examiner:
     def weights(self) -> str:
         """The model's fingerprint: folders of one name may hold different ones."""
         return fingerprint(self._loaded.model)
+
+    @property
+    def adapter_tokens(self) -> int | None:
+        """Calibration tokens of the low-rank adapter that caches find by themselves, if any."""
+        found = find_adapter(self.weights, self._loaded.model.name_or_path)
+        return None if found is None else found.tokens
 
     @property
     def texts(self) -> str | None:

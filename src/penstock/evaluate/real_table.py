@@ -89,6 +89,17 @@ def real_report(cells: Sequence[Cell], model: str) -> str:
     return "\n\n".join([*parts, LEGEND])
 
 
+def basis_line(adapter_tokens: int | None) -> str:
+    """Where policies with a low-rank index have their basis from.
+
+    Args:
+        adapter_tokens: of calibration; None: there is no adapter.
+    """
+    if adapter_tokens is None:
+        return "Low-rank indexes have a basis of each prompt's own keys (no adapter is at hand)."
+    return f"Low-rank indexes have an adapter of {adapter_tokens:,} calibration tokens."
+
+
 def _tables(cells: Sequence[Cell]) -> str:
     summaries = {one.setting: one for one in summarise(cells)}
     fidelity = {(one.setting, one.task): one for one in fidelity_of(cells)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.engine.device_tier.device_layer import DeviceLayer
 from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.evaluate.accuracy_settings import Setting
 from penstock.evaluate.audit.fidelity import captured_mass, recall_of_top
@@ -125,11 +126,12 @@ def follow(
     with TieredCache(
         model, setting.policy, memory=setting.memory, store=store, adapter=adapter,
         max_tokens=total + reference.num_steps, batch_size=len(prompt.token_ids),
+        cuda_graphs=False,  # a step that is replayed tells no observer
     ) as cache:  # fmt: skip
         reference.fill(model, cache)
         tally = _Tally(reference, top)
         for layer in cache.tiers.layers:
-            if isinstance(layer, RetrievalLayer):
+            if isinstance(layer, RetrievalLayer | DeviceLayer):
                 layer.observer = tally.observe
         for step, full in enumerate(reference.log_probs):
             ids, mask = reference.tokens[:, step : step + 1], reference.mask[:, : total + step + 1]
