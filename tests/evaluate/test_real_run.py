@@ -88,6 +88,9 @@ def test_a_run_and_a_policy_more(
     printed = capsys.readouterr().out
     assert "toy: prompts of 1,400 tokens, 1 tasks of 2 samples" in printed
     assert printed.count("kvswap@1/999") == 1
+    assert (
+        "kvswap@1/999                    refused: the smallest budget that would do is" in printed
+    )
     assert picture.read_text().startswith("<?xml")
 
 

@@ -1,5 +1,6 @@
 """What suite real prints: for each length what a budget costs, then every task."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from penstock.evaluate.text_table import format_table
 
 _LONG = "long_answer"
 _RESAMPLES = 2000
+_BYTES = re.compile(r" \(\d+ bytes\)$")
 _NAMES = {
     "extraction": "extract", "multi_query": "queries", _LONG: "long", "multi_hop": "hops",
     "multi_value": "values", "repository": "repo", "tracking": "track", "aggregation": "aggr",
@@ -114,7 +116,7 @@ def _tables(cells: Sequence[Cell]) -> str:
         summary = summaries.get(setting)
         mine = [one for key, one in fidelity.items() if key[0] == setting]
         if not mine and (summary is None or summary.mean is None):
-            rows.append([setting, refused.get(setting) or "not run"])
+            rows.append([setting, _why_not(refused.get(setting))])
             continue
         name = setting
         if summary is not None and summary.tasks < most:
@@ -132,6 +134,13 @@ def _tables(cells: Sequence[Cell]) -> str:
         return table
     heads = ["by task, %", *(_NAMES.get(task, task) for task in tasks), "like full"]
     return f"{table}\n\n{format_table(heads, by_task)}"
+
+
+def _why_not(refused: str | None) -> str:
+    """The end of a refusal, which names the budget that would do."""
+    if refused is None:
+        return "not run"
+    return f"refused: {_BYTES.sub('', refused.rpartition('; ')[2])}"
 
 
 def _rank(summary: Summary | None, setting: str) -> tuple[int, float]:

@@ -7,20 +7,20 @@ from penstock.evaluate.tasks.english.lexicon import digits, key_deck
 from penstock.evaluate.tasks.english.prompt_fit import Draft
 from penstock.evaluate.tasks.real.ground import Ground
 
-_CHAINS = 3
-_HOPS = 5
+_CHAINS = 2
+_HOPS = 4
 _VALUE_DIGITS = 5
 
 
 def tracking(rng: random.Random, ground: Ground) -> Draft:
-    """Three chains of five assignments, scattered; all names of one chain are asked for.
+    """Two chains of four assignments, scattered; all names of one chain are asked for.
 
     Source: after RULER's variable tracking (Hsieh et al., COLM 2024): chains of assignments in a
     long text.
 
     Differences: RULER gives the number and asks for all names, at which models of half a billion
     parameters fail. Here the end of a chain is given and every step back to the number is named, so
-    that each is looked up while it is written. Names are words, and two chains more distract.
+    that each is looked up while it is written. Names are words, and one chain more distracts.
     """
     names = (key.replace("-", "_") for key in key_deck(rng))
     chains = [
