@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import penstock.generation
 from penstock.core.errors import ConfigError
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
@@ -22,7 +23,7 @@ from penstock.evaluate.sitting import closed
 from penstock.evaluate.text_table import format_table
 from penstock.generation.prompts import read_text_file
 from penstock.models.loader import load
-from penstock.tuner.shipped_texts import TEXTS, own_source
+from penstock.tuner.shipped_texts import TEXTS
 from research.trigger_study.capture import Capture, Case, capture
 from research.trigger_study.follow import SCORES, TRIGGERS, Outcome, Variant, follow, variants
 from research.trigger_study.units import Window, layer_steps
@@ -79,7 +80,10 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def _text(args: argparse.Namespace, name: str) -> str:
     if (path := getattr(args, name)) is not None:
         return read_text_file(path, "text")
-    return own_source() if name == "code" else (TEXTS / "prose.txt").read_text(encoding="utf-8")
+    if name != "code":
+        return (TEXTS / "prose.txt").read_text(encoding="utf-8")
+    files = sorted(Path(penstock.generation.__file__).parent.glob("*.py"))
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def mean_rows(

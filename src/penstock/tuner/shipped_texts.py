@@ -1,5 +1,7 @@
 """Texts that ship with the package, for any model: prose, code and dialogue of free licence."""
 
+import importlib
+import inspect
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -7,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import penstock.generation
 from penstock.core.errors import PromptError
 from penstock.generation.chat_template import ChatTemplate, has_chat_template
 from penstock.generation.prompts import encode
@@ -15,6 +16,7 @@ from penstock.models.loader import LoadedModel
 
 TEXTS = Path(__file__).parent / "texts"
 """`README.md` in it names the works and their licences."""
+_MODULES = ("configparser", "difflib", "statistics")
 MOST_UNKNOWN = 0.1
 """Share of a text that a tokenizer may have no words for."""
 
@@ -22,8 +24,8 @@ MOST_UNKNOWN = 0.1
 def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     """The beginnings of prose, code and a dialogue, as a model reads them.
 
-    The code is that of this package. The dialogue goes through the tokenizer's chat template where
-    it has one; its paragraphs are the turns of two speakers.
+    The code is that of the installed Python's standard library. The dialogue goes through the
+    tokenizer's chat template where it has one; its paragraphs are the turns of two speakers.
 
     Args:
         tokens: of each, at most.
@@ -38,7 +40,7 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
         raise PromptError(f"{loaded.name} came without a tokenizer, so that no text can be read")
     ids = {
         "prose": encode(loaded, (TEXTS / "prose.txt").read_text(encoding="utf-8")),
-        "code": encode(loaded, own_source()),
+        "code": encode(loaded, _code()),
         "dialogue": _dialogue(loaded),
     }
     texts = {kind: torch.tensor(each[:tokens], dtype=torch.int64) for kind, each in ids.items()}
@@ -53,10 +55,10 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     return texts
 
 
-def own_source() -> str:
-    """Modules of one package of ours, one behind the other."""
-    files = sorted(Path(penstock.generation.__file__).parent.glob("*.py"))
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+def _code() -> str:
+    """Modules of the standard library, one behind the other."""
+    modules = (importlib.import_module(name) for name in _MODULES)
+    return "\n\n".join(map(inspect.getsource, modules))
 
 
 def _dialogue(loaded: LoadedModel) -> list[int]:
