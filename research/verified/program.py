@@ -33,6 +33,17 @@ _MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile", "pickl
 _ASK = "Go through this code function by function, and say of each what it takes and what it does."
 
 
+def text_of(files: Sequence[Path]) -> str:
+    """Files one behind the other; without any, code of Python's own library.
+
+    Raises:
+        PromptError: one cannot be read.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = files or [library / f"{name}.py" for name in _MODULES]
+    return "\n".join(read_text_file(path, f"the text {path}") for path in paths)
+
+
 def prompt_of(loaded: LoadedModel, files: Sequence[Path], ask: str, tokens: int) -> list[int]:
     """A text and a question about it, by the chat template where there is one; about `tokens`.
 
@@ -41,10 +52,7 @@ def prompt_of(loaded: LoadedModel, files: Sequence[Path], ask: str, tokens: int)
     """
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.name} came without a tokenizer")
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = files or [library / f"{name}.py" for name in _MODULES]
-    text = "\n".join(read_text_file(path, f"the text {path}") for path in paths)
-    ids = encode(loaded, text, alone=False)
+    ids = encode(loaded, text_of(files), alone=False)
 
     def whole(count: int) -> list[int]:
         part = loaded.tokenizer.decode(ids[:count])  # type: ignore[union-attr]

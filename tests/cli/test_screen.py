@@ -87,6 +87,19 @@ def test_drafts_and_passes_stand_in_the_table() -> None:
     assert rows["read per token"] == "26 MiB; exact reads 100 MiB"
 
 
+def test_what_steps_had_of_the_attention_stands_in_the_table() -> None:
+    counters = {
+        "mass_steps": 200.0, "mass_captured": 180.0, "mass_variance": 0.8, "mass_capped": 50.0,
+        "mass_exact": 4.0,
+    }  # fmt: skip
+    decode = PhaseStats(tokens=10, counters=counters)
+    rows = dict(report_rows(report(stats=RunStats(decode=decode))))
+    assert rows["attention"] == (
+        "90.0 % ± 2.8 of it was attended to; 25 % of the layers' steps filled all slots, "
+        "2.0 % were computed exactly"
+    )
+
+
 def test_weights_cache_and_process_stand_beside_each_other() -> None:
     rows = report_rows(report(), SIZES)
     names = [name for name, _ in rows]

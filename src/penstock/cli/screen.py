@@ -239,6 +239,8 @@ def report_rows(report: RunReport, sizes: ProcessSizes | None = None) -> list[tu
             "hit rate": _hit_rate(decode),
             "stall share": f"{100 * decode.stall_share:.1f} % of decode waited for reads{mark}",
         }
+    if decode.counters.get("mass_steps"):
+        rows["attention"] = _attention(decode)
     if (verified := report.verified) is not None and verified.passes:
         each = format_bytes(verified.exact_bytes_per_token)
         rows |= {
@@ -259,6 +261,22 @@ def _stored(report: RunReport) -> str:
         return ""
     said = f"{report.restored_tokens:,} of {total:,} stored tokens"
     return f"{said}, {report.recomputed_tokens:,} recomputed" if report.recomputed_tokens else said
+
+
+def _attention(decode: PhaseStats) -> str:
+    """What steps had of the attention by estimate, and what was done where that was too little."""
+    counters = decode.counters
+    steps, layers = counters["mass_steps"], counters["mass_steps"] / max(1, decode.tokens)
+    bar = 196 * (counters["mass_variance"] / steps / max(1.0, layers)) ** 0.5
+    said = (
+        f"{100 * counters['mass_captured'] / steps:.1f} % ± {bar:.1f} of it was attended to; "
+        f"{100 * counters['mass_capped'] / steps:.0f} % of the layers' steps filled all slots"
+    )
+    done = {"mass_read_again": "read again", "mass_exact": "were computed exactly"}
+    for name, words in done.items():
+        if count := counters.get(name):
+            said += f", {100 * count / steps:.1f} % {words}"
+    return said
 
 
 def _hit_rate(decode: PhaseStats) -> str:

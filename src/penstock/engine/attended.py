@@ -73,13 +73,22 @@ def slot_weights(pool: TokenPool, call: AttentionCall, slots: NDArray[np.int64])
     Returns:
         float32 [batch, wanted]
     """
+    weights = torch.softmax(pool_logits(pool, call), dim=-1)
+    by_slot = weights.sum(dim=1).view(len(weights), -1, pool.group_tokens).sum(dim=2)
+    chosen = torch.from_numpy(slots).to(by_slot.device).clamp_min(0)
+    return by_slot.gather(1, chosen)
+
+
+def pool_logits(pool: TokenPool, call: AttentionCall) -> Tensor:
+    """Logits of all places of a pool; minus infinity at those that are not attended to.
+
+    Returns:
+        float32 [batch, heads, places]
+    """
     batch, heads = call.query.shape[:2]
     kv_heads = pool.keys.shape[1]
     query, factor = scaled_down(call.query.view(batch, kv_heads, heads // kv_heads, -1))
     logits = torch.matmul(query, pool.keys.transpose(2, 3)).float() * (call.scaling * factor)
     if call.softcap is not None:
         logits = torch.tanh(logits / call.softcap) * call.softcap
-    weights = torch.softmax(logits + pool.mask[:, None, None].float(), dim=-1)
-    by_slot = weights.sum(dim=(1, 2)).view(batch, -1, pool.group_tokens).sum(dim=2)
-    chosen = torch.from_numpy(slots).to(by_slot.device).clamp_min(0)
-    return by_slot.gather(1, chosen)
+    return (logits + pool.mask[:, None, None].float()).flatten(1, 2)

@@ -204,8 +204,13 @@ class RetrievalLayer(LayerCache):
         if self.setup.plan.shared_pools:
             self.pool.kept_tokens().copy_(self.window.tokens)
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+        out = self.see_step(call, fetched)
         if self.observer is not None:
-            self.observer(self.layer_idx, self._attended(fetched))
+            self.observer(
+                self.layer_idx, self._attended(fetched, call if out is not None else None)
+            )
+        if out is not None:
+            return out
         if fetched is not None and self.index.observes:
             selection, plan = fetched
             self.index.observe(selection, slot_weights(self.pool, call, plan.selected_slots))
@@ -224,6 +229,19 @@ class RetrievalLayer(LayerCache):
             self.index.lse.copy_(total.lse[:, :, 0])
         return total.result()
 
+    def see_step(
+        self, call: AttentionCall, fetched: tuple[Selection, FetchPlan] | None
+    ) -> Tensor | None:
+        """Look at what a step is about to attend to; most methods do not.
+
+        Args:
+            fetched: its units, which are in their slots; None where nothing was selected.
+
+        Returns:
+            What the layer says instead, [batch, 1, num_heads, head_dim]; None: attend.
+        """
+        return None
+
     @property
     def gathers(self) -> bool:
         """Whether a step attends to what it selected alone, and not to all that slots hold."""
@@ -237,8 +255,13 @@ class RetrievalLayer(LayerCache):
         """
         return self.pool.mask
 
-    def _attended(self, fetched: tuple[Selection, FetchPlan] | None) -> Tensor:
-        """True for each token that this step sees. bool [rows, length]"""
+    def _attended(
+        self, fetched: tuple[Selection, FetchPlan] | None, exact: AttentionCall | None
+    ) -> Tensor:
+        """True for each token that this step sees; of an exact one all. bool [rows, length]"""
+        if exact is not None:
+            seen = torch.ones(len(exact.query), self.length, dtype=torch.bool)
+            return seen.to(exact.query.device) if exact.visible is None else exact.visible
         gathered = None
         if self.gathers and fetched is not None:
             gathered = fetched[1].selected_slots

@@ -88,7 +88,8 @@ def serves_device_tier(
     Raises:
         ConfigError: it was asked for and the policy cannot.
     """
-    able = policy.device_tier or exact
+    measures = getattr(policy, "mass", None) is not None  # in steps, on the host
+    able = (policy.device_tier and not measures) or exact
     if store == "host":
         if not able and not policy.stays_resident:
             known = ", ".join(name for name, each in POLICIES.items() if each.device_tier)

@@ -527,6 +527,19 @@ class LowRankIndex(KeyIndex):
         hide_before(first, logits)
         return group_shares(logits, end)
 
+    def unit_logits(self, query: Tensor, num_units: int) -> Tensor:
+        """Each unit's largest logit per head; of padding it means nothing.
+
+        Args:
+            query: as for `score`. [batch, num_heads, head_dim]
+
+        Returns:
+            float32 [batch, num_units, num_heads]
+        """
+        assert self._head_reduction == "softmax", "logits per head"
+        low_rank = self._low_rank(query, self._scaled_step)
+        return self._group_logits(low_rank, num_units)[:, :num_units]
+
     def regrouped_scores(self, query: Tensor, num_groups: int, units_per_group: int) -> Tensor:
         """Scores as an index of larger groups, with the same codes, would give.
 

@@ -10,11 +10,15 @@ from penstock.core.choices import Choice
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.key_index import KeyIndex
+from penstock.engine.layer import Layer
+from penstock.engine.layer_builder import LayerBuilder
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.sizing import largest_plan, make_plan, resident_plan
 from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
 from penstock.methods.kvswap.index import CHUNK_TOKENS, HeadReduction, LowRankIndex
+from penstock.methods.kvswap.mass import LEAST_UNITS, MassMeter
+from penstock.methods.kvswap.mass_layer import Below, MassLayer
 
 SMALLEST_CHUNK_TOKENS = 1024
 """Tokens scored at a time when memory is tight."""
@@ -88,6 +92,15 @@ class KVSwap(SelectionPolicy):
     """How scores of the heads become one: "softmax" per head before the sum, or the raw "sum"."""
     attend: Literal["resident", "selected"] = "resident"
     """Attend to all that the slots hold, or to this step's selection alone."""
+    mass: float | None = None
+    """Read groups until a step has this share of the attention by the index (the mean over heads),
+    at most as many as there are slots; None: `selected_tokens`. Not of the paper."""
+    floor: float | None = None
+    """With `mass`: a step of a layer that turns out to have less is made better, as `below` says;
+    None: it stays as it is."""
+    below: Below = "again"
+    """Below the floor: "again": all slots are filled, by the true query; "exact": the step attends
+    to the whole past."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
     min_prediction_cosine: float = 0.85
@@ -123,6 +136,13 @@ class KVSwap(SelectionPolicy):
                 f"index_block_tokens={self.index_block_tokens} must be between 0 and "
                 f"{MOST_BLOCK_TOKENS}"
             )
+        for name, share in (("mass", self.mass), ("floor", self.floor)):
+            if share is not None and not 0 < share < 1:
+                raise ConfigError(f"{name}={share} must lie between 0 and 1")
+        if self.floor is not None and self.mass is None:
+            raise ConfigError(f"floor={self.floor} is for mass=; give both")
+        if self.mass is not None and (self.head_reduction, self.attend) != ("softmax", "resident"):
+            raise ConfigError("mass= wants head_reduction='softmax' and attend='resident'")
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
 
@@ -263,7 +283,9 @@ class KVSwap(SelectionPolicy):
             most = max(least, SHARED_TOKENS // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
-        elif not shared and (self.selected_tokens is None or request.limit_bytes is None):
+        elif not shared and (
+            self.selected_tokens is None or request.limit_bytes is None or self.mass is not None
+        ):
             most = max_units
         most = min(max_units, most)
         plan = largest_plan(
@@ -300,6 +322,7 @@ class KVSwap(SelectionPolicy):
             request, num_slots, shared=shared and not request.device_tier
         )
         num_slots = selected if num_slots is None else num_slots
+        num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
         sizes = {
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
@@ -317,8 +340,10 @@ class KVSwap(SelectionPolicy):
         )
         if not request.has_adapter:  # a basis is made before anything is scored
             scratch = max(scratch, 16 * shape.joint_dim**2)
+        if self.mass is not None:
+            scratch += MassMeter.scratch_bytes(batch, max_units, shape.num_query_heads)
         return make_plan(
-            request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
+            request, group_tokens=self.group_tokens, num_slots=num_slots,
             selected_units=selected,
             sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
@@ -335,6 +360,20 @@ class KVSwap(SelectionPolicy):
         return request.widest_ranks[self.rank - 1] if shared else self.rank
 
     # Parts ------------------------------------------------------------------------------------
+
+    @override
+    def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
+        if self.mass is None:
+            return super().make_layers(builder)
+        return [self._mass_layer(i, builder) for i in builder.numbers]
+
+    def _mass_layer(self, i: int, builder: LayerBuilder) -> MassLayer:
+        assert self.mass is not None
+        request = builder.index_request(i)
+        return MassLayer(
+            i, builder.setup, builder.pool(i), self, self.make_index(request), builder.compact,
+            mass=self.mass, floor=self.floor, below=self.below, scaling=request.scaling,
+        )  # fmt: skip
 
     @override
     def make_index(self, request: IndexRequest) -> KeyIndex:

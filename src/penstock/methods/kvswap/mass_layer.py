@@ -1,0 +1,201 @@
+"""MassLayer: a layer that reads until enough of the attention is there, and says how much is."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from penstock.engine.attended import pool_logits
+from penstock.engine.attention_call import AttentionCall, AttentionSum
+from penstock.engine.fetch_plan import FetchPlan, plan_fetch
+from penstock.engine.fused_fetch import Fetch
+from penstock.engine.layer import Layer
+from penstock.engine.retrieval_layer import RetrievalLayer
+from penstock.engine.slot_transfer import PendingRead
+from penstock.methods.kvswap.index import LowRankIndex
+from penstock.methods.kvswap.mass import Chosen, MassEstimate, MassMeter, selection_of
+
+Below = Literal["again", "exact"]
+"""What is done below the floor: all slots are filled by the true query, or the step attends to
+everything."""
+
+
+class MassLayer(RetrievalLayer):
+    """Selects by the mass that the index sees; measures it when the units have landed.
+
+    It counts, over layers, steps and rows: `mass_steps`, how many; `mass_captured` and
+    `mass_variance`, the estimates and their variances; `mass_capped`, those that wanted more than
+    the slots; `mass_read_again` and `mass_exact`, those below the floor, by what was done.
+    """
+
+    may_fuse = False
+
+    def __init__(
+        self, *parts: Any, mass: float, floor: float | None, below: Below, scaling: float
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            parts: of a `RetrievalLayer`.
+            mass: share of the attention that steps read for.
+            floor: captured share below which a step is made better; None: never.
+            below: how.
+            scaling: factor on logits.
+        """
+        super().__init__(*parts)
+        plan, heads = self.setup.plan, self.setup.shape.num_query_heads
+        self._scaling, self._floor, self._below = scaling, floor, below
+        self._meter = MassMeter(
+            plan.batch, heads, mass=mass, unit_tokens=plan.group_tokens, seed=self.layer_idx,
+            device=self.setup.device,
+        )  # fmt: skip
+        self._chosen: Chosen | None = None
+        self.estimate: MassEstimate | None = None
+        """Of the last step; None where it attended to everything."""
+
+    @override
+    def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
+        index = self.index.unwrapped
+        assert isinstance(index, LowRankIndex)
+        logits = index.unit_logits(query, end_unit)
+        chosen = self._meter.choose(
+            logits, self._kept_logits(query), self._first_unit, self.setup.plan.num_slots
+        )
+        self.update_replacement()
+        best = chosen.best.cpu().numpy()
+        plan = plan_fetch(selection_of(best), self.table, self.replacement)
+        # Who is drawn may not say what is evicted, or what was evicted is never seen.
+        resident = self._resident(end_unit)
+        self._meter.draw(chosen, resident)
+        wanted, probes = best.copy(), chosen.probes.cpu().numpy()
+        wanted[np.arange(len(probes))[:, None], probes] = True
+        selection = selection_of(wanted)
+        plan = _joined(plan, plan_fetch(selection, self.table, self.replacement))
+        chosen.left = resident & self._resident(end_unit) & ~chosen.best
+        self._chosen = chosen
+        return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
+
+    @override
+    def read_missing(self, plan: FetchPlan) -> PendingRead:
+        """All slots may be read into, which can be more than one transfer brings."""
+        most, count = self.transfer.max_units, len(plan.rows)
+        while most is not None and count > most:
+            first = _part_of(plan, slice(0, most))
+            self._land(super().read_missing(first))
+            plan, count = _part_of(plan, slice(most, count)), count - most
+        return super().read_missing(plan)
+
+    def _resident(self, end_unit: int) -> Tensor:
+        """Units in slots. bool [rows, end_unit]"""
+        held = torch.from_numpy(self.table.slot_of[:, :end_unit] >= 0)
+        return held.to(self.setup.device)
+
+    def _kept_logits(self, query: Tensor) -> Tensor:
+        """Log-sum-exp over sinks and window. float32 [rows, heads]"""
+        keys = self.window.tokens[:, :, 0].transpose(1, 2)
+        rows, kv_heads, _, head_dim = keys.shape
+        grouped = query.view(rows, kv_heads, -1, head_dim).float() * self._scaling
+        logits = torch.matmul(grouped, keys.float().transpose(2, 3))
+        shown = logits + self.window.mask[:, None, None].float()
+        return shown.logsumexp(dim=3).flatten(1)
+
+    @override
+    def drop_fetch(self) -> None:
+        self._chosen = None
+        super().drop_fetch()
+
+    @override
+    def see_step(
+        self, call: AttentionCall, fetched: "tuple[Any, FetchPlan] | None"
+    ) -> Tensor | None:
+        chosen, self._chosen = self._chosen, None
+        rows, phase = self.setup.plan.batch, self.setup.phase
+        if fetched is None or chosen is None:
+            self.estimate = None
+            self._count(rows, float(rows), 0.0, 0)
+            return None
+        found, capped, out = self._measure(call, chosen), int(chosen.capped.sum()), None
+        low = 0 if self._floor is None else int((found.captured < self._floor).sum())
+        if low and self._below == "again":
+            phase.count("mass_read_again", low)
+            found = self._read_again(call)
+        elif low:
+            phase.count("mass_exact", low)
+            out = self._exactly(call)
+            found = MassEstimate(torch.ones_like(found.captured), torch.zeros_like(found.variance))
+        self.estimate = found
+        self._count(rows, float(found.captured.sum()), float(found.variance.sum()), capped)
+        return out
+
+    def _count(self, rows: int, captured: float, variance: float, capped: int) -> None:
+        phase = self.setup.phase
+        phase.count("mass_steps", rows)
+        phase.count("mass_captured", captured)
+        phase.count("mass_variance", variance)
+        phase.count("mass_capped", capped)
+
+    def _measure(self, call: AttentionCall, chosen: Chosen) -> MassEstimate:
+        logits = pool_logits(self.pool, call)
+        slots = logits[:, :, : self.pool.slot_places]
+        by_slot = slots.reshape(*slots.shape[:2], -1, self.pool.group_tokens).logsumexp(dim=3)
+        probes = chosen.probes.cpu().numpy()
+        places = self.table.slot_of[np.arange(len(probes))[:, None], probes]
+        at = torch.from_numpy(places.astype(np.int64)).to(logits.device)
+        probed = by_slot.transpose(1, 2).gather(1, at[:, :, None].expand(-1, -1, logits.shape[1]))
+        return self._meter.measure(chosen, logits.logsumexp(dim=2), probed)
+
+    def _read_again(self, call: AttentionCall) -> MassEstimate:
+        """Fill all slots, by the true query."""
+        end_unit = self.window.first_window_unit(self.length)
+        self._meter.mass, wanted = 1.0, self._meter.mass
+        try:
+            self._fetch = self._fetch_in_steps(call.query[:, :, 0], end_unit)
+        finally:
+            self._meter.mass = wanted
+        plan, phase = self._fetch.plan, self.setup.phase
+        phase.units_wanted += plan.num_wanted
+        phase.units_hit += plan.num_hit
+        self._finish_fetch()
+        self.slots_landed()
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None
+        return self._measure(call, chosen)
+
+    def _exactly(self, call: AttentionCall) -> Tensor:
+        """Attend to everything: the new token is in the window already."""
+        total = AttentionSum(call)
+        self._add_window(total)
+        self._stream(total, self.window.first_window_unit(self.length), call.visible)
+        return total.result()
+
+    @override
+    def take_rows_from(self, other: Layer, rows: Tensor) -> None:
+        super().take_rows_from(other, rows)
+        assert isinstance(other, MassLayer)
+        self._meter.take_rows_from(other._meter, rows)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._meter.reset()
+
+
+def _part_of(plan: FetchPlan, part: slice) -> FetchPlan:
+    """A plan with some of its reads alone."""
+    return replace(plan, rows=plan.rows[part], units=plan.units[part], slots=plan.slots[part])
+
+
+def _joined(first: FetchPlan, then: FetchPlan) -> FetchPlan:
+    """Both plans' reads, where the second knows all that is selected."""
+    rows, units, slots = (
+        np.concatenate([getattr(first, name), getattr(then, name)])
+        for name in ("rows", "units", "slots")
+    )
+    order = np.lexsort((units, rows))
+    hits = then.num_wanted - len(rows)
+    return FetchPlan(
+        rows[order], units[order], slots[order], then.selected_slots, then.num_wanted, hits
+    )
