@@ -59,8 +59,8 @@ def test_samples_follow_from_seed_and_number(tasks: RealTasks) -> None:
     both = draw(tasks, "extraction", 2)
     assert tasks.draw("extraction", 1, 1, tokens=TOKENS, seed=3) == both[1:]
     assert draw(tasks, "extraction", 1, seed=4) != both[:1]
-    assert "deliver(" in both[1].prompt
-    assert "deliver(" not in both[0].prompt
+    assert "# Delivery 3: carrier" in both[1].prompt
+    assert "# Delivery 3: carrier" not in both[0].prompt
 
 
 def test_a_prompt_leaves_positions_to_its_answer(bpe: TextTokenizer) -> None:

@@ -18,7 +18,7 @@ from penstock.evaluate.accuracy_cells import (
     not_run,
     summarise,
 )
-from penstock.evaluate.accuracy_fidelity import ROWS
+from penstock.evaluate.accuracy_fidelity import rows_at_a_time
 from penstock.evaluate.accuracy_jobs import Examination, Examiner, Job
 from penstock.evaluate.accuracy_settings import (
     PAPER_SUITE,
@@ -293,14 +293,17 @@ class Benchmark:
         if self._examiner is not None:
             run_here(chains, self._examiner, take, done, going_on, tell)
         else:
-            # The last tasks have the longest answers: they must not be begun last.
-            run_jobs(_longest_first(chains), self._how, args.workers, take, done, going_on, tell)
+            if args.suite != "real":  # whose first tasks are the longest, and the most telling
+                chains = _longest_first(chains)
+            run_jobs(chains, self._how, args.workers, take, done, going_on, tell)
 
     def _jobs(self, length: int, task: str) -> list[Job]:
         """Batches of the samples that a setting lacks; each begins behind those that it has."""
         args = self._args
         jobs = []
-        batch = min(args.batch, ROWS) if task in FIDELITY else args.batch
+        batch = args.batch
+        if task in FIDELITY:
+            batch = min(batch, rows_at_a_time(args.device))
         for first in range(0, args.samples, batch):
             end = min(first + batch, args.samples)
             left: dict[int, list[str]] = {}
@@ -329,7 +332,8 @@ class Benchmark:
 
 
 def _longest_first(chains: Sequence[list[Job]]) -> list[list[Job]]:
-    """Chains by falling length; of one length the later tasks first, whose answers are longer."""
+    """Chains by falling length; of one length the later tasks first: their answers are longer, and
+    must not be begun last."""
     numbered = [(chain[0].length, number, chain) for number, chain in enumerate(chains) if chain]
     return [chain for _, _, chain in sorted(numbered, key=lambda item: item[:2], reverse=True)]
 

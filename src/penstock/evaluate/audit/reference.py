@@ -32,7 +32,8 @@ def forward(model: CausalLM, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         mask: 0 at padding, for past and new tokens. int64 [batch, past + new_tokens]
 
     Returns:
-        Log-probabilities of the token behind the last one. float32 [batch, vocabulary], on the CPU
+        Log-probabilities of the token behind the last one, on the model's device.
+        float32 [batch, vocabulary]
     """
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     decoder: Any = model
@@ -41,7 +42,7 @@ def forward(model: CausalLM, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
             ids, attention_mask=mask, position_ids=positions, **cache_argument(decoder, cache),
             use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-    return torch.log_softmax(out.logits[:, -1].float(), dim=-1).cpu()
+    return torch.log_softmax(out.logits[:, -1].float(), dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Reference:
     live: Tensor
     """False from a row's end-of-sequence token on. bool [batch, steps]"""
     log_probs: list[Tensor]
-    """Of the token behind, by step. float32 [batch, vocabulary]"""
+    """Of the token behind, by step, on the model's device. float32 [batch, vocabulary]"""
     shares: list[list[Tensor]]
     """By step and tiered layer, see `attention_shares`, on the CPU: in all steps / head_dim times
     the bytes of the full cache in bfloat16. Empty for steps that were not looked at.
@@ -203,7 +204,7 @@ def _decode(
     tap = AttentionTap(cache, layers, see)
     with tap.watching(loaded.model):
         for step in range(new_tokens):
-            fed = log_probs.argmax(dim=-1) if following is None else following[:, step]
+            fed = log_probs.argmax(dim=-1).cpu() if following is None else following[:, step]
             alive = alive & torch.tensor([token not in ends for token in fed.tolist()])
             if not alive.any():
                 break

@@ -76,8 +76,7 @@ class _Tally:
 
     def observe(self, layer: int, attended: Tensor) -> None:
         """See `Observer`; layers that attend to everything need not tell."""
-        if self._reference.shares[self._step]:
-            self._told[layer] = attended.cpu()
+        self._told[layer] = attended.cpu()
 
     def close_step(self) -> None:
         """Count what was told since the last call."""
@@ -130,15 +129,15 @@ def follow(
     ) as cache:  # fmt: skip
         reference.fill(model, cache)
         tally = _Tally(reference, top)
-        for layer in cache.tiers.layers:
-            if isinstance(layer, RetrievalLayer | DeviceLayer):
-                layer.observer = tally.observe
         for step, full in enumerate(reference.log_probs):
+            for layer in cache.tiers.layers:
+                if isinstance(layer, RetrievalLayer | DeviceLayer):
+                    layer.observer = tally.observe if reference.shares[step] else None
             ids, mask = reference.tokens[:, step : step + 1], reference.mask[:, : total + step + 1]
             log_probs = forward(model, ids, mask, cache)
             tally.close_step()
-            distances.append(kl_divergence(full, log_probs))
-            agreements.append((full.argmax(dim=-1) == log_probs.argmax(dim=-1)).double())
+            distances.append(kl_divergence(full, log_probs).cpu())
+            agreements.append((full.argmax(dim=-1) == log_probs.argmax(dim=-1)).double().cpu())
             on_step(step + 1)
         peak_bytes, per_head = cache.report().peak_bytes, cache.policy.per_head
         notices, decode = list(cache.notices), cache.stats.decode

@@ -10,16 +10,17 @@ from penstock.evaluate.tasks.english.prompt_fit import Draft
 from penstock.evaluate.tasks.real.ground import Ground
 
 _CHAINS = 6
-_ASKED = 3
+_ASKED = 4
 _FIELDS = ("person", "firm", "town", "mayor")
 
 
 def multi_hop(rng: random.Random, ground: Ground) -> Draft:
-    """Eighteen documents in random order hold six chains of three hops; three chains are asked for.
+    """Eighteen documents in random order hold six chains of three hops; four chains are asked for.
 
     Source: ours, after RULER's multi-hop tracing and question answering over documents. Each
     document states one fact and goes on as a book or as source code; the answer spells every hop
-    out, so that each is looked up while it is written. The score is the share of hops.
+    out, so that each is looked up while it is written. The first chain is given, so that small
+    models keep to the form; the score is the share of the others' hops.
     """
     words = (word.capitalize() for word in coined_word_deck(rng))
     chains = [tuple(islice(words, 4)) for _ in range(_CHAINS)]
@@ -30,8 +31,8 @@ def multi_hop(rng: random.Random, ground: Ground) -> Draft:
         for number, (subject, fact) in enumerate(told, 1)
     ]
     asked = chains[:_ASKED]
-    lines = [json.dumps(dict(zip(_FIELDS, chain, strict=True))) for chain in asked]
-    opening = f'[\n{{"person": "{asked[0][0]}", "firm":'
+    given, *lines = [json.dumps(dict(zip(_FIELDS, chain, strict=True))) for chain in asked]
+    opening = f'{{"person": "{asked[1][0]}", "firm":'
     return Draft(
         task="multi_hop",
         preface="Below are documents. Each begins with a fact about a person, a firm or a town.\n",
@@ -40,8 +41,8 @@ def multi_hop(rng: random.Random, ground: Ground) -> Draft:
         "does the person work for, in which town is that firm, and who is the mayor of that town? "
         'Answer as a JSON list, one person a line, with the fields "person", "firm", "town" and '
         '"mayor".',
-        lead=f"```json\n{opening}",
-        answer=",\n".join(lines).removeprefix(opening.removeprefix("[\n")) + "\n]\n```",
+        lead=f"```json\n[\n{given},\n{opening}",
+        answer=",\n".join(lines).removeprefix(opening) + "\n]\n```",
         values=tuple(lines),
         metric="record_fields",
         opening=opening,

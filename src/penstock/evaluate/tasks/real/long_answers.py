@@ -14,7 +14,8 @@ _ROWS = 18
 def rewriting(rng: random.Random, ground: Ground) -> Draft:
     """Minutes in the middle of a long text are told again as a list of one line for each person.
 
-    Source: ours. 14 people with three facts each; the score is the share of facts kept.
+    Source: ours. 14 people with four facts each. The first line is given, so that small models keep
+    to the form; the score is the share of the others' facts kept.
     """
     words = (word.capitalize() for word in coined_word_deck(rng))
     people = []
@@ -26,8 +27,8 @@ def rewriting(rng: random.Random, ground: Ground) -> Draft:
         f"talk about the {other}."
         for name, town, goods, sum_, other in people
     )
-    first = f"- {people[0][0]}"
-    lines = [
+    opening = f"- {people[1][0]}"
+    given, *lines = [
         f"- {name} ({town}): spoke of the {goods}, asked for {sum_} crowns; then a talk about the "
         f"{other}"
         for name, town, goods, sum_, other in people
@@ -40,13 +41,12 @@ def rewriting(rng: random.Random, ground: Ground) -> Draft:
         pieces=ground.hiding([f"{begins}{told}\n"], rng),
         question=f"\nQuestion: Rewrite the {heading.lower()} in the {ground.noun} above as a list "
         "with one line for each person, in their order. Each line begins with the name and keeps "
-        "the town, what the person spoke of, the sum and the talk that followed, like this: "
-        "- Name (town): spoke of the lamp, asked for 10 crowns; then a talk about the door",
-        lead=f"Answer:\n{first}",
-        answer="\n".join(lines).removeprefix(first),
-        values=tuple("\t".join(person) for person in people),
+        "the town, what the person spoke of, the sum and the talk that followed.",
+        lead=f"Answer:\n{given}\n{opening}",
+        answer="\n".join(lines).removeprefix(opening),
+        values=tuple("\t".join(person) for person in people[1:]),
         metric="facts",
-        opening=first,
+        opening=opening,
         new_tokens=0,
     )
 
@@ -54,7 +54,8 @@ def rewriting(rng: random.Random, ground: Ground) -> Draft:
 def translating(rng: random.Random, ground: Ground) -> Draft:
     """A table in the middle of a long text becomes a list of Python dictionaries.
 
-    Source: ours. 18 rows of four columns; the score is the share of fields.
+    Source: ours. 18 rows of four columns. The first one is given, so that small models keep to the
+    form; the score is the share of the others' fields.
     """
     names = [word.capitalize() for word in islice(coined_word_deck(rng), 2 * _ROWS)]
     rows = [
@@ -65,8 +66,8 @@ def translating(rng: random.Random, ground: Ground) -> Draft:
     table = [*head, *("| " + " | ".join(map(str, row.values())) + " |" for row in rows)]
     mark = "# " if ground.is_code else ""
     told = "\n".join(f"{mark}{line}" for line in ["Table of stock", "", *table])
-    lines = [f"    {row}," for row in rows]
-    start = "stock = [\n    {'name':"
+    given, *lines = [f"    {row}," for row in rows]
+    opening = "    {'name':"
     return Draft(
         task="long_answer",
         preface=f"The {ground.noun} below has a table of stock somewhere in it.\n",
@@ -74,10 +75,10 @@ def translating(rng: random.Random, ground: Ground) -> Draft:
         question=f"\nQuestion: Translate the table of stock in the {ground.noun} above into Python "
         "code: a list called stock with one dictionary for each row, one a line, in the order of "
         "the table, with the keys 'name', 'town', 'item' and 'count'.",
-        lead=f"```python\n{start}",
-        answer="\n".join(lines).removeprefix(start.removeprefix("stock = [\n")) + "\n]\n```",
-        values=tuple(map(str, rows)),
+        lead=f"```python\nstock = [\n{given}\n{opening}",
+        answer="\n".join(lines).removeprefix(opening) + "\n]\n```",
+        values=tuple(map(str, rows[1:])),
         metric="record_fields",
-        opening=start,
+        opening=opening,
         new_tokens=0,
     )

@@ -94,7 +94,8 @@ class Repository:
     def listing(self, rng: random.Random, tokens: int) -> Draft:
         """All functions and methods of one file among others, in their order, with parameters.
 
-        Source: ours. The score is the share of facts kept: each of a function's parameters.
+        Source: ours. The first one is given, so that small models keep to the form; the score is
+        the share of the others' facts kept, each of their parameters.
 
         Raises:
             ConfigError: no file is small enough for so few tokens.
@@ -102,18 +103,18 @@ class Repository:
         fitting = [file for file in self._listable if len(file.text) <= _SHARE * tokens]
         file = rng.choice(_some(fitting[:_LISTED_FILES], tokens))
         found = self._functions[file]
-        first = "1. "
-        lines = [f"{number}. {one.signature}" for number, one in enumerate(found, 1)]
+        given, *lines = [f"{number}. {one.signature}" for number, one in enumerate(found, 1)]
+        opening = "2."
         return Draft(
             task="long_answer",
             preface="Below are files of a repository of Python code, each below its path.\n",
             pieces=self._showing(file, rng),
             question=f"\nQuestion: List all {len(found)} functions and methods that the file "
             f"{file.path} defines, in their order, one a line, numbered, each with the names of "
-            "its parameters (without types and defaults), like this: 1. name(first, second)",
-            lead=f"Answer:\n{first.strip()}",
-            answer="\n".join(lines).removeprefix(first.strip()),
-            values=tuple("\t".join([one.name, *one.parameters]) for one in found),
+            "its parameters (without types and defaults).",
+            lead=f"Answer:\n{given}\n{opening}",
+            answer="\n".join(lines).removeprefix(opening),
+            values=tuple("\t".join([one.name, *one.parameters]) for one in found[1:]),
             metric="facts",
             new_tokens=0,
         )
