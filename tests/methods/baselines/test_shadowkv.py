@@ -15,7 +15,7 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.engine.policy import IndexRequest
 from penstock.methods.baselines.shadow_keys import ShadowKeyIndex
-from penstock.methods.baselines.shadowkv import ShadowKV
+from penstock.methods.baselines.shadowkv import ShadowKV, variants
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.pairs import covering
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -336,3 +336,20 @@ def test_refuses_nonsense() -> None:
     for changes in ({"rank": 0}, {"landmark_units": 0}, {"outlier_chunks": -1}):
         with pytest.raises(ConfigError, match="must be at least"):
             ShadowKV(**changes)
+
+
+def test_narrow_keys_give_up_rank_with_their_landmarks() -> None:
+    """Of eight heads of 128 the original's; of two heads of 64 the same shares of a quarter."""
+    assert variants(1024)[:4] == [(1, 160), (2, 160), (2, 96), (4, 96)]
+    assert variants(128)[:5] == [(1, 128), (1, 32), (2, 32), (2, 19), (4, 19)]
+    assert variants(16) == [
+        (1, 16),
+        (1, 4),
+        (2, 4),
+        (2, 2),
+        (4, 2),
+        (8, 2),
+        (8, 1),
+        (16, 1),
+        (32, 1),
+    ]

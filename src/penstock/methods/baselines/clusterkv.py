@@ -13,8 +13,11 @@ from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.retrieval_policy import SELECTED, BaselinePolicy, IndexSize
 from penstock.methods.baselines.token_clusters import TokenClustersIndex
 
+FINER = ((20, 320), (40, 320))
+"""Tokens of a cluster and new tokens clustered together, where a budget has room for them: a step
+selects fewer tokens here than the 1,024 and more that the published clusters are made for."""
 CHOICES = ((80, 320), (80, 160), (80, 80), (160, 0), (320, 0))
-"""Tokens of a cluster and new tokens clustered together, best first; the first as published."""
+"""The same, best first; the first as published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +30,14 @@ class ClusterKV(BaselinePolicy):
     budget, and the clustering of generated tokens ("local update" in section 2.3 of DynaKV, which
     compares with ClusterKV on flash) before that, down to none.
 
-    Differences: KV lies in the store, and slots are reused in FIFO order by token; the original
-    keeps KV in host memory and caches the clusters of the last steps. k-means sees a sample of the
-    prompt, padding and sinks (the original has 16 of them) included. Generated tokens have clusters
-    at the prompt's rate, 4 for 320 (the original's benchmark makes 8 of them). Generated tokens
-    that are not clustered yet and have left the window belong to the nearest cluster; the original
-    attends to all of them. Query heads that share a KV head add their logits. Its first two layers
-    are exempt with `full_layers=2` only.
+    Differences: under a budget with room for them, clusters have 20 or 40 tokens (`FINER`): of 400
+    selected tokens, clusters of 80 leave five. KV lies in the store, and slots are reused in FIFO
+    order by token; the original keeps KV in host memory and caches the clusters of the last steps.
+    k-means sees a sample of the prompt, padding and sinks (the original has 16 of them) included.
+    Generated tokens have clusters at the prompt's rate, 4 for 320 (the original's benchmark makes 8
+    of them). Generated tokens that are not clustered yet and have left the window belong to the
+    nearest cluster; the original attends to all of them. Query heads that share a KV head add their
+    logits. Its first two layers are exempt with `full_layers=2` only.
     """
 
     name: ClassVar[str] = "clusterkv"
@@ -65,7 +69,7 @@ class ClusterKV(BaselinePolicy):
     @override
     def index_sizes(self, request: SizingRequest) -> list[tuple["SelectionPolicy", IndexSize]]:
         out = []
-        for per_cluster, together in self._choices():
+        for per_cluster, together in self._choices(finer=request.limit_bytes is not None):
             sizes = {
                 "batch": request.batch, "group_tokens": self.group_tokens,
                 "max_units": ceil_div(request.max_tokens, self.group_tokens),
@@ -79,10 +83,10 @@ class ClusterKV(BaselinePolicy):
             out.append((policy, IndexSize(held, scratch)))
         return out
 
-    def _choices(self) -> list[tuple[int, int]]:
+    def _choices(self, *, finer: bool) -> list[tuple[int, int]]:
         """Tokens of a cluster and new tokens clustered together, best first."""
         out = []
-        for per_cluster, together in CHOICES:
+        for per_cluster, together in (*FINER, *CHOICES) if finer else CHOICES:
             if self.recluster_tokens is not None:
                 together = self.recluster_tokens
             if self.tokens_per_cluster is not None:

@@ -15,12 +15,26 @@ from penstock.methods.baselines.shadow_keys import ShadowKeyIndex
 
 ORIGINAL_OUTLIERS, ORIGINAL_SELECTED = 48, 256
 """Chunks of 8 tokens per KV head: resident ones, and those that a step selects beside them."""
-VARIANTS = (
-    (1, 160), (2, 160), (2, 96), (4, 96), (4, 64), (8, 64), (8, 32), (16, 32), (16, 16),
-    (16, 8), (32, 8), (32, 4),
+RANK = 160
+"""Components of the original, for keys of 8 heads of 128."""
+SHARES = (
+    (1, 1.0), (2, 1.0), (2, 0.6), (4, 0.6), (4, 0.4), (8, 0.4), (8, 0.2), (16, 0.2), (16, 0.1),
+    (16, 0.05), (32, 0.05), (32, 0.025),
 )  # fmt: skip
-"""Units of a landmark and rank, best first. The first is the original's; the order of the others
-is ours: landmarks and components shrink in turn. The last three are for narrow models."""
+"""Units of a landmark, and the rank as a share of the largest; best first. The first is the
+original's; the order of the others is ours: landmarks and components shrink in turn."""
+
+
+def variants(joint: int) -> list[tuple[int, int]]:
+    """Units of a landmark and rank for keys of so many components, all heads together.
+
+    Under a budget, narrow keys have at most a quarter of their components: at equal bytes, finer
+    landmarks are worth more (research/notes/2026-11-26-louiskv-trigger.md).
+    """
+    most = max(1, min(RANK, joint // 4))
+    found = [(1, min(RANK, joint))]
+    found += [(units, max(1, round(share * most))) for units, share in SHARES]
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +69,7 @@ class ShadowKV(BaselinePolicy):
     """Tokens of a unit, the original's chunk."""
     rank: int | None = None
     """Components per token, all KV heads of a sequence together; None: 160, or less under a tight
-    budget."""
+    budget: then at most a quarter of what keys have."""
     landmark_units: int | None = None
     """Units that share a landmark; None: 1, or more under a tight budget."""
     outlier_chunks: int = ORIGINAL_OUTLIERS
@@ -99,15 +113,15 @@ class ShadowKV(BaselinePolicy):
         selected = self._selections(request)[0]
         in_proportion = selected * ORIGINAL_OUTLIERS // (ORIGINAL_OUTLIERS + ORIGINAL_SELECTED)
         most = min(self.outlier_chunks, in_proportion)
-        variants = [
+        found = [
             replace(
                 self, rank=self.rank or rank, landmark_units=self.landmark_units or units,
                 outlier_chunks=most,
             )
-            for units, rank in VARIANTS
+            for units, rank in variants(request.rows_per_sequence * request.shape.head_dim)
         ]  # fmt: skip
-        variants += [replace(variants[-1], outlier_chunks=fewer) for fewer in (most // 2, 0)]
-        return [(variant, variant._size(request, selected)) for variant in variants]
+        found += [replace(found[-1], outlier_chunks=fewer) for fewer in (most // 2, 0)]
+        return [(variant, variant._size(request, selected)) for variant in found]
 
     def _size(self, request: SizingRequest, selected: int) -> IndexSize:
         assert self.rank is not None

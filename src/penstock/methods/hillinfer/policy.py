@@ -29,7 +29,7 @@ from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rul
 from penstock.methods.hillinfer.near_work import NearWork
 from penstock.storage.store import KVStore
 
-ALPHAS = (0.2, 0.15, 0.1, 0.05)
+ALPHAS = (0.2, 0.15, 0.1, 0.05, 0.025, 0.0125)
 """Shares of the context that a step selects, best first (section 5.3: 10 to 20 %)."""
 PLACEMENTS = ("both", "pin", "table", "naive")
 KEY_DTYPES: dict[torch.dtype, KeyDtype] = {
