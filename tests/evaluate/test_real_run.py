@@ -88,9 +88,7 @@ def test_a_run_and_a_policy_more(
     printed = capsys.readouterr().out
     assert "toy: prompts of 1,400 tokens, 1 tasks of 2 samples" in printed
     assert printed.count("kvswap@1/999") == 1
-    assert (
-        "kvswap@1/999                    refused: the smallest budget that would do is" in printed
-    )
+    assert "  refused: the smallest budget that would do is" in printed
     assert picture.read_text().startswith("<?xml")
 
 
@@ -155,8 +153,9 @@ def test_layers_are_means_over_samples_and_tables_rank() -> None:
     assert summary.same == pytest.approx(0.625)
     answers = [
         Cell(length=9, task="multi_hop", setting=name, scores=scores, any_order=scores)
-        for name, scores in (("a@1/2", [0.0]), ("full", [1.0]), ("b@1/2", [0.5]))
+        for name, scores in (("a@1/2", [0.0]), ("full", [1.0]), ("b@1/2:rank=8", [0.5]))
     ]
     lines = real_report([cell, *answers], "m").splitlines()
-    names = [line.split()[0] for line in lines if "@1/2" in line or line.startswith("full")]
+    names = [line.split()[0] for line in lines if "@1/2 " in line or line.startswith("full")]
     assert names == ["full", "b@1/2", "a@1/2"] * 2, "best first, full attention on top"
+    assert lines[-1] == "b@1/2: rank=8"

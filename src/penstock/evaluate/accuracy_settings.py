@@ -155,6 +155,15 @@ def at_fractions(texts: Sequence[str], fractions: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def short_names(settings: Sequence[str]) -> dict[str, str]:
+    """Names for tables and figures: without options, where that leaves only one of that name."""
+    heads = [text.partition(":")[0] for text in settings]
+    return {
+        text: text if heads.count(head) > 1 else head
+        for text, head in zip(settings, heads, strict=True)
+    }
+
+
 def _value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from penstock.core.errors import ConfigError, StorageError
 from penstock.evaluate.accuracy_cells import REFERENCE
+from penstock.evaluate.accuracy_settings import short_names
 from penstock.evaluate.figure_style import (
     FAINT,
     GRID,
@@ -17,7 +18,6 @@ from penstock.evaluate.figure_style import (
     SERIES,
     STYLE,
     model_of,
-    short_setting,
     short_tokens,
     write_picture,
 )
@@ -82,7 +82,7 @@ def _losses(panel: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
     panel.axvline(0, color=FAINT, linewidth=1)
     panel.set_title(title)
     panel.set_xlabel("points lost to full attention, mean over tasks (95 % interval)")
-    _settings_down(panel, [row["setting"] for row in rows])
+    _settings_down(panel, list(short_names([row["setting"] for row in rows]).values()))
 
 
 def _divergences(
@@ -102,15 +102,10 @@ def _divergences(
     panel.set_xlabel("nats a token (log scale)")
     _settings_down(panel, [""] * len(rows))
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(frameon=False, loc="lower right")
+        panel.legend(frameon=False, loc="upper right")
 
 
-def _settings_down(panel: Axes, settings: Sequence[str]) -> None:
-    shorts = [short_setting(text) for text in settings]
-    names = [
-        text if shorts.count(short) > 1 else short
-        for text, short in zip(settings, shorts, strict=True)
-    ]
+def _settings_down(panel: Axes, names: Sequence[str]) -> None:
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(-0.6, len(names) - 0.4)
     panel.grid(axis="x", color=GRID)

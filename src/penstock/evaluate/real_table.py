@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.evaluate.accuracy_cells import REFERENCE, Cell, Summary, summarise
+from penstock.evaluate.accuracy_settings import short_names
 from penstock.evaluate.audit.table import format_nats
 from penstock.evaluate.intervals import bootstrap_mean
 from penstock.evaluate.tasks.real.passages import FIDELITY
@@ -88,7 +89,13 @@ def real_report(cells: Sequence[Cell], model: str) -> str:
             f"{model}: prompts of {length:,} tokens, {len(answered)} tasks of {samples} samples\n\n"
             + _tables(mine)
         )
-    return "\n\n".join([*parts, LEGEND])
+    settings = dict.fromkeys(cell.setting for cell in cells)
+    lines = [
+        f"{name}: {text.partition(':')[2]}"
+        for text, name in short_names(list(settings)).items()
+        if text != name
+    ]
+    return "\n".join(["\n\n".join([*parts, LEGEND]), *lines])
 
 
 def basis_line(adapter_tokens: int | None) -> str:
@@ -108,6 +115,7 @@ def _tables(cells: Sequence[Cell]) -> str:
     refused = {cell.setting: cell.refused for cell in cells if cell.refused}
     settings = list(dict.fromkeys(cell.setting for cell in cells))
     settings.sort(key=lambda setting: _rank(summaries.get(setting), setting))
+    names = short_names(settings)
     most = max((one.tasks for one in summaries.values()), default=0)
     rows, by_task = [], []
     tasks = [task for task in dict.fromkeys(c.task for c in cells) if task not in FIDELITY]
@@ -116,9 +124,9 @@ def _tables(cells: Sequence[Cell]) -> str:
         summary = summaries.get(setting)
         mine = [one for key, one in fidelity.items() if key[0] == setting]
         if not mine and (summary is None or summary.mean is None):
-            rows.append([setting, _why_not(refused.get(setting))])
+            rows.append([names[setting], _why_not(refused.get(setting))])
             continue
-        name = setting
+        name = names[setting]
         if summary is not None and summary.tasks < most:
             name += f" ({summary.tasks} of {most} tasks)"
         of_setting = [cell for cell in cells if cell.setting == setting]
@@ -127,7 +135,9 @@ def _tables(cells: Sequence[Cell]) -> str:
         ])  # fmt: skip
         if summary is not None and summary.mean is not None:
             scores = [at[setting, task].scores for task in tasks]
-            by_task.append([setting, *(_per_cent(one) for one in scores), _like_full(at, setting)])
+            by_task.append(
+                [names[setting], *(_per_cent(one) for one in scores), _like_full(at, setting)]
+            )
     header = ["policy", "score", "lost", "KL prose", "KL code", "same", "mass", "sparse", "memory"]
     table = format_table(header, rows)
     if not by_task:
