@@ -102,7 +102,7 @@ def test_the_verifier_counts_hops(run: Run) -> None:
 
 
 def test_quality_is_measured_at_every_budget(run: Run) -> None:
-    printed, names = run("budget_against_quality.py")
+    printed, names = run("budget_against_quality.py", "--puzzles", "1")
     share = names["share_of_hops"]
     assert share("> a b > c d > x", ["a b", "c d", "e f", "stop"]) == 0.5
     assert share("> a b > stop .", ["a b", "stop"]) == 1.0

@@ -1,9 +1,6 @@
 """Reads and writes that fail, at any moment: a typed error, nothing hangs, close() works."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from penstock.methods import FlexGen, KVSwap, SelectionPolicy
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.store import KVStore, Sealing
 from penstock.testing.faulty_file import FaultyFile
+from tests.ready_process import ReadyProcess
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 EVERY = range(1 << 20)
@@ -226,12 +224,8 @@ def test_a_fork_that_finds_the_disk_full(rig: Rig) -> None:
 
 def test_a_limit_on_file_size(tmp_path: Path) -> None:
     """Real files that may not grow: the error reaches the caller of the model."""
-    answer = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert answer.stdout.split() == ["full", "lost", "40"] * 2, answer.stderr
+    with ReadyProcess(FULL_DISK, str(tmp_path)) as run:
+        assert run.stdout.read().split() == ["full", "lost", "40"] * 2, run.errors()
     assert list(tmp_path.iterdir()) == []
 
 

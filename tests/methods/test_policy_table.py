@@ -1,24 +1,21 @@
 """Policies of other packages: found by their entry points, used by the command, refused if bad."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import penstock
 from penstock import KVSwap
 from penstock.cli.main import app
 from penstock.core.errors import ConfigError
 from penstock.methods import POLICIES, Quest
 from penstock.methods.search_space import fields_of, policy_from
 from penstock.models.cache_settings import named_policy
+from tests.ready_process import ReadyProcess
 
-SOURCE = str(Path(penstock.__file__).parents[1])
 ACME = Path(__file__).parent / "outside" / "acme_policies.py"
 CONTRACT = """
 from acme_policies import Spread
@@ -26,6 +23,14 @@ from penstock.testing import PolicyContract
 
 class TestSpread(PolicyContract):
     policies = (Spread(weight=0.5, group_tokens=4),)
+"""
+
+INHERITED = """
+import os, sys
+os.environ.pop("PYTEST_ADDOPTS", None)  # such as --shuffle: unknown outside the project's tests
+sys.path.insert(0, os.getcwd())
+import pytest
+sys.exit(pytest.main(sys.argv[1:] + ["test_spread.py"]))
 """
 
 WITHOUT_DEFAULT = """
@@ -70,15 +75,10 @@ def test_an_outside_policy_is_used_by_its_name(folder: Path) -> None:
 
 def test_an_outside_policy_inherits_the_contract(folder: Path) -> None:
     (folder / "test_spread.py").write_text(CONTRACT)
-    # Options of this run, such as --shuffle, are unknown outside the project's tests.
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_spread.py"],
-        capture_output=True, text=True, timeout=600, cwd=folder,
-        env=env | {"PYTHONPATH": os.pathsep.join([str(folder), SOURCE])},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "11 passed" in found.stdout
+    with ReadyProcess(INHERITED, "-q", "-p", "no:cacheprovider", folder=folder) as run:
+        printed = run.stdout.read()
+        assert run.wait() == 0, printed + run.errors()
+        assert "11 passed" in printed
 
 
 def test_a_name_is_imported_when_it_is_asked_for(folder: Path) -> None:

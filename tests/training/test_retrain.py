@@ -217,13 +217,10 @@ def test_when_all_seeds_are_refused(
     assert "refused the seeds 3 to 5; give another --seed" in capsys.readouterr().err
 
 
-def here_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands run in this process, without seconds of imports; the card's questions do not."""
-    real = retrain.call
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process, without seconds of imports."""
 
     def call(module: str, words: Sequence[str]) -> int:
-        if words[words.index("--seed") + 1] == "0":
-            return real(module, words)
         status: int = (train if module == "training.train" else evaluate).main(words)
         return status
 
@@ -233,7 +230,10 @@ def here_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_for_real(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped by SIGTERM in the first sitting, then to the end, then once more for nothing."""
+    """Stopped by SIGTERM in the first sitting, then to the end, then once more for nothing.
+
+    The first sitting is a process of a process, as for users.
+    """
     long = tmp_path / "long.toml"
     toy = (FOLDER / "configs" / "toy.toml").read_text().replace("_tokens = 2048", "_tokens = 512")
     long.write_text(toy.replace("= 0.5", "= 0.001", 1))
@@ -253,7 +253,7 @@ def test_for_real(
     assert "the same command goes on" in said
 
     path.write_text(text.replace("minutes = 0.03", "minutes = 0.05"))
-    here_but_the_last(monkeypatch)
+    here(monkeypatch)
     assert retrain.main(words) == 0
     done = capfd.readouterr().out
     assert "2 of 2 cells agree" in done

@@ -51,7 +51,7 @@ def test_queries_of_all_blocks(
 
 @pytest.mark.parametrize(
     ("bits", "rank", "group", "heads", "parts"),
-    [(4, 32, 4, 6, 16), (4, 21, 3, 5, 16), (8, 24, 8, 3, 32), (16, 16, 4, 4, 8), (4, 64, 1, 32, 1)],
+    [(4, 32, 4, 6, 16), (4, 21, 3, 5, 16), (8, 24, 2, 3, 32), (16, 16, 4, 4, 8), (4, 64, 1, 32, 1)],
 )
 def test_products_with_each_parts_queries(
     device: torch.device, triton: Any, bits: int, rank: int, group: int, heads: int, parts: int
