@@ -272,7 +272,11 @@ def _attention(decode: PhaseStats) -> str:
         f"{100 * counters['mass_captured'] / steps:.1f} % ± {bar:.1f} of it was attended to; "
         f"{100 * counters['mass_capped'] / steps:.0f} % of the layers' steps filled all slots"
     )
-    done = {"mass_read_again": "read again", "mass_exact": "were computed exactly"}
+    done = {
+        "mass_read_again": "read again",
+        "mass_tail": "had the tail's mean added",
+        "mass_exact": "were computed exactly",
+    }
     for name, words in done.items():
         if count := counters.get(name):
             said += f", {100 * count / steps:.1f} % {words}"

@@ -206,9 +206,7 @@ class RetrievalLayer(LayerCache):
             self.pool.mask[:, self.pool.slot_places :] = self.window.mask
         out = self.see_step(call, fetched)
         if self.observer is not None:
-            self.observer(
-                self.layer_idx, self._attended(fetched, call if out is not None else None)
-            )
+            self.observer(self.layer_idx, self._attended(fetched))
         if out is not None:
             return out
         if fetched is not None and self.index.observes:
@@ -255,13 +253,8 @@ class RetrievalLayer(LayerCache):
         """
         return self.pool.mask
 
-    def _attended(
-        self, fetched: tuple[Selection, FetchPlan] | None, exact: AttentionCall | None
-    ) -> Tensor:
-        """True for each token that this step sees; of an exact one all. bool [rows, length]"""
-        if exact is not None:
-            seen = torch.ones(len(exact.query), self.length, dtype=torch.bool)
-            return seen.to(exact.query.device) if exact.visible is None else exact.visible
+    def _attended(self, fetched: tuple[Selection, FetchPlan] | None) -> Tensor:
+        """True for each token that this step sees. bool [rows, length]"""
         gathered = None
         if self.gathers and fetched is not None:
             gathered = fetched[1].selected_slots

@@ -192,6 +192,77 @@ def test_exact_below_the_floor_is_full_attention(model: PreTrainedModel) -> None
     assert counters["mass_captured"] == pytest.approx(counters["mass_steps"], rel=1e-3)
 
 
+def test_the_tail_is_the_mean_of_what_is_not_read(model: PreTrainedModel) -> None:
+    """By the estimate's own weight, whatever has happened to the tokens: padding, crops, rows."""
+    policy = replace(POLICY, mass=0.4, floor=0.9999, below="tail")
+    ids = torch.tensor([prompts()[0], [0] * 51 + prompts()[1]])
+    mask = torch.ones_like(ids)
+    mask[1, :51] = 0
+    with (
+        TieredCache(model, policy, None, "memory", max_tokens=200, batch_size=2) as cache,
+        torch.no_grad(),
+    ):
+        model(ids, attention_mask=mask, **cache_argument(model, cache))
+        rows = [0, 1]
+        for count, change in ((3, None), (2, "crop"), (2, "rows"), (1, None)):
+            for _ in range(count):
+                mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+                step = watched_step(model, cache, ids[:, :1], mask)
+            for layer, (call, out, seen) in zip(cache.tiers.layers, step, strict=True):
+                check_tail(layer, call, out, seen, mask.bool())
+            if change == "crop":
+                cache.crop(-2)
+                mask = mask[:, :-2]
+            elif change == "rows":
+                rows = [rows[1], rows[0]]
+                cache.reorder_cache(torch.tensor([1, 0]))
+                mask = mask[[1, 0]]
+    assert cache.stats.decode.counters["mass_tail"] > 0
+
+
+def watched_step(
+    model: Any, cache: TieredCache, ids: Tensor, mask: Tensor
+) -> list[tuple[Any, Tensor, Tensor]]:
+    """Each layer's call, answer, and what it attended to, in a decode step."""
+    found: dict[int, list[Any]] = {}
+    for number, layer in enumerate(cache.tiers.layers):
+
+        def attend(call: Any, layer: Any = layer, number: int = number) -> Tensor:
+            out: Tensor = type(layer).attend(layer, call)
+            found[number] = [call, out]
+            return out
+
+        layer.attend = attend  # type: ignore[method-assign]
+        layer.observer = lambda index, seen: attended.__setitem__(index, seen)  # type: ignore
+    attended: dict[int, Tensor] = {}
+    positions = (mask.cumsum(dim=1) - 1)[:, -1:]
+    model(ids, attention_mask=mask, position_ids=positions, **cache_argument(model, cache))
+    for layer in cache.tiers.layers:
+        del layer.attend
+    return [(*found[number], attended[number]) for number in range(len(found))]
+
+
+def check_tail(layer: Any, call: Any, out: Tensor, seen: Tensor, visible: Tensor) -> None:
+    """The answer is that over what was seen, mixed with the mean of the other values."""
+    assert layer.estimate is not None
+    tokens = layer.read_tokens(0, layer.length)
+    keys, values = tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
+    heads = call.query.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(heads, dim=1) for part in (keys, values))
+    logits = torch.matmul(call.query, keys.transpose(2, 3))[:, :, 0] * call.scaling
+    weights = logits.masked_fill(~seen[:, None], -math.inf).softmax(dim=2)
+    near = torch.einsum("rhk,rhkd->rhd", weights, values)
+    others = (visible & ~seen).float()
+    far = torch.einsum("rk,rhkd->rhd", others, values) / others.sum(dim=1)[:, None, None].clamp_min(
+        1
+    )
+    share = layer.estimate.unread / (1 + layer.estimate.unread)
+    low = layer.estimate.captured < 0.9999
+    share = torch.where(low[:, None], share, 0.0)[:, :, None]
+    wanted = near * (1 - share) + far * share
+    torch.testing.assert_close(out[:, 0], wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_reading_again_has_more_of_the_attention(model: PreTrainedModel) -> None:
     mass, again = {}, {}
     for floor in (None, 0.95):

@@ -57,6 +57,8 @@ class MassEstimate:
     """Share of the attention that is attended to, the mean over heads, 0 to 1. float32 [rows]"""
     variance: Tensor
     """Of `captured`. float32 [rows]"""
+    unread: Tensor
+    """What is not attended to, by what is. float32 [rows, heads]"""
 
 
 class MassMeter:
@@ -168,7 +170,7 @@ class MassMeter:
         draws = chosen.probes.shape[1]
         if not draws:
             whole = torch.ones(len(attended), device=attended.device)
-            return MassEstimate(whole, torch.zeros_like(whole))
+            return MassEstimate(whole, torch.zeros_like(whole), torch.zeros_like(attended))
         # All is relative to what is known to be attended to, in truth and by the index: a query
         # that was predicted a little too long makes all of it heavier.
         outside = chosen.absent.gather(1, chosen.probes)[:, :, None]
@@ -189,7 +191,8 @@ class MassMeter:
         deviation = ((found - (factor * said)[:, None]) * slope[:, None]).mean(dim=2)
         spread = deviation.square().sum(dim=1) / max(1, draws - 1) / draws
         self._spread.mul_(DECAY).add_(spread)
-        return MassEstimate(captured, self._spread / self._steps)
+        rest = (unread - read) / (1 + read)
+        return MassEstimate(captured, self._spread / self._steps, rest)
 
     def take_rows_from(self, other: "MassMeter", rows: Tensor) -> None:
         """Become a copy with row i taken from row `rows[i]`."""

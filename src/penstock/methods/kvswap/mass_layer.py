@@ -1,5 +1,6 @@
 """MassLayer: a layer that reads until enough of the attention is there, and says how much is."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from penstock.core.selection import Selection
 from penstock.engine.attended import pool_logits
 from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.engine.fetch_plan import FetchPlan, plan_fetch
@@ -17,10 +19,11 @@ from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.engine.slot_transfer import PendingRead
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.kvswap.mass import Chosen, MassEstimate, MassMeter, selection_of
+from penstock.methods.kvswap.tail import ValueSums
 
-Below = Literal["again", "exact"]
-"""What is done below the floor: all slots are filled by the true query, or the step attends to
-everything."""
+Below = Literal["again", "tail", "exact"]
+"""What is done below the floor: all slots are filled by the true query, the mean of what is not
+read is added by its estimated mass, or the step attends to everything."""
 
 
 class MassLayer(RetrievalLayer):
@@ -28,7 +31,8 @@ class MassLayer(RetrievalLayer):
 
     It counts, over layers, steps and rows: `mass_steps`, how many; `mass_captured` and
     `mass_variance`, the estimates and their variances; `mass_capped`, those that wanted more than
-    the slots; `mass_read_again` and `mass_exact`, those below the floor, by what was done.
+    the slots; `mass_read_again`, `mass_tail` and `mass_exact`, those below the floor, by what was
+    done.
     """
 
     may_fuse = False
@@ -53,6 +57,10 @@ class MassLayer(RetrievalLayer):
             device=self.setup.device,
         )  # fmt: skip
         self._chosen: Chosen | None = None
+        self._sees_all = False
+        shape = self.setup.shape
+        size = (plan.batch, shape.num_kv_heads, shape.head_dim)
+        self._values = ValueSums(*size, self.setup.device) if below == "tail" else None
         self.estimate: MassEstimate | None = None
         """Of the last step; None where it attended to everything."""
 
@@ -109,9 +117,9 @@ class MassLayer(RetrievalLayer):
 
     @override
     def see_step(
-        self, call: AttentionCall, fetched: "tuple[Any, FetchPlan] | None"
+        self, call: AttentionCall, fetched: "tuple[Selection, FetchPlan] | None"
     ) -> Tensor | None:
-        chosen, self._chosen = self._chosen, None
+        chosen, self._chosen, self._sees_all = self._chosen, None, False
         rows, phase = self.setup.plan.batch, self.setup.phase
         if fetched is None or chosen is None:
             self.estimate = None
@@ -122,10 +130,16 @@ class MassLayer(RetrievalLayer):
         if low and self._below == "again":
             phase.count("mass_read_again", low)
             found = self._read_again(call)
+        elif low and self._values is not None and call.sink_logits is None:
+            phase.count("mass_tail", low)
+            out = self._with_tail(call, found, self._values)
         elif low:
             phase.count("mass_exact", low)
-            out = self._exactly(call)
-            found = MassEstimate(torch.ones_like(found.captured), torch.zeros_like(found.variance))
+            out, self._sees_all = self._exactly(call), True
+            found = MassEstimate(
+                torch.ones_like(found.captured), torch.zeros_like(found.variance),
+                torch.zeros_like(found.unread),
+            )  # fmt: skip
         self.estimate = found
         self._count(rows, float(found.captured.sum()), float(found.variance.sum()), capped)
         return out
@@ -172,15 +186,92 @@ class MassLayer(RetrievalLayer):
         return total.result()
 
     @override
+    def _attended(self, fetched: "tuple[Selection, FetchPlan] | None") -> Tensor:
+        if not self._sees_all:
+            return super()._attended(fetched)
+        rows, visible = self.setup.plan.batch, self._visible
+        seen = torch.ones(rows, self.length, dtype=torch.bool, device=self.setup.device)
+        if visible is not None:
+            seen[:, : visible.shape[1]] &= visible
+        return seen
+
+    def _with_tail(self, call: AttentionCall, found: MassEstimate, values: ValueSums) -> Tensor:
+        """Rows below the floor with the mean of what they do not attend to."""
+        total = AttentionSum(call)
+        total.add(self.pool.keys, self.pool.values, self.pool.mask)
+        attended = total.result()
+        assert self._floor is not None
+        rest = values.mean_without(self.pool.values, self.pool.mask == 0)
+        rest = rest.repeat_interleave(call.query.shape[1] // rest.shape[1], dim=1)
+        share = found.unread / (1 + found.unread) * (found.captured < self._floor)[:, None]
+        share = share[:, None, :, None]
+        mixed = attended.float() * (1 - share) + rest[:, None] * share
+        return mixed.to(attended.dtype)
+
+    # The sum of the values ----------------------------------------------------------------------
+
+    @override
+    def begin(self, query: Tensor) -> None:
+        if self._values is not None and not self._values.known:
+            self._add_up(self._values)
+        super().begin(query)
+
+    @override
+    def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        super().append(keys, values, visible)
+        if self._values is not None:
+            new = None if visible is None else visible[:, -values.shape[2] :]
+            self._values.add(values, new)
+
+    def _add_up(self, values: ValueSums) -> None:
+        """Read every token that is held: a crop, or a stored text, has changed which are."""
+        group_tokens = self.setup.plan.group_tokens
+        closed = self.length // group_tokens
+        values.begin()
+        self.drain()
+        self.forget_slots()
+        starts = [first * group_tokens for first, _, _ in self._blocks(0, closed)]
+        starts += [closed * group_tokens] * (self.length > closed * group_tokens)
+        for start, end in zip(starts, [*starts[1:], self.length], strict=True):
+            self._add(values, self.read_tokens(start, end), start)
+
+    def _add(self, values: ValueSums, tokens: Tensor, start: int) -> None:
+        end, visible = start + tokens.shape[1], None
+        if self._visible is not None:
+            visible = self._visible[:, start:end]
+            missing = end - start - visible.shape[1]  # decoded since, which is no padding
+            visible = torch.nn.functional.pad(visible, (0, missing), value=True)
+        values.add(tokens[:, :, 1].transpose(1, 2), visible)
+
+    def _forget_values(self) -> None:
+        if self._values is not None:
+            self._values.known = False
+
+    @override
+    def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
+        self._forget_values()
+        super().restore(length, state)
+
+    @override
+    def crop(self, length: int) -> None:
+        if length < max(self.length, self._touched):
+            self._forget_values()
+        super().crop(length)
+
+    @override
     def take_rows_from(self, other: Layer, rows: Tensor) -> None:
         super().take_rows_from(other, rows)
         assert isinstance(other, MassLayer)
         self._meter.take_rows_from(other._meter, rows)
+        if self._values is not None and other._values is not None:
+            self._values.take_rows_from(other._values, rows)
 
     @override
     def reset(self) -> None:
         super().reset()
         self._meter.reset()
+        if self._values is not None:
+            self._values.begin()
 
 
 def _part_of(plan: FetchPlan, part: slice) -> FetchPlan:

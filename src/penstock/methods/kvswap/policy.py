@@ -99,8 +99,8 @@ class KVSwap(SelectionPolicy):
     """With `mass`: a step of a layer that turns out to have less is made better, as `below` says;
     None: it stays as it is."""
     below: Below = "again"
-    """Below the floor: "again": all slots are filled, by the true query; "exact": the step attends
-    to the whole past."""
+    """Below the floor: "again": all slots are filled, by the true query; "tail": the mean of what
+    is not read is added, by its estimated mass; "exact": the step attends to the whole past."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
     min_prediction_cosine: float = 0.85
