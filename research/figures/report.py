@@ -10,6 +10,7 @@ import matplotlib
 from penstock.core.errors import ConfigError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.figure_style import STYLE, save
+from penstock.evaluate.real_figure import draw_real
 from penstock.evaluate.result import Result
 from research.figures import (
     accuracy,
@@ -48,6 +49,11 @@ def _is_ablation(result: Result) -> bool:
     texts = dict.fromkeys(cell["setting"] for cell in result.figures.get("cells", []))
     kinds = [text.partition(":")[0] for text in texts]
     return len(set(kinds)) < len(kinds)
+
+
+def _is_real(result: Result) -> bool:
+    """Whether it is of `penstock bench accuracy --suite real`."""
+    return result.kind == "accuracy" and result.settings.get("suite") == "real"
 
 
 def _has_methods(result: Result) -> bool:
@@ -120,7 +126,8 @@ _IN_PARTS = {"clusters.end_to_end", "near_storage.decode", "search.speed"}
 
 
 def charts_of(result: Result, name: str) -> dict[str, Chart]:
-    """The figures that a result gives, by their names; none for what a table says better.
+    """The figures that a result gives, by their names; none for what a table says better, and for
+    suite real, whose figure the bench draws itself.
 
     Args:
         name: of the result's file, without its ending.
@@ -130,6 +137,8 @@ def charts_of(result: Result, name: str) -> dict[str, Chart]:
     """
     found: dict[str, Chart] = {}
     why: ConfigError | None = None
+    if _is_real(result):
+        return found
     for one in _TABLE.get(result.kind, ()):
         if one.has(result):
             try:
@@ -152,6 +161,9 @@ def draw_all(paths: Sequence[Path], folder: Path, *, force: bool = False) -> lis
     with matplotlib.rc_context(STYLE):
         for path in paths:
             result = Result.load(path)
+            if _is_real(result):
+                save(draw_real(result), path.stem, folder, force=force)
+                names.append(path.stem)
             charts = charts_of(result, path.stem)
             for name, chart in charts.items():
                 save(draw(chart), name, folder, force=force)

@@ -16,6 +16,7 @@ from penstock.evaluate.answers import answer
 from penstock.evaluate.real_table import fidelity_of, real_report
 from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
 from penstock.evaluate.tasks.real import passages
+from research.figures.report import draw_all
 
 STEPS = 8
 FEW = ":selected_tokens=128"
@@ -90,6 +91,7 @@ def test_a_run_and_a_policy_more(
     assert printed.count("kvswap@1/999") == 1
     assert "  refused: the smallest budget that would do is" in printed
     assert picture.read_text().startswith("<?xml")
+    assert draw_all([out], tmp_path / "figures") == ["real"]
 
 
 def test_fidelity_of_full_attention_and_of_a_selection(model: Path, tmp_path: Path) -> None:
