@@ -253,7 +253,8 @@ class LowRankIndex(KeyIndex):
 
     @override
     def see_queries(self, queries: Tensor) -> None:
-        if self._turns is not None:
+        """For a basis that is still to be fitted."""
+        if self._turns is not None and not self._ready:
             squares = mean_squares(queries, self._shape.num_kv_heads)
             self._scale = key_scale(squares, self._turns.rotation).to(self._device)
 
