@@ -27,8 +27,8 @@ PROMPTS = [
     torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(count)).tolist()
     for count in (131, 90)
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.5, seed=11, max_tokens=17, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.5, seed=11, max_tokens=11, ignore_eos=True)
 KEPT = [name for name, policy in POLICIES.items() if not policy.drops and policy.retrieves]
 
 
@@ -110,7 +110,7 @@ def test_any_draft_anywhere(
 ) -> None:  # fmt: skip
     """Random lengths of drafts and answers, policies, stores, chunks and batches."""
     name = data.draw(st.sampled_from(["kvswap", "quest", "louiskv", "infinigen"]))
-    drafts, most = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 17))
+    drafts, most = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 11))
     store = data.draw(st.sampled_from(["memory", "host", str(tmp_path)]))
     if not policy_of(name).device_tier and store == "host":
         store = "memory"
