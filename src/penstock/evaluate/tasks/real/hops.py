@@ -1,6 +1,5 @@
 """Multi-hop over documents: from a person to a firm, to its town, to the town's mayor."""
 
-import json
 import random
 from itertools import islice
 
@@ -11,7 +10,6 @@ from penstock.evaluate.tasks.real.ground import Ground
 
 _CHAINS = 6
 _ASKED = 4
-_FIELDS = ("person", "firm", "town", "mayor")
 
 
 def multi_hop(rng: random.Random, ground: Ground) -> Draft:
@@ -31,21 +29,18 @@ def multi_hop(rng: random.Random, ground: Ground) -> Draft:
         for number, (subject, fact) in enumerate(told, 1)
     ]
     asked = chains[:_ASKED]
-    given, *lines = [json.dumps(dict(zip(_FIELDS, chain, strict=True))) for chain in asked]
-    opening = f'{{"person": "{asked[1][0]}", "firm":'
+    given, *lines = ["- " + " ".join(fact for _, fact in _facts(*chain)) for chain in asked]
+    opening = f"- {asked[1][0]} works for"
     return Draft(
         task="multi_hop",
         preface="Below are documents. Each begins with a fact about a person, a firm or a town.\n",
         pieces=ground.hiding(facts, rng, in_order=True),
         question=f"\nQuestion: For each of {listed([chain[0] for chain in asked])}: which firm "
         "does the person work for, in which town is that firm, and who is the mayor of that town? "
-        'Answer as a JSON list, one person a line, with the fields "person", "firm", "town" and '
-        '"mayor".',
-        lead=f"```json\n[\n{given},\n{opening}",
-        answer=",\n".join(lines).removeprefix(opening) + "\n]\n```",
-        values=tuple(lines),
-        metric="record_fields",
-        opening=opening,
+        "Answer with one line for each person.",
+        lead=f"Answer:\n{given}\n{opening}",
+        answer="\n".join(lines).removeprefix(opening),
+        values=tuple(name for chain in asked[1:] for name in chain[1:]),
         new_tokens=0,
     )
 

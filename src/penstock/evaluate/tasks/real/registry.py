@@ -50,6 +50,8 @@ ANSWERED: Mapping[str, Sequence[_Make]] = MappingProxyType({
 each kind its grounds: a book, then source code."""
 
 
+EDITION = 2
+"""Grows with every change of a task: results of another edition are not gone on with."""
 ROOM = 1024
 """More tokens than an answer has."""
 
@@ -91,8 +93,8 @@ class RealTasks:
 
     @property
     def digest(self) -> str:
-        """Tells other texts apart."""
-        return self._texts.digest
+        """Tells other texts and other editions of the tasks apart."""
+        return f"{self._texts.digest}-{EDITION}"
 
     def draw(
         self, task: str, first: int, count: int, *, tokens: int, seed: int,
