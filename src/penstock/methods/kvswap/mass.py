@@ -70,8 +70,9 @@ class MassMeter:
     are not chosen are read all the same, drawn with chances that follow their masses: the mean of
     mass by chance estimates the sum without bias (Hansen and Hurwitz, On the theory of sampling
     from finite populations, 1943). Their sum over the last steps by the index's, head by head, is
-    the factor on what the index says of unread units. The variance is that of one step's draws:
-    steps before make the estimate better, but nothing says how much a step differs from them.
+    the factor on what the index says of unread units. The variance is that of one step's draws,
+    and of their mean: steps before make the estimate better, but nothing says how much a step
+    differs from them.
     """
 
     def __init__(
@@ -192,7 +193,8 @@ class MassMeter:
         spread = deviation.square().sum(dim=1) / max(1, draws - 1) / draws
         self._spread.mul_(DECAY).add_(spread)
         rest = (unread - read) / (1 + read)
-        return MassEstimate(captured, self._spread / self._steps, rest)
+        variance = self._spread / self._steps * (1 + 1 / self._steps)
+        return MassEstimate(captured, variance, rest)
 
     def take_rows_from(self, other: "MassMeter", rows: Tensor) -> None:
         """Become a copy with row i taken from row `rows[i]`."""
