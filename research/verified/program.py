@@ -166,6 +166,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=2000, help="length of the prompt")
     add("--new-tokens", type=int, default=64)
     add("--exact-tokens", type=int, default=8, help="tokens of exact mode; 0: it is left out")
+    add("--policy-tokens", type=int, help="of the policy alone; default: all; 0: it is left out")
     add("--verify", type=int, nargs="+", default=[4, 8, 16], metavar="K", help="lengths of drafts")
     add("--policy", default="kvswap")
     add("--memory", default="1/13")
@@ -192,10 +193,11 @@ def run(arguments: Sequence[str]) -> Result:
     figures = {
         "model": loaded.name, "prompt_tokens": len(job.prompt), "disk": args.disk, "rows": rows,
     }  # fmt: skip
+    alone = args.new_tokens if args.policy_tokens is None else args.policy_tokens
     jobs: list[tuple[str, int, dict[str, Any]]] = [
         ("full attention, in memory", args.new_tokens, {}),
         *([("exact", args.exact_tokens + 1, {"exact": True})] if args.exact_tokens else []),
-        (args.policy, args.new_tokens, {}),
+        *([(args.policy, alone, {})] if alone else []),
         *((f"verify={drafts}", args.new_tokens, {"verify": drafts}) for drafts in args.verify),
     ]
     progress = Progress(len(jobs))
