@@ -53,7 +53,7 @@ TRIGGERS = {
     "gains added up": "the gains of all steps since the retrieval, each KV head by itself; weighed "
     "and with keep 2: LouisKV's lost_mass",
 }
-_LOST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+_LOST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 
 
 def variants() -> list[Variant]:
