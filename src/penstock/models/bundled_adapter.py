@@ -12,6 +12,8 @@ NO_ADAPTER = "none"
 """In place of an adapter's file: make one from the prompt's own keys."""
 _BUNDLED = Path(__file__).parent / "recall"
 _NAME = "adapter.safetensors"
+_FORMER = _BUNDLED / "former-adapter.safetensors"
+"""Of keys as the model has them; documents were stored with it."""
 
 
 def calibrated_adapter(fingerprint: str) -> Path:
@@ -34,7 +36,7 @@ def adapters_at_hand(fingerprint: str, folder: str | Path = "") -> Iterator[LowR
     fetched = [released.folder for released in released_models().values() if released.is_fetched]
     own = [Path(folder)] if folder else []
     folders = [place / _NAME for place in (*own, _BUNDLED, *fetched)]
-    for path in (calibrated_adapter(fingerprint), *folders):
+    for path in (calibrated_adapter(fingerprint), *folders, _FORMER):
         if os.path.exists(path):
             try:
                 adapter = LowRankAdapter.load(path)
