@@ -206,7 +206,8 @@ class KVSwap(SelectionPolicy):
                 else:
                     smallest.append(least.total_bytes)
         if plans:
-            return max(plans, key=lambda each: self.worth(request, *each))
+            made, plan = max(plans, key=lambda each: self.worth(request, *each))
+            return made, made._with_chunks(request, plan)
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
 
@@ -275,7 +276,7 @@ class KVSwap(SelectionPolicy):
         return slots if shared else min(slots, max(paper, slots // SLOTS_BY_SELECTED))
 
     def _grow(self, request: SizingRequest, *, shared: bool) -> SlotPlan:
-        """The plan with as many slots, then as large score chunks, as the budget allows."""
+        """The plan with as many slots as the budget allows."""
         least = self._selected_units(request, None)
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
@@ -288,12 +289,17 @@ class KVSwap(SelectionPolicy):
         ):
             most = max_units
         most = min(max_units, most)
-        plan = largest_plan(
+        return largest_plan(
             request, lambda slots: self._build(request, slots, shared=shared), least, most
         )
+
+    def _with_chunks(self, request: SizingRequest, plan: SlotPlan) -> SlotPlan:
+        """The same slots with as large score chunks as the budget allows."""
         chunk = CHUNK_TOKENS
         while chunk > SMALLEST_CHUNK_TOKENS:
-            larger = self._build(request, plan.num_slots, shared=shared, score_tokens=chunk)
+            larger = self._build(
+                request, plan.num_slots, shared=plan.shared_pools, score_tokens=chunk
+            )
             if request.limit_bytes is None:
                 return larger
             scratch_bytes = larger.total_bytes - plan.total_bytes
