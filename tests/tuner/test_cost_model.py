@@ -65,10 +65,15 @@ def test_everything_in_memory_takes_what_memory_takes() -> None:
     assert made.read_bytes_per_token == made.written_bytes == 0
 
 
+ONE_SELECTION = KVSwap(selected_tokens=400, reuse_tokens=400)
+
+
 def test_kvswap_reads_what_the_reuse_buffer_lacks() -> None:
     load = workload()
-    made = run("kvswap", load)
+    made = predict(ONE_SELECTION, load)
     assert made.read_bytes_per_token == pytest.approx(32 * 0.23 * 400 * 4096)
+    twice = predict(replace(ONE_SELECTION, reuse_tokens=800), load)
+    assert twice.read_bytes_per_token == pytest.approx(made.read_bytes_per_token / 2)
     none = predict(KVSwap(reuse_tokens=0), load)
     assert none.read_bytes_per_token == 32 * 400 * 4096
     assert none.tokens_per_s < made.tokens_per_s
@@ -77,7 +82,7 @@ def test_kvswap_reads_what_the_reuse_buffer_lacks() -> None:
 
 def test_reads_hide_behind_the_layer_before() -> None:
     load = workload()
-    made = run("kvswap", load)
+    made = predict(ONE_SELECTION, load)
     layers = load.model.shape.num_layers
     assert made.io_s < made.block_s
     assert made.submit_s == pytest.approx(8 * 0.23 * 100 * READ_SUBMIT_S)

@@ -91,7 +91,10 @@ def work_of(
         )  # fmt: skip
     rows = shape.num_kv_heads if policy.per_head else 1
     chunk_units = (policy.landmark_units or 1) if isinstance(policy, ShadowKV) else 1
-    missing = 1.0 if plan.shared_pools else 1.0 - reuse_rate
+    missing = 1.0
+    if not plan.shared_pools:
+        # A larger buffer misses less in proportion, or still less (research/notes, 2026-11-26).
+        missing = (1.0 - reuse_rate) * min(1.0, plan.selected_units / plan.num_slots)
     slots = plan.selected_units
     if isinstance(policy, KVSwap) and policy.attend == "resident":
         slots = plan.num_slots

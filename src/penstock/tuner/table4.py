@@ -13,11 +13,12 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.atomic_write import json_kind, require_own, write_atomically
 from penstock.core.errors import BudgetError, ConfigError
@@ -33,6 +34,8 @@ from penstock.tuner.model_sizes import model_sizes
 from penstock.tuner.step_work import work_of
 
 _TABLE = Path(__file__).parent / "table4.toml"
+TIGHT_INDEXES: Sequence[tuple[int, Literal[8, 4]]] = ((48, 8), (32, 8), (48, 4), (40, 4), (32, 4))
+"""Ranks and bits where layers share their slots, which the paper does not say."""
 PAPER_GROUPS: Mapping[str, int] = MappingProxyType({"nvme": 4, "emmc": 8})
 """G by disk (KVSwap, section 5.1)."""
 RANK_STEP = 16
@@ -146,16 +149,24 @@ def _paper_policy(name: str, load: Workload) -> SelectionPolicy:
 
 def paper_kvswap(load: Workload) -> KVSwap:
     """KVSwap as appendix A.4 tunes it: 16-bit components, sigma as small as the budget allows
-    beside a reuse buffer of one selection."""
+    beside a reuse buffer of one selection; where that has no room, the first of `TIGHT_INDEXES`."""
     joint, group = load.model.shape.joint_dim, PAPER_GROUPS[load.disk.name]
+    one_selection = KVSwap(
+        group_tokens=group, selected_tokens=PAPER_SELECTED_TOKENS, index_block_tokens=0
+    )
     for rank in range(joint, 0, -RANK_STEP):
-        made = KVSwap(group_tokens=group, rank=rank, index_bits=16)
+        made = replace(one_selection, rank=rank, index_bits=16)
         try:
             if not plan_of(made, load)[1].shared_pools:
                 return made
         except BudgetError:
             continue
-    return KVSwap(group_tokens=group)
+    for rank, bits in TIGHT_INDEXES:
+        made = replace(one_selection, rank=rank, index_bits=bits)
+        with suppress(BudgetError):
+            plan_of(made, load)
+            return made
+    return one_selection
 
 
 def wrong_orders(cells: Sequence[TableCell]) -> dict[str, list[str]]:

@@ -92,7 +92,7 @@ def test_a_larger_budget_is_used(
     assert request.limit_bytes is not None
     assert not plan.shared_pools
     assert plan.total_bytes > 0.9 * request.limit_bytes
-    assert plan.selected_units >= max(min(100, plan.num_slots), plan.num_slots // 4)
+    assert plan.selected_units >= max(min(100, plan.num_slots), plan.num_slots // 3)
     more = replace(request, limit_bytes=request.limit_bytes * 5 // 4)
     assert KVSwap().plan(more)[1].num_slots > plan.num_slots
 

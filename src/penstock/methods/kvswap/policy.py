@@ -31,8 +31,8 @@ PAPER_SELECTED_TOKENS = 400
 """MG, the number of selected entries (KVSwap section 6 and appendix A.2)."""
 LEAST_SELECTED_TOKENS = 64
 """Of a selection in the tightest budget."""
-SLOTS_BY_SELECTED = 4
-"""Slots are at most so many selections: 0.95 of a selection's units are in memory then."""
+SLOTS_BY_SELECTED = 3
+"""Slots are at most so many selections: 0.92 of a selection is in memory then."""
 SHARED_TOKENS = 600
 """Most tokens of preload buffers: all of them are read at every step."""
 WINDOWS = (32, 16)
@@ -67,7 +67,7 @@ class KVSwap(SelectionPolicy):
     group_tokens: int = 4
     """Tokens per group, the paper's G: 4 for NVMe, 8 for eMMC."""
     selected_tokens: int | None = None
-    """Tokens selected per step, the paper's MG; None: a quarter of what the slots hold, at least
+    """Tokens selected per step, the paper's MG; None: a third of what the slots hold, at least
     400 of them or all, so that a larger budget selects more."""
     reuse_tokens: int | None = None
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
@@ -281,7 +281,8 @@ class KVSwap(SelectionPolicy):
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
         if shared and self.selected_tokens is None:
-            most = max(least, SHARED_TOKENS // self.group_tokens)
+            tokens = SHARED_TOKENS if self.reuse_tokens is None else PAPER_SELECTED_TOKENS
+            most = max(least, tokens // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
         elif not shared and (
