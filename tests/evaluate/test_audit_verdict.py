@@ -45,6 +45,9 @@ def test_the_smallest_budget_within_the_tolerance() -> None:
 def test_a_smaller_budget_that_is_good_by_chance_is_not_taken() -> None:
     lucky = [*FALLING[:2], audited("1/13", 0.05, 38), audited("1/34", 0.01, 40)]
     assert best_of(lucky, 0.03) is lucky[1]
+    unlucky = [audited("1/4", 0.05, 40), audited("1/8", 0.01, 40)]
+    assert best_of(unlucky, 0.03) is None
+    assert "1/8 is within 0.03 and the larger 1/4 is not" in verdict(unlucky, 0.03)
 
 
 def test_nothing_will_do() -> None:

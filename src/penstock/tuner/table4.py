@@ -155,7 +155,7 @@ def paper_kvswap(load: Workload) -> KVSwap:
         group_tokens=group, selected_tokens=PAPER_SELECTED_TOKENS, index_block_tokens=0
     )
     for rank in range(joint, 0, -RANK_STEP):
-        made = replace(one_selection, rank=rank, index_bits=16)
+        made = replace(one_selection, rank=rank, index_bits=16, reuse_tokens=PAPER_SELECTED_TOKENS)
         try:
             if not plan_of(made, load)[1].shared_pools:
                 return made

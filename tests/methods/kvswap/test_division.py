@@ -69,12 +69,19 @@ def test_without_an_adapter_too(tokens: int, fraction: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sector_bytes"), [(8192, 512), (16_384, 512), (16_384, 4096), (30_000, 4096)]
+    ("tokens", "sector_bytes"), [(16_384, 512), (16_384, 4096), (30_000, 512), (30_000, 4096)]
 )
 def test_layers_have_slots_of_their_own_at_a_thirteenth(tokens: int, sector_bytes: int) -> None:
     _, plan = KVSwap().plan(asked(tokens, 13, sector_bytes=sector_bytes))
     assert not plan.shared_pools
     assert plan.num_slots >= 64
+
+
+def test_reuse_that_is_stated_has_slots_of_its_own() -> None:
+    _, plan = KVSwap(reuse_tokens=340).plan(asked(8192, 13, sector_bytes=512))
+    assert not plan.shared_pools
+    assert plan.num_slots == plan.selected_units >= 64
+    assert KVSwap().plan(asked(8192, 13, sector_bytes=512))[1].shared_pools
 
 
 def test_shared_pools_hold_one_selection() -> None:

@@ -69,12 +69,21 @@ def verdict(audits: Sequence[Fidelity], tolerance: float) -> str:
         return "every budget is too little for this text; give more, or a longer text"
     best = best_of(audits, tolerance)
     if best is None:
+        within = [each for each in tried if (each.mean_kl or 0) <= tolerance]
+        if within:
+            return (
+                f"{budget_of(within[0])} is within {tolerance:g} and the larger "
+                f"{budget_of(tried[0])} is not: these steps are too few to tell. Give more "
+                "--max-new-tokens, or another text."
+            )
         return (
             f"no budget that was tried keeps the KL within {tolerance:g}. At {_kept(tried[0])}. "
             "Try a larger one with --budgets, or exact answers with --exact."
         )
-    within = f"The KL of {format_nats(best.mean_kl or 0)} is within {tolerance:g}."
-    said = [f"At {_kept(best)}.", within]
+    said = [
+        f"At {_kept(best)}.",
+        f"The KL of {format_nats(best.mean_kl or 0)} is within {tolerance:g}.",
+    ]
     smaller = tried[tried.index(best) + 1 :]
     if smaller:
         said.append(

@@ -40,9 +40,11 @@ WINDOWS = (32, 16)
 SMALLER_WINDOW = 0.9
 """What each of these steps is held to keep: a cut pays in shared pools, where a slot of a window
 costs what a dozen others do. Measured were 0.96 to 0.98."""
-REUSE_PAYS = 0.7
+REUSE_PAYS = 0.95
 """Layers have slots of their own where these hold at least so much of the attention that shared
-ones would: those read every unit of a selection at every step."""
+ones would: less, and a larger budget would be the worse one."""
+WANTS_REUSE = 0.01
+"""The same where `reuse_tokens` is stated."""
 MORE_BITS = 1.5
 """Columns of 4 bits that find as much as one of 8."""
 
@@ -222,7 +224,8 @@ class KVSwap(SelectionPolicy):
         columns = made.rank * (1 if made.index_bits == 4 else MORE_BITS)
         kept = kept_share(columns, made._least_columns(request), plan.num_slots, plan.max_units)
         halvings = [made.window_tokens <= each < self.window_tokens for each in WINDOWS]
-        return kept * SMALLER_WINDOW ** sum(halvings) * (REUSE_PAYS if plan.shared_pools else 1)
+        shared = WANTS_REUSE if self.reuse_tokens else REUSE_PAYS
+        return kept * SMALLER_WINDOW ** sum(halvings) * (shared if plan.shared_pools else 1)
 
     def _pools(self, request: SizingRequest) -> tuple[bool, ...]:
         """Whether pools may be shared by layers; the device tier's never are."""
