@@ -24,8 +24,8 @@ def masses(result: Result) -> Chart:
     width = max(len(row) for row in panels)
     return Chart(
         title="Attention that 100 groups of 4 tokens hold, chosen by each index",
-        size=(1.0 + 5.2 * width, 1.2 + 3.6 * len(panels)), panels=panels, share=(True, "row"),
-        legend={"ncol": 2}, xlabel="bytes a token and layer",
+        size=(1.0 + 5.2 * width, 1.6 + 3.6 * len(panels)), panels=panels, share=(True, "row"),
+        legend={"ncol": 2},
         ylabel="share of the attention outside of sinks and window",
     )  # fmt: skip
 
@@ -43,5 +43,8 @@ def _panel(model: Row, text: Row) -> Panel:
                               linestyle=style.lstrip("ox") or "none",
                               marker=style[0] if style[0] in "ox" else None))  # fmt: skip
     title = f"{model['model']}, {text['text']}, {model['tokens']:,} tokens"
-    return Panel(marks=marks, title=title, x=Axis(log=2, ticks=(8, 16, 32, 64),
-                 names=("8", "16", "32", "64")))  # fmt: skip
+    sizes = (8, 16, 32, 64)
+    axis = Axis(
+        label="bytes a token and layer", log=2, ticks=sizes, names=[str(size) for size in sizes]
+    )
+    return Panel(marks=marks, title=title, x=axis)
