@@ -51,8 +51,8 @@ def test_a_smaller_budget_that_is_good_by_chance_is_not_taken() -> None:
 
 
 def test_nothing_will_do() -> None:
-    assert "no budget that was tried keeps the KL within 0.0001. At 1/4 " in verdict(FALLING, 1e-4)
-    assert "every budget is too little" in verdict([REFUSED], 0.03)
+    assert "No budget that was tried keeps the KL within 0.0001. At 1/4 " in verdict(FALLING, 1e-4)
+    assert "Every budget is too little" in verdict([REFUSED], 0.03)
 
 
 def test_all_is_the_same() -> None:

@@ -1,8 +1,10 @@
 """The figure of an audit: divergence by budget, and the attention that each layer keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -16,6 +18,11 @@ from penstock.evaluate.figure_style import FAINT, GRID, INK, SERIES, STYLE, writ
 
 _LEAST_KL = 1e-5
 """Where less is drawn."""
+_BELOW: Mapping[str, Any] = MappingProxyType({
+    "frameon": False, "fontsize": 9, "loc": "upper center", "bbox_to_anchor": (0.5, -0.16),
+    "columnspacing": 1.2, "handlelength": 1.4,
+})  # fmt: skip
+"""Of a legend."""
 
 
 def write_audit_figure(
@@ -84,7 +91,7 @@ def _draw_divergence(
     axes.set_xlabel("memory, of the full cache")
     axes.set_title("KL of the next token, nats")
     axes.grid(color=GRID)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.legend(**_BELOW, ncols=2)
 
 
 def _draw_layers(axes: Axes, done: Sequence[Fidelity], layers: Sequence[int]) -> None:
@@ -98,7 +105,4 @@ def _draw_layers(axes: Axes, done: Sequence[Fidelity], layers: Sequence[int]) ->
     axes.set_title("attention that is kept")
     axes.grid(color=GRID)
     if done:
-        axes.legend(
-            frameon=False, fontsize=9, ncols=len(done), loc="upper center",
-            bbox_to_anchor=(0.5, -0.16), columnspacing=1.2, handlelength=1.4,
-        )  # fmt: skip
+        axes.legend(**_BELOW, ncols=len(done))

@@ -66,7 +66,7 @@ def verdict(audits: Sequence[Fidelity], tolerance: float) -> str:
     """What to take, in a few sentences."""
     tried = _by_memory(audits)
     if not tried:
-        return "every budget is too little for this text; give more, or a longer text"
+        return "Every budget is too little for this text; give more, or a longer text"
     best = best_of(audits, tolerance)
     if best is None:
         within = [each for each in tried if (each.mean_kl or 0) <= tolerance]
@@ -77,7 +77,7 @@ def verdict(audits: Sequence[Fidelity], tolerance: float) -> str:
                 "--max-new-tokens, or another text."
             )
         return (
-            f"no budget that was tried keeps the KL within {tolerance:g}. At {_kept(tried[0])}. "
+            f"No budget that was tried keeps the KL within {tolerance:g}. At {_kept(tried[0])}. "
             "Try a larger one with --budgets, or exact answers with --exact."
         )
     said = [
