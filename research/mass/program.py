@@ -20,7 +20,7 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import LoadedModel, load
 from penstock.models.weight_access import model_device
 from research.mass.steps import MassSteps
-from research.verified.program import text_of
+from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
 
@@ -108,8 +108,7 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input, or a disk that fails.
     """
     args = parse_arguments(arguments)
-    shown = {name: str(value) for name, value in vars(args).items() if name not in ("out", "json")}
-    result = Result.begin("mass", arguments, shown, seed=0, store=args.disk, package="research")
+    result = begun("mass", arguments, args)
     sitting = Sitting(result, args)
     loaded = load(args.model, dtype=args.dtype, device=args.device)
     ids = encode(loaded, text_of(args.text or []), alone=False)
@@ -118,8 +117,8 @@ def run(arguments: Sequence[str]) -> Result:
         raise ConfigError(f"the text has {len(ids):,} tokens behind --skip; give more --text")
     rows: list[Row] = []
     figures = {
-        "model": loaded.name, "prompt_tokens": args.tokens, "steps": args.steps,
-        "disk": args.disk, "memory": args.memory, "rows": rows,
+        "model": Path(args.model).name, "prompt_tokens": args.tokens, "steps": args.steps,
+        "disk": result.settings["disk"], "memory": args.memory, "rows": rows,
     }  # fmt: skip
     wanted = policies_of(args)
     progress = Progress(len(wanted))

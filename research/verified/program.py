@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.devices.presets import PRESETS
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
-from penstock.evaluate.result import Result
+from penstock.evaluate.result import Result, without_folder, without_path
 from penstock.evaluate.sitting import Sitting, closed
 from penstock.evaluate.text_table import format_table
 from penstock.generation.chat_template import ChatTemplate
@@ -110,8 +111,8 @@ class Run:
         run, decode = output.run, output.run.stats.decode
         row = {
             "tokens": output.token_ids, "seconds_per_token": run.decode_s / run.decode_tokens,
-            "bytes_per_token": decode.read_bytes / run.decode_tokens, "store": run.store,
-            "simulated": run.simulated, "memory_bytes": run.memory.peak_bytes,
+            "bytes_per_token": decode.read_bytes / run.decode_tokens,
+            "store": without_folder(run.store), "simulated": run.simulated, "memory_bytes": run.memory.peak_bytes,
             "full_cache_bytes": run.memory.full_cache_bytes, "hit_rate": decode.hit_rate,
             "notices": list(run.notices),
         }  # fmt: skip
@@ -177,6 +178,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return read_options(parser, arguments, seed=False, resume=False, minutes=False)
 
 
+def begun(kind: str, arguments: Sequence[str], args: argparse.Namespace) -> Result:
+    """A result whose settings and command have names of files, and no folders."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "json")}
+    texts = args.text or []
+    settings |= {"model": Path(args.model).name, "text": [each.name for each in texts]}
+    if args.disk not in ("auto", "memory", "host", *PRESETS):
+        settings["disk"] = "folder"
+    for each in texts:
+        arguments = without_path(arguments, "--text", str(each))
+    return Result.begin(kind, arguments, settings, seed=0, store=args.disk, package="research")
+
+
 def run(arguments: Sequence[str]) -> Result:
     """Measure, print the table, and save the result.
 
@@ -184,14 +197,14 @@ def run(arguments: Sequence[str]) -> Result:
         PenstockError: bad input, or a disk that fails.
     """
     args = parse_arguments(arguments)
-    shown = {name: str(value) for name, value in vars(args).items() if name not in ("out", "json")}
-    result = Result.begin("verified", arguments, shown, seed=0, store=args.disk, package="research")
+    result = begun("verified", arguments, args)
     sitting = Sitting(result, args)
     loaded = load(args.model, dtype=args.dtype, device=args.device)
     job = Run(loaded, prompt_of(loaded, args.text or [], args.ask, args.tokens), args)
     rows: list[Row] = []
     figures = {
-        "model": loaded.name, "prompt_tokens": len(job.prompt), "disk": args.disk, "rows": rows,
+        "model": Path(args.model).name, "prompt_tokens": len(job.prompt),
+        "disk": result.settings["disk"], "rows": rows,
     }  # fmt: skip
     alone = args.new_tokens if args.policy_tokens is None else args.policy_tokens
     jobs: list[tuple[str, int, dict[str, Any]]] = [

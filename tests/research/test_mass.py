@@ -20,6 +20,7 @@ def test_a_run_compares_said_with_true_mass(tmp_path: Path) -> None:
         str(out), "--skip", "20",
     ]  # fmt: skip
     run(arguments)
+    assert str(tmp_path) not in out.read_text(), "a folder of this machine"
     figures = Result.load(out).figures
     fixed, plain, again, exact = figures["rows"]
     assert [row["what"] for row in (fixed, plain, again, exact)] == [

@@ -16,6 +16,7 @@ def test_a_run_says_tokens_bytes_and_times(tmp_path: Path) -> None:
         "--tokens", "1600", "--new-tokens", "10", "--exact-tokens", "3", "--verify", "3",
         "--memory", "1/2", "--disk", str(tmp_path), "--chunk", "128", "--output", str(out),
     ])  # fmt: skip
+    assert str(tmp_path) not in out.read_text(), "a folder of this machine"
     figures = Result.load(out).figures
     plain, exact, policy, verified = figures["rows"]
     assert figures["prompt_tokens"] <= 1600
