@@ -112,7 +112,8 @@ class Run:
         row = {
             "tokens": output.token_ids, "seconds_per_token": run.decode_s / run.decode_tokens,
             "bytes_per_token": decode.read_bytes / run.decode_tokens,
-            "store": without_folder(run.store), "simulated": run.simulated, "memory_bytes": run.memory.peak_bytes,
+            "store": without_folder(run.store), "simulated": run.simulated,
+            "memory_bytes": run.memory.peak_bytes,
             "full_cache_bytes": run.memory.full_cache_bytes, "hit_rate": decode.hit_rate,
             "notices": list(run.notices),
         }  # fmt: skip
