@@ -119,6 +119,8 @@ class SizingRequest:
     the same."""
     most_rank: int | None = None
     """Components that the fitted basis has; None: as many as the keys are wide."""
+    turns_keys: bool = True
+    """Whether it is known how the model's rotary embedding turns keys."""
     rows_per_sequence: int = 1
     """KV heads of a sequence, when each is a row of its own; `batch` then counts rows."""
     device_tier: bool = False

@@ -62,6 +62,7 @@ def _request(
         limit_bytes=settings.limit_bytes, device_is_cpu=settings.device.type == "cpu",
         sector_bytes=sector_bytes, has_adapter=settings.adapter is not None,
         widest_ranks=widest_ranks(settings.adapter or ()),
+        turns_keys=any(settings.rotations or ()),
         most_rank=min((layer.rank for layer in settings.adapter or ()), default=None),
         must_tier=must_tier or settings.shares_past or settings.must_tier,
         rows_per_sequence=rows.per_sequence, device_tier=settings.device_tier,

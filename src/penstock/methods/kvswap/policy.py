@@ -233,9 +233,13 @@ class KVSwap(SelectionPolicy):
             return (False,)
         return (False, True) if self.reuse_tokens != 0 else (True,)
 
+    def _turns(self, request: SizingRequest) -> bool:
+        """Whether the index has keys turned back to their offset in a block."""
+        return self.index_block_tokens > 0 and request.turns_keys
+
     def _least_columns(self, request: SizingRequest) -> int:
         return least_columns(
-            request.shape.joint_dim, turned=self.index_block_tokens > 0,
+            request.shape.joint_dim, turned=self._turns(request),
             has_adapter=request.has_adapter,
         )  # fmt: skip
 
@@ -337,7 +341,7 @@ class KVSwap(SelectionPolicy):
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
         }  # fmt: skip
-        turned, table = self.index_block_tokens > 0, 0
+        turned, table = self._turns(request), 0
         per_layer = LowRankIndex.num_bytes(shape, **sizes, turned=turned)
         sizes["rank"], blocks = self._widest(request), {}
         if turned:
