@@ -13,6 +13,7 @@ from penstock import ConfigError, KVSwap, TieredCache
 from penstock.core.errors import CacheStateError, FetchError
 from penstock.engine.stored_past import StoredPast, padded_units
 from penstock.methods import POLICIES, FlexGen, SelectionPolicy
+from penstock.methods.kvswap.stored_index import VALUE_SUM
 from penstock.models.cache_argument import cache_argument
 from penstock.storage.memory_file import MemoryFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -166,6 +167,35 @@ def test_the_index_is_the_same_kept_or_made_from_the_keys(index: bool) -> None:
     # The basis is made from the document alone or with the question behind it: nearly the same.
     assert torch.equal(expected.sequences[:, : DOCUMENT + QUESTION], got.sequences[:, :-NEW])
     assert (logits(expected)[0] - logits(got)[0]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "of an older document"])
+def test_the_sum_of_values_is_kept_or_made_from_the_values(kept: bool) -> None:
+    model, policy = tiny_model("llama"), replace(SWAP, tail="mean")
+    question = ids(QUESTION, seed=3)
+    expected = fresh(model, policy, question)
+    past = stored_by(model, policy)
+    older = [dict(past.index_state(layer) or {}) for layer in range(past.shape.num_layers)]
+    assert all(state.pop(VALUE_SUM).any() for state in older)
+    if not kept:
+        past = replace(past, index_state=lambda layer: older[layer])
+    with open_cache(model, policy, past=past) as cache:
+        got = ask(model, cache, question)
+        read_bytes = cache.stats.decode.read_bytes
+    assert torch.equal(expected.sequences, got.sequences)
+    assert (logits(expected) - logits(got)).abs().max() <= 1e-5
+    with open_cache(model, policy, past=stored_by(model, policy)) as cache:
+        ask(model, cache, question)
+        more = read_bytes - cache.stats.decode.read_bytes
+    assert (more == 0) if kept else (more >= DOCUMENT // GROUP * past.unit_bytes)
+
+
+def test_a_sum_of_values_does_not_trouble_who_wants_none() -> None:
+    model, question = tiny_model("llama"), ids(QUESTION, seed=3)
+    past = stored_by(model, replace(SWAP, tail="mean"))
+    with open_cache(model, SWAP, past=past) as cache:
+        got = ask(model, cache, question)
+    assert torch.equal(fresh(model, SWAP, question).sequences, got.sequences)
 
 
 def test_exact_mode_and_flexgen() -> None:

@@ -79,6 +79,15 @@ class AttentionSum:
             call.query, keys, values, scaling=call.scaling, key_mask=key_mask, causal=causal,
             softcap=call.softcap,
         )  # fmt: skip
+        self.merge(out, lse)
+
+    def merge(self, out: Tensor, lse: Tensor) -> None:
+        """Take in what was attended to elsewhere.
+
+        Args:
+            out: [batch, num_heads, new_tokens, head_dim]
+            lse: log-sum-exp of its logits. float32 [batch, num_heads, new_tokens]
+        """
         if self._out is None or self._lse is None:
             self._out, self._lse = out, lse
         else:

@@ -201,9 +201,7 @@ class RetrievalLayer(LayerCache):
         self.append(call.keys, call.values, call.visible)
         fetched = self._finish_fetch()
         self.slots_landed()
-        if self.setup.plan.shared_pools:
-            self.pool.kept_tokens().copy_(self.window.tokens)
-            self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+        self.show_kept()
         out = self.see_step(call, fetched)
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended(fetched))
@@ -212,6 +210,19 @@ class RetrievalLayer(LayerCache):
         if fetched is not None and self.index.observes:
             selection, plan = fetched
             self.index.observe(selection, slot_weights(self.pool, call, plan.selected_slots))
+        return self.attend_to_pool(call, fetched)
+
+    def attend_to_pool(
+        self, call: AttentionCall, fetched: tuple[Selection, FetchPlan] | None
+    ) -> Tensor:
+        """A decode step's attention, when its units are in their slots.
+
+        Args:
+            fetched: those; None where nothing was selected.
+
+        Returns:
+            [batch, 1, num_heads, head_dim]
+        """
         shown = self.attended_mask(None if fetched is None else fetched[1])
         if self._compact is None and call.sink_logits is None and call.softcap is None:
             out = decode_attention(
@@ -226,6 +237,12 @@ class RetrievalLayer(LayerCache):
         if self.index.lse is not None:
             self.index.lse.copy_(total.lse[:, :, 0])
         return total.result()
+
+    def show_kept(self) -> None:
+        """Put sinks and window behind the slots, where another layer's were before."""
+        if self.setup.plan.shared_pools:
+            self.pool.kept_tokens().copy_(self.window.tokens)
+            self.pool.mask[:, self.pool.slot_places :] = self.window.mask
 
     def see_step(
         self, call: AttentionCall, fetched: tuple[Selection, FetchPlan] | None

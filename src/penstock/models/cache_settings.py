@@ -88,8 +88,10 @@ def serves_device_tier(
     Raises:
         ConfigError: it was asked for and the policy cannot.
     """
-    measures = getattr(policy, "mass", None) is not None  # in steps, on the host
-    able = (policy.device_tier and not measures) or exact
+    in_steps = (
+        getattr(policy, "mass", None) is not None or getattr(policy, "tail", "none") != "none"
+    )
+    able = (policy.device_tier and not in_steps) or exact
     if store == "host":
         if not able and not policy.stays_resident:
             known = ", ".join(name for name, each in POLICIES.items() if each.device_tier)

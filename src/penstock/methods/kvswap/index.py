@@ -32,7 +32,7 @@ from penstock.kernels.key_rotation import (
     turned_scratch_bytes,
 )
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
-from penstock.methods.kvswap.stored_index import PLAIN, TURNED, stored_fault
+from penstock.methods.kvswap.stored_index import PLAIN, TURNED, VALUE_SUM, stored_fault
 
 HeadReduction = Literal["sum", "softmax"]
 
@@ -327,7 +327,7 @@ class LowRankIndex(KeyIndex):
     @override
     def load_state(self, state: Mapping[str, Tensor], num_units: int) -> None:
         turned = "block_tokens" in state
-        if state.keys() - (TURNED if turned else set()) != PLAIN:
+        if state.keys() - {VALUE_SUM} - (TURNED if turned else set()) != PLAIN:
             raise ConfigError(f"a stored index of {sorted(state)} is another kind of index")
         codes, basis, step = state["codes"], state["basis"], state["step"]
         blocks, size = -(-num_units // BLOCK_GROUPS), (self._shape.joint_dim, self._rank)

@@ -17,9 +17,9 @@ from penstock.engine.fused_fetch import Fetch
 from penstock.engine.layer import Layer
 from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.engine.slot_transfer import PendingRead
+from penstock.engine.value_sum import ValueSum
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.kvswap.mass import Chosen, MassEstimate, MassMeter, selection_of
-from penstock.methods.kvswap.tail import ValueSums
 
 Below = Literal["again", "tail", "exact"]
 """What is done below the floor: all slots are filled by the true query, the mean of what is not
@@ -59,8 +59,9 @@ class MassLayer(RetrievalLayer):
         self._chosen: Chosen | None = None
         self._sees_all = False
         shape = self.setup.shape
-        size = (plan.batch, shape.num_kv_heads, shape.head_dim)
-        self._values = ValueSums(*size, self.setup.device) if below == "tail" else None
+        self._values: ValueSum | None = None
+        if below == "tail":
+            self._values = ValueSum(plan.batch, shape, self.setup.device)
         self.estimate: MassEstimate | None = None
         """Of the last step; None where it attended to everything."""
 
@@ -195,13 +196,13 @@ class MassLayer(RetrievalLayer):
             seen[:, : visible.shape[1]] &= visible
         return seen
 
-    def _with_tail(self, call: AttentionCall, found: MassEstimate, values: ValueSums) -> Tensor:
+    def _with_tail(self, call: AttentionCall, found: MassEstimate, values: ValueSum) -> Tensor:
         """Rows below the floor with the mean of what they do not attend to."""
         total = AttentionSum(call)
         total.add(self.pool.keys, self.pool.values, self.pool.mask)
         attended = total.result()
         assert self._floor is not None
-        rest = values.mean_without(self.pool.values, self.pool.mask == 0)
+        rest = values.mean_without(self.pool.values, self.pool.mask)
         rest = rest.repeat_interleave(call.query.shape[1] // rest.shape[1], dim=1)
         share = found.unread / (1 + found.unread) * (found.captured < self._floor)[:, None]
         share = share[:, None, :, None]
@@ -212,22 +213,23 @@ class MassLayer(RetrievalLayer):
 
     @override
     def begin(self, query: Tensor) -> None:
-        if self._values is not None and not self._values.known:
+        if self._values is not None and self._values.tokens != self.length:
             self._add_up(self._values)
         super().begin(query)
 
     @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
+        start = self.length
         super().append(keys, values, visible)
-        if self._values is not None:
+        if self._values is not None and self._values.tokens == start:
             new = None if visible is None else visible[:, -values.shape[2] :]
             self._values.add(values, new)
 
-    def _add_up(self, values: ValueSums) -> None:
+    def _add_up(self, values: ValueSum) -> None:
         """Read every token that is held: a crop, or a stored text, has changed which are."""
         group_tokens = self.setup.plan.group_tokens
         closed = self.length // group_tokens
-        values.begin()
+        values.reset()
         self.drain()
         self.forget_slots()
         starts = [first * group_tokens for first, _, _ in self._blocks(0, closed)]
@@ -235,7 +237,7 @@ class MassLayer(RetrievalLayer):
         for start, end in zip(starts, [*starts[1:], self.length], strict=True):
             self._add(values, self.read_tokens(start, end), start)
 
-    def _add(self, values: ValueSums, tokens: Tensor, start: int) -> None:
+    def _add(self, values: ValueSum, tokens: Tensor, start: int) -> None:
         end, visible = start + tokens.shape[1], None
         if self._visible is not None:
             visible = self._visible[:, start:end]
@@ -245,7 +247,7 @@ class MassLayer(RetrievalLayer):
 
     def _forget_values(self) -> None:
         if self._values is not None:
-            self._values.known = False
+            self._values.reset()
 
     @override
     def restore(self, length: int, state: Mapping[str, Tensor] | None = None) -> None:
@@ -271,7 +273,7 @@ class MassLayer(RetrievalLayer):
         super().reset()
         self._meter.reset()
         if self._values is not None:
-            self._values.begin()
+            self._values.reset()
 
 
 def _part_of(plan: FetchPlan, part: slice) -> FetchPlan:

@@ -14,11 +14,13 @@ from penstock.engine.layer import Layer
 from penstock.engine.layer_builder import LayerBuilder
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
 from penstock.engine.sizing import largest_plan, make_plan, resident_plan
+from penstock.engine.value_sum import ValueSum
 from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
 from penstock.methods.kvswap.index import CHUNK_TOKENS, HeadReduction, LowRankIndex
 from penstock.methods.kvswap.mass import LEAST_UNITS, MassMeter
 from penstock.methods.kvswap.mass_layer import Below, MassLayer
+from penstock.methods.kvswap.tail_layer import TailLayer
 
 SMALLEST_CHUNK_TOKENS = 1024
 """Tokens scored at a time when memory is tight."""
@@ -103,6 +105,10 @@ class KVSwap(SelectionPolicy):
     below: Below = "again"
     """Below the floor: "again": all slots are filled, by the true query; "tail": the mean of what
     is not read is added, by its estimated mass; "exact": the step attends to the whole past."""
+    tail: Literal["mean", "none"] = "none"
+    """What a step did not read: "mean" adds it as one value a KV head, the mean of the values of
+    all tokens that are not attended to, with the weight that the index says; "none" leaves it out,
+    as the paper does."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
     min_prediction_cosine: float = 0.85
@@ -145,6 +151,13 @@ class KVSwap(SelectionPolicy):
             raise ConfigError(f"floor={self.floor} is for mass=; give both")
         if self.mass is not None and (self.head_reduction, self.attend) != ("softmax", "resident"):
             raise ConfigError("mass= wants head_reduction='softmax' and attend='resident'")
+        if self.tail == "mean":
+            if (self.head_reduction, self.attend) != ("softmax", "resident"):
+                raise ConfigError("tail=mean wants head_reduction='softmax' and attend='resident'")
+            if self.mass is not None:
+                raise ConfigError("tail=mean and mass= do not go together; give one")
+        elif self.tail != "none":
+            raise ConfigError(f"tail={self.tail} must be mean or none")
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
 
@@ -356,6 +369,9 @@ class KVSwap(SelectionPolicy):
             scratch = max(scratch, 16 * shape.joint_dim**2)
         if self.mass is not None:
             scratch += MassMeter.scratch_bytes(batch, max_units, shape.num_query_heads)
+        if self.tail == "mean":
+            per_layer += ValueSum.num_bytes(batch, shape)
+            scratch += TailLayer.scratch_bytes(batch, max_units, shape)
         return make_plan(
             request, group_tokens=self.group_tokens, num_slots=num_slots,
             selected_units=selected,
@@ -377,9 +393,17 @@ class KVSwap(SelectionPolicy):
 
     @override
     def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
-        if self.mass is None:
-            return super().make_layers(builder)
-        return [self._mass_layer(i, builder) for i in builder.numbers]
+        if self.mass is not None:
+            return [self._mass_layer(i, builder) for i in builder.numbers]
+        if self.tail == "mean":
+            return [
+                TailLayer(
+                    i, builder.setup, builder.pool(i), self,
+                    self.make_index(builder.index_request(i)), builder.compact,
+                )
+                for i in builder.numbers
+            ]  # fmt: skip
+        return super().make_layers(builder)
 
     def _mass_layer(self, i: int, builder: LayerBuilder) -> MassLayer:
         assert self.mass is not None

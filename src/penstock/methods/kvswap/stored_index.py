@@ -11,6 +11,9 @@ PLAIN = {"codes", "basis", "step"}
 TURNED = {"block_tokens", "scale", "fine"}
 """What there is beside `PLAIN` where keys are turned; the last two are younger than the first."""
 
+VALUE_SUM = "value_sum"
+"""What a `TailLayer` stores beside its index; others leave it."""
+
 
 def stored_fault(
     state: Mapping[str, Tensor], block_tokens: int | None, most_fine: int
