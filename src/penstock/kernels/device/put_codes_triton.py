@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.device.block_queries_triton import turned_back
 
-_COLUMNS = 8
+_COLUMNS = 2
 """Columns of one program, and as many of the high nibbles."""
 
 
