@@ -104,7 +104,8 @@ def test_a_run_measures_every_row_and_saves_it(
     assert rows["flexgen"]["figures"]["read_bytes_per_token"] > 0.9 * full_context
     assert rows["kvswap, no reuse"]["figures"]["hit_rate"] == 0
     overlap = rows["kvswap, 77 % overlap"]["figures"]
-    assert overlap["hit_rate"] == pytest.approx(0.77, abs=0.06)
+    # Slots for more than one selection hit more than the overlap of two steps.
+    assert 0.71 < overlap["hit_rate"] < 1
     assert rows["kvswap, all resident"]["figures"]["read_bytes_per_token"] < full_context / 100
     assert rows["kvswap"]["figures"]["burst"]["bandwidth"] > 0
     assert rows["kvswap (emmc, simulated)"]["simulated"]
@@ -161,7 +162,7 @@ def test_a_folder_and_a_recording_can_be_measured(
     assert rows["flexgen"]["stream"] == "own"
     assert rows["kvswap, 77 % overlap"]["stream"] == "synthetic, 77 % overlap"
     assert not rows["kvswap"]["synthetic_stream"]
-    assert rows["kvswap"]["figures"]["hit_rate"] == pytest.approx(0.99, abs=0.005)
+    assert 0.985 < rows["kvswap"]["figures"]["hit_rate"] < 1
 
 
 @pytest.mark.parametrize(

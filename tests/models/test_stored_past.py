@@ -32,7 +32,7 @@ def ids(count: int, seed: int = 0) -> Tensor:
 
 
 TEXT = ids(DOCUMENT)
-LOOKS_BACK = ("hillinfer", "infinigen", "infinigen-star", "infinigen-star-reuse")
+LOOKS_BACK = ("hillinfer", "infinigen", "infinigen-star", "infinigen-star-reuse", "kvswap")
 """Methods that learn from queries and attention of the prefill, which here are the question's."""
 
 

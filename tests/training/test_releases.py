@@ -68,4 +68,6 @@ def test_the_bundled_models_card_is_the_notes_and_more() -> None:
     assert (Path(training.__file__).parent / "notes" / "recall-2.md").read_text().strip() in card
     assert "What it does not do" in card
     assert all(task in card for task in TASKS)
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 16e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 17e6, (
+        "with the former adapter, which documents of before 2026-11-26 have"
+    )

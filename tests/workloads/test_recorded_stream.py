@@ -249,7 +249,7 @@ def test_a_recording_plays_what_was_selected(model: CausalLM) -> None:
 def test_a_recording_plays_on_four_times_the_context(model: CausalLM) -> None:
     recording = drifting()
     stream = RecordedStream(recording=recording)
-    chosen = decode(model, streamed(KVSwap(), stream), 8800)
+    chosen = decode(model, streamed(KVSwap(selected_tokens=400), stream), 8800)
     tokens = recording.first_tokens
     for layer, steps in enumerate(chosen):
         for number, (_, units) in enumerate(steps):

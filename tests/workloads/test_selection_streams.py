@@ -38,7 +38,10 @@ from penstock.workloads.synthetic_kv import SyntheticKV
 CONTEXT, STEPS = 2200, 5
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
-SLOTS: dict[str, Any] = {"hillinfer": {"selected_tokens": 400, "hot_tokens": 2}}
+SLOTS: dict[str, Any] = {
+    "hillinfer": {"selected_tokens": 400, "hot_tokens": 2},
+    "kvswap": {"selected_tokens": 400, "reuse_tokens": 400},
+}
 """Options without which a method holds more than one selection."""
 MEMORY = {"dynakv": "3/4"}
 """Where half a tiny cache is too little: a prompt is clustered a whole row at a time."""

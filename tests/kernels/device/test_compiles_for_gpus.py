@@ -73,9 +73,9 @@ KERNELS = [
         "put_codes_triton", "_put",
         {"keys": "*bf16", "unit_at": "*i64", "codes": "*u8", "encoder": "*bf16",
          "per_step": "*fp32", "table": "*fp32", "row_turn": "*fp32", "codes_row": "i32",
-         "codes_block": "i32", "groups": "i32", "rank": "i32"},
+         "codes_block": "i32", "units": "i32", "rank": "i32"},
         {**TURNED, "KV_HEADS": 8, "TOKENS": 4, "TOKENS_WIDE": 4, "LEFT_WIDE": 1, "WIDTH": 32,
-         "BITS": 4, "FINE": 4, "PER_TURN": 16, "COLUMNS": 8}, 4,
+         "BITS": 4, "FINE": 4, "PER_TURN": 16, "COLUMNS": 2}, 4,
     ),
     *parts("bf16"), *parts("fp32"),
 ]  # fmt: skip
