@@ -41,7 +41,11 @@ def text_of(files: Sequence[Path]) -> str:
         PromptError: one cannot be read.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    paths = files or [library / f"{name}.py" for name in _MODULES]
+    # From Python 3.12 on zipfile is a package.
+    modules = [library / f"{name}.py" for name in _MODULES]
+    paths = files or [
+        each if each.exists() else each.with_suffix("") / "__init__.py" for each in modules
+    ]
     return "\n".join(read_text_file(path, f"the text {path}") for path in paths)
 
 

@@ -1,10 +1,13 @@
 """`python -m research.verified`: every row has full attention's tokens, and its costs."""
 
+import sysconfig
 from pathlib import Path
+
+import pytest
 
 from penstock.evaluate.result import Result
 from penstock.testing.tiny_chat import tiny_chat_model
-from research.verified.program import run, same_tokens
+from research.verified.program import _MODULES, run, same_tokens, text_of
 
 
 def test_a_run_says_tokens_bytes_and_times(tmp_path: Path) -> None:
@@ -32,3 +35,15 @@ def test_tokens_are_the_same_up_to_the_first_that_is_not() -> None:
     assert same_tokens([1, 2, 3], [1, 2, 4, 5]) == 2
     assert same_tokens([1, 2], [1, 2, 4]) == 2
     assert same_tokens([], [1]) == 0
+
+
+def test_modules_of_the_library_may_be_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in _MODULES:
+        package = name in ("zipfile", "ast")
+        file = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"# {name}")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert text_of([]).split("\n") == [f"# {name}" for name in _MODULES]
