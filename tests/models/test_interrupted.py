@@ -18,13 +18,23 @@ from penstock.core.errors import CacheStateError
 from penstock.methods import POLICIES
 from penstock.models.cache_argument import cache_argument
 from penstock.models.query_projection import decoder_layers
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 from penstock.testing.pairs import covering
+from penstock.testing.tiny_families import tiny_family
 from penstock.testing.tiny_models import _SIZES, tiny_model
 
 PROMPT = 60
 LENGTH = 70
 IDS = torch.randint(3, 160, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 FAMILIES = ["llama", "gemma2", "gemma3", "gpt_oss", "qwen2 with windows", "windows first and last"]
+HYBRIDS = [family for family in ("qwen3_next", "falcon_h1") if HAS_RECURRENT_LAYERS]
+"""Recurrent layers beside full ones, and both in one layer."""
+
+
+PLACES = {
+    "", "self_attn", "self_attn.v_proj", "self_attn.o_proj", "linear_attn", "linear_attn.out_proj",
+    "linear_attn.norm", "mamba", "mamba.out_proj",
+}  # fmt: skip
 
 
 class Stop(BaseException):
@@ -33,6 +43,8 @@ class Stop(BaseException):
 
 def make(family: str) -> Any:
     config: Any = None
+    if family in HYBRIDS:
+        return tiny_family(family)
     if family == "qwen2 with windows":
         config = Qwen2Config(
             **_SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1
@@ -57,7 +69,7 @@ def points(
         if number not in numbers:
             continue
         for name, module in layer.named_modules():
-            if not within and name not in ("", "self_attn", "self_attn.v_proj", "self_attn.o_proj"):
+            if not within and name not in PLACES:
                 continue
             for before in (True, False):
                 yield f"{number}.{name or 'layer'}{' before' * before}", module, before
@@ -100,7 +112,7 @@ def follow_advice(cache: TieredCache, words: str, *, crop: int | None = None) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize("count", [1, 7], ids=["a token", "a chunk"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + HYBRIDS)
 def test_a_step_that_stops_anywhere(family: str, count: int) -> None:
     model = make(family)
     right = model(IDS).logits[0, -1]
@@ -110,6 +122,7 @@ def test_a_step_that_stops_anywhere(family: str, count: int) -> None:
     ) as cache:
         within = family == ("llama" if count == 1 else "gemma3")
         numbers = (0, 1, 2) if within else (0, 2) if count == 1 else (1,)
+        numbers = (0, 1, 3) if family in HYBRIDS else numbers
         for name, module, before in points(model, within=within, numbers=numbers):
             cache.reset()
             model(IDS[:, :PROMPT], **cache_argument(model, cache))

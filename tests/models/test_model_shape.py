@@ -57,7 +57,7 @@ def _gemma3n() -> PreTrainedConfig:
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "mamba": (
         lambda: MambaConfig(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2),
-        "is 'linear_attention'; only full-attention and sliding-window|no attention heads",
+        "no layer of .* attends to keys and values|no attention heads|state-space",
     ),
     "bloom": (
         lambda: BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),

@@ -77,6 +77,14 @@ def parse_memory(memory: int | float | str, full_bytes: int, free_bytes: int) ->
     return size
 
 
+def is_share(memory: int | float | str) -> bool:
+    """Whether a `memory=` setting is a share of the full cache, or "auto", and no size."""
+    if not isinstance(memory, str):
+        return isinstance(memory, float)
+    is_auto = memory.strip().lower() == "auto"
+    return is_auto or bool(_FRACTION.match(memory) or _PERCENT.match(memory))
+
+
 def enough_bytes(num_bytes: int) -> str:
     """Write a size that a reader is to give: to the byte, since a rounded one may be too little."""
     return f"{num_bytes} ({format_bytes(num_bytes)})"

@@ -61,6 +61,8 @@ class SlotPlan:
     """Slots, sinks and windows of all layers and rows, in bytes."""
     predictor_bytes: int = 0
     """Copies of the weights that predict queries; 0: the model's own are read instead."""
+    state_bytes: int = 0
+    """States of recurrent layers, of all sequences, in bytes."""
 
     @property
     def total_bytes(self) -> int:
@@ -73,7 +75,7 @@ class SlotPlan:
         return (
             ("index", self.index_bytes), ("slots and window", self.pool_bytes),
             ("tables and scratch", self.fixed_bytes),
-            ("predicting weights", self.predictor_bytes),
+            ("predicting weights", self.predictor_bytes), ("recurrent states", self.state_bytes),
         )  # fmt: skip
 
     def with_predictor(self, size_bytes: int, limit_bytes: int | None) -> "SlotPlan":
@@ -127,6 +129,8 @@ class SizingRequest:
     """All of KV is in host memory that the device reads itself, and no step waits for the host."""
     must_tier: bool = False
     """Tokens are on disk already: the plan may not keep everything in memory."""
+    state_bytes: int = 0
+    """What recurrent layers take of the memory; `limit_bytes` is less that already."""
 
     def padded_bytes(self, group_tokens: int) -> int:
         """A unit's place on disk: its bytes, padded to whole sectors."""
@@ -148,10 +152,17 @@ class SizingRequest:
             full = self.shape.full_cache_bytes(self.batch, self.max_tokens)
             count = self.batch // self.rows_per_sequence
             sequences = "1 sequence" if count == 1 else f"{count:,} sequences"
+            needed_bytes, given = needed_bytes + self.state_bytes, self.limit_bytes
             raise BudgetError(
-                f"memory={format_bytes(self.limit_bytes)} is too little for {what} with "
+                f"memory={format_bytes(given + self.state_bytes)} is too little for {what} with "
                 f"{sequences} of {self.max_tokens:,} tokens, prompt and answer (full cache "
-                f"{format_bytes(full)}); the smallest budget that would do is "
+                f"{format_bytes(full)}{self._states}); the smallest budget that would do is "
                 f"{format_bytes(needed_bytes)} ({needed_bytes} bytes)",
                 needed_bytes=needed_bytes,
             )
+
+    @property
+    def _states(self) -> str:
+        if not self.state_bytes:
+            return ""
+        return f", recurrent states {format_bytes(self.state_bytes)}"

@@ -69,10 +69,14 @@ class RunStats:
     """Where tokens are verified: of the drafts."""
     verify: PhaseStats = field(default_factory=PhaseStats)
     """Exact passes over drafted tokens; none where tokens are not verified."""
+    again_tokens: int = 0
+    """Tokens that were kept in mind and had to be prefilled again: recurrent layers could not go
+    back to where they were wanted, and went to a checkpoint in front of it. Batch rows counted."""
 
     def begin(self, counters: Iterable[str]) -> None:
         """Count from 0; counters: the method's own."""
         self.prefill, self.decode, self.verify = PhaseStats(), PhaseStats(), PhaseStats()
+        self.again_tokens = 0
         for name in counters:
             self.prefill.count(name, 0)
             self.decode.count(name, 0)

@@ -34,12 +34,14 @@ def plan_cache(
     """
     goes_on = current is not None and not current[1].is_resident
     request = _request(settings, rows, batch, sector_bytes=sector_bytes, must_tier=goes_on)
+    states = settings.state_bytes * batch
     if current is not None and current[1].is_resident:
         plan = resident_plan(request)
         request.require(plan.total_bytes, "a larger batch of a resident cache")
-        return settings.policy, plan
+        return settings.policy, replace(plan, state_bytes=states)
     if settings.exact:
-        return settings.policy, streaming_plan(request, settings.policy.unit_tokens, "exact mode")
+        plan = streaming_plan(request, settings.policy.unit_tokens, "exact mode")
+        return settings.policy, replace(plan, state_bytes=states)
     wanted = settings.policy if current is None else _as_current(settings.policy, current[0])
     policy, plan = wanted.plan(request)
     if current is not None and _form(plan) != _form(current[1]):
@@ -47,6 +49,7 @@ def plan_cache(
             f"with {batch} rows the budget makes another window than the one that holds the "
             "newest tokens; give more memory, or set window_tokens"
         )
+    plan = replace(plan, state_bytes=states)
     if not plan.is_resident:
         _require_rank(policy, settings)
     if not settings.device_tier:
@@ -57,10 +60,12 @@ def plan_cache(
 def _request(
     settings: RuntimeSettings, rows: HeadRows, batch: int, *, sector_bytes: int, must_tier: bool
 ) -> SizingRequest:
+    states, limit = settings.state_bytes * batch, settings.limit_bytes
     return SizingRequest(
         shape=rows.shape, batch=batch * rows.per_sequence, max_tokens=settings.max_tokens,
-        limit_bytes=settings.limit_bytes, device_is_cpu=settings.device.type == "cpu",
-        sector_bytes=sector_bytes, has_adapter=settings.adapter is not None,
+        limit_bytes=None if limit is None else max(1, limit - states), state_bytes=states,
+        device_is_cpu=settings.device.type == "cpu", sector_bytes=sector_bytes,
+        has_adapter=settings.adapter is not None,
         widest_ranks=widest_ranks(settings.adapter or ()),
         turns_keys=any(settings.rotations or ()),
         most_rank=min((layer.rank for layer in settings.adapter or ()), default=None),

@@ -39,6 +39,8 @@ class RuntimeSettings:
     have the same object."""
     true_query_layers: frozenset[int] = frozenset()
     """Tiered layers whose query is not worth predicting; they wait for the true one."""
+    state_bytes: int = 0
+    """What recurrent layers of one sequence hold beside the tiers, in bytes."""
     predictor_bytes: int = 0
     """What copies of the predicting weights would take, where they would be faster."""
     device: torch.device

@@ -187,13 +187,20 @@ class TieredRuntime:
         return [layer.length for layer in self.layers]
 
     def check_step(self, batch: int, count: int) -> None:
-        """Refuse a step of `count` tokens for each of `batch` rows before anything of it happens.
+        """Refuse a step of `count` tokens for each of `batch` rows before a tier takes it in.
+
+        Raises:
+            CacheStateError: as for `attend`.
+        """
+        self._check_size(0, batch, count)
+
+    def check_sound(self) -> None:
+        """Refuse to go on behind what failed.
 
         Raises:
             CacheStateError: as for `attend`; or layers that are not in tiers hold other tokens.
         """
         self._health.require_sound(self.lengths, self._health.others)
-        self._check_size(0, batch, count)
 
     def set_other_layers(self, others: Sequence[OtherLayer]) -> None:
         """Learn of the model's layers that are not in tiers: a step has to pass them too."""

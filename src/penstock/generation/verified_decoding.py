@@ -25,8 +25,13 @@ def check_verifiable(cache: TieredCache) -> None:
     """Refuse a cache that has not kept what an exact pass attends to.
 
     Raises:
-        ConfigError: its policy drops tokens.
+        ConfigError: its policy drops tokens, or its model has recurrent layers.
     """
+    if cache.is_recurrent:
+        raise ConfigError(
+            "this model has recurrent layers, whose state cannot be taken back to the last token "
+            "that was drafted right; leave verify out"
+        )
     if cache.policy.drops:
         raise ConfigError(
             f"{cache.policy.name} drops tokens, so that no pass over its cache is exact; take "

@@ -212,6 +212,11 @@ def penstock_attention(
     mark.received()
     try:
         _refuse_dense(attention_mask)
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedModelError(
+                "this model adds a bias of its own to the products of queries and keys, which is "
+                "not streamed; use it without Penstock"
+            )
         visible = None
         if isinstance(attention_mask, LazyMask) and not mark.unmasked:
             visible = attention_mask.padding

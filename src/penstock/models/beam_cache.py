@@ -26,6 +26,11 @@ def block_shape(model: PreTrainedModel, block_tokens: int) -> BlockShape:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers with chunked attention, which a search does not do"
         )
+    if shape.states:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent layers, whose states a search over groups of "
+            "beams does not swap; generate(num_beams=...) with a TieredCache reorders them"
+        )
     layers = len(shape.layer_types)
     return BlockShape(
         kv=shape.kv.of_layers(layers), block_tokens=block_tokens,

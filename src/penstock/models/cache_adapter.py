@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.closing import DeferredInterrupts, close_all
@@ -55,7 +55,10 @@ from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
+from penstock.models.recurrent_cache import RecurrentCache
+from penstock.models.recurrent_layers import HELD_STATES, StateLayer, StateStep
 from penstock.models.rotary import rotary_of
+from penstock.models.state_sizes import measure_states
 from penstock.storage.store import Sealing
 
 _LOG = logging.getLogger(__name__)
@@ -63,13 +66,13 @@ LIMIT_TRIES = 8
 """How often "auto" asks what would do; each answer is for what was wanted first."""
 
 
-class TieredCache(Cache):  # type: ignore[misc]
+class TieredCache(RecurrentCache):
     """A KV cache in tiers, for `model.generate(**inputs, cache=cache)`.
 
     Full-attention layers keep their whole KV on disk (or wherever `store` says) and a bounded part
-    in memory, chosen anew at each step by `policy`; sliding-window layers keep their window. The
-    model is not modified: its attention implementation is switched to Penstock's while the cache
-    is open and put back by `close`.
+    in memory, chosen anew at each step by `policy`; sliding-window layers keep their window, and
+    recurrent ones their state. The model is not modified: its attention implementation is switched
+    to Penstock's while the cache is open and put back by `close`.
 
         with TieredCache(model, policy="kvswap", memory="1/13", max_tokens=33_000) as cache:
             out = model.generate(**inputs, cache=cache, prefill_chunk_size=1024)
@@ -82,8 +85,6 @@ class TieredCache(Cache):  # type: ignore[misc]
     """The tier whose keys are on their way to the attention function."""
     _has_received = False
     """Whether the attention function has ever got this cache's keys."""
-    _at = -1
-    """The layer whose keys came last; a step begins where the next one's is not behind it."""
     _length = 0
     """Tokens held before the step under way."""
     _attachment: Attachment | None = None
@@ -98,7 +99,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         tracer: Tracer | None = None, progress: Callable[[int], None] | None = None,
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
-        sealed: Sealing = "auto", sector_bytes: int | None = None,
+        sealed: Sealing = "auto", sector_bytes: int | None = None, checkpoints: int = 0,
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -107,19 +108,19 @@ class TieredCache(Cache):  # type: ignore[misc]
             policy: "kvswap", "full", "flexgen", or a `SelectionPolicy`.
             memory: budget for all fast memory of the cache: bytes, "512MiB", a fraction of the full
                 cache at `max_tokens` and `batch_size` ("1/13"), "auto" (never too little), or None.
+                Recurrent states are in it; a fraction is of keys and values, and they come on top.
             store: see `KVStore.create`; or "host", memory that a GPU reads and writes by itself
                 (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
                 positions. Sizes the index, so give what you need.
             batch_size: rows expected (beams counted), for the budget; a fraction in `memory` is one
                 of this many full sequences.
-            exact: stream the past through attention at every step: the tokens of plain attention
-                at any budget, slowly.
+            exact: stream the past through attention at every step: plain attention, slowly.
             adapter: low-rank basis for policies that use one; default: what `penstock calibrate`
                 made, or a shipped one; else, and for "none", one of the prompt's own keys.
             cuda_graphs: record the whole decode step in the device tier on CUDA, and replay it.
             tracer: collects spans of compute and I/O.
-            progress: called with the tokens cached so far after every prefill chunk.
+            progress: called with the tokens cached after every prefill chunk.
             prompt_tokens: of a row, padding included; its index is then made behind the last chunk.
             index_progress: called with the share of that work that is done, from 0 to 1.
             past: KV on disk that every row begins with (see `Document.cache`).
@@ -127,6 +128,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             must_tier: keep no more than slots in memory, also where the budget would hold all.
             sealed, sector_bytes: see `KVStore.create`. With the sectors of documents a cache is
                 planned as the one is that goes on from a document.
+            checkpoints: most to keep (see `checkpoint`); each takes the recurrent states' memory.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -137,17 +139,16 @@ class TieredCache(Cache):  # type: ignore[misc]
         """
         shape = inspect_model(model)
         self.notices: list[str] = []
-        self.max_tokens = shape.max_positions if max_tokens is None else max_tokens
-        if self.max_tokens < 1 or batch_size < 1:
-            raise ConfigError(f"{max_tokens=} and {batch_size=} must be positive")
-        check_rope(model, self.max_tokens)
+        self.max_tokens = _most_tokens(model, shape, max_tokens, batch_size)
         chosen, (kv, device) = named_policy(policy), first_look(model, shape)
         given, full = (model, shape, chosen, adapter, self.notices), kv.full_cache_bytes
+        states = self._make_states(model, shape, checkpoints)
+        sizes = (full(batch_size, self.max_tokens), device, states * batch_size)
         basis = find_basis(*given, exact=exact)
         late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
         self._settings = RuntimeSettings(
             shape=kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
-            limit_bytes=limit_bytes(memory, full(batch_size, self.max_tokens), device), exact=exact,
+            limit_bytes=limit_bytes(memory, *sizes), exact=exact, state_bytes=states,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
@@ -187,12 +188,13 @@ class TieredCache(Cache):  # type: ignore[misc]
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
         self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
-        self._runtime.set_other_layers(self._windows)
+        self._others = [*self._windows, *self._states.values()]
+        self._runtime.set_other_layers(self._others)
         self._decoder_config = decoder_config(model)
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, self._runtime)
-            if record and self._settings.device_tier:
+            if record and self._settings.device_tier and not self._states:
                 self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
             self._release()
@@ -212,12 +214,17 @@ class TieredCache(Cache):  # type: ignore[misc]
             self.close()
             raise
 
+    def _make_states(self, model: PreTrainedModel, shape: ModelShape, checkpoints: int) -> int:
+        """Have the recurrent layers; returns what they take of a row's memory, in bytes."""
+        sizes, self._room = measure_states(model, shape), checkpoints
+        self._states = {i: StateLayer(count, sizes[i]) for i, count in shape.states.items()}
+        return (HELD_STATES + checkpoints) * sum(sizes.values())
+
     def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
-        tiers = {layer: tier for tier, layer in enumerate(shape.tiered_layers)}
-        return [
-            TieredCacheLayer(self, tiers[i]) if i in tiers else WindowLayer(shape.windows[i])
-            for i in range(len(shape.layer_types))
-        ]
+        layers: dict[int, Any] = dict(self._states)
+        layers |= {i: WindowLayer(window) for i, window in shape.windows.items()}
+        layers |= {i: TieredCacheLayer(self, t) for t, i in enumerate(shape.tiered_layers)}
+        return [layers.get(i) or DummyLayer() for i in range(len(shape.layer_types))]
 
     # The seam ---------------------------------------------------------------------------------
 
@@ -234,8 +241,9 @@ class TieredCache(Cache):  # type: ignore[misc]
                 step failed halfway. The cache is as before.
             UnsupportedModelError: the keys are not those that the configuration promises.
         """
-        if layer_idx <= self._at or self._at < 0:
-            self._begin_step(key_states)
+        self._enter(layer_idx, "attention")
+        if not self._step.is_counted:
+            self._count_step(key_states)
         try:
             layer = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
@@ -244,21 +252,31 @@ class TieredCache(Cache):  # type: ignore[misc]
         except BaseException:
             self._take_back()
             raise
-        self._at = layer_idx
         return keys, values
 
-    def _begin_step(self, keys: Tensor) -> None:
-        """Refuse what cannot be taken in, before any layer has."""
+    def _begin_step(self) -> None:
         if self._awaited is not None and self._has_received:
             self._awaited = None  # of a step that was given up
-        self._runtime.check_step(keys.shape[0], keys.shape[2])
+        if self._states:
+            self._take_back()  # what recurrent layers have of it
+        self._runtime.check_sound()
         self._length = self._runtime.length
+        self._step = StateStep(self._length)
+
+    def _count_step(self, keys: Tensor) -> None:
+        """Refuse what cannot be taken in, before any layer with keys and values has."""
+        try:
+            self._runtime.check_step(keys.shape[0], keys.shape[2])
+        except BaseException:
+            self._take_back()
+            raise
+        self._step.count, self._step.is_counted = keys.shape[2], True
 
     def _take_back(self) -> None:
         """Of a step that was refused or failed before any tier took it in, nothing stays."""
         if any(length != self._length for length in self._runtime.lengths):
             return
-        ahead = [(each, each.get_seq_length() - self._length) for each in self._windows]
+        ahead = [(each, each.get_seq_length() - self._length) for each in self._others]
         if all(count >= 0 and each.can_remove(count) for each, count in ahead):
             for each, count in ahead:
                 if count:
@@ -328,34 +346,34 @@ class TieredCache(Cache):  # type: ignore[misc]
                 is at most what was there before it.
 
         Raises:
-            CacheStateError: a sliding window has moved too far on to go back; nothing is removed.
+            CacheStateError: a sliding window has moved too far on to go back, or recurrent layers
+                have no state of that length (see `checkpoints`); nothing is removed.
         """
         tokens_to_remove = int(tokens_to_remove)  # some releases give a tensor
-        length = max(layer.get_seq_length() for layer in self.layers)
+        lengths = [*self._runtime.lengths, *(each.get_seq_length() for each in self._others)]
+        length = max(lengths, default=0)
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         keep = max(0, min(keep, self._runtime.sound_length()))
-        for layer in self._windows:
-            if not layer.can_remove(layer.get_seq_length() - keep):
-                raise CacheStateError(
-                    f"a sliding window of {layer.sliding_window} tokens has moved too far on to go "
-                    f"back from {layer.get_seq_length()} tokens to {keep}; reset() the cache"
-                )
+        self._require_way_back(keep)
+        self._load_states(keep)
         self._runtime.crop(keep)
-        for layer in self._windows:
+        for layer in self._others:
             layer.remove(layer.get_seq_length() - keep)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """For `with`: tokens that come inside are taken back at the end, sliding windows too.
+        """For `with`: tokens that come inside are taken back at the end, sliding windows and
+        recurrent states too.
 
         Raises:
             StorageError: what they had pushed out of memory could not be read again.
         """
-        length, windows = self.get_seq_length(), [layer.held() for layer in self._windows]
+        length = self.get_seq_length()
+        others: list[tuple[Any, Any]] = [(layer, layer.held()) for layer in self._others]
 
         def take_back() -> None:
             self._runtime.crop(min(length, self._runtime.sound_length()))
-            for layer, held in zip(self._windows, windows, strict=True):
+            for layer, held in others:
                 layer.hold_again(held)
 
         try:
@@ -408,9 +426,11 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._select_rows(indices, lambda layer: layer.batch_select_indices(indices))
 
     def _select_rows(self, rows: Tensor, other: Callable[[Any], None]) -> None:
+        if self._states:
+            self._take_back()  # what a step that was given up has left in them
         self._runtime.select_rows(rows.to(self._settings.device))  # which may refuse them
         try:
-            for layer in self._windows:
+            for layer in self._others:
                 if layer.get_seq_length() > 0:
                     other(layer)
                     layer.forget_past()
@@ -420,8 +440,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._awaited, self._at = None, -1
-        for layer in self._windows:
+        self._awaited, self._at, self._stored = None, -1, None
+        for layer in self._others:
             layer.clear()
         self._runtime.reset()
 
@@ -521,3 +541,19 @@ class TieredCache(Cache):  # type: ignore[misc]
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             self.close()
+
+
+def _most_tokens(
+    model: PreTrainedModel, shape: ModelShape, wanted: int | None, batch_size: int
+) -> int:
+    """Tokens that a sequence may have: those wanted, or the model's positions.
+
+    Raises:
+        ConfigError: there are none, or no rows.
+        UnsupportedModelError: see `check_rope`.
+    """
+    most = shape.max_positions if wanted is None else wanted
+    if most < 1 or batch_size < 1:
+        raise ConfigError(f"max_tokens={wanted} and {batch_size=} must be positive")
+    check_rope(model, most)
+    return most

@@ -6,7 +6,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from penstock.core.byte_size import parse_memory
+from penstock.core.byte_size import is_share, parse_memory
 from penstock.core.errors import ConfigError
 from penstock.engine.adapter import LowRankAdapter
 from penstock.kernels.key_rotation import KeyRotation
@@ -162,9 +162,12 @@ def is_auto(memory: int | float | str | None) -> bool:
 
 
 def limit_bytes(
-    memory: int | float | str | None, full_bytes: int, device: torch.device
+    memory: int | float | str | None, full_bytes: int, device: torch.device, state_bytes: int = 0
 ) -> int | None:
     """The budget that a user's `memory` means, in bytes.
+
+    Args:
+        state_bytes: of recurrent layers; they are part of a size, and come on top of a share.
 
     Raises:
         ConfigError: it means nothing.
@@ -172,8 +175,9 @@ def limit_bytes(
     if memory is None:
         return None
     limit = parse_memory(memory, full_bytes, free_bytes(device))
-    # The full cache's mask comes on top of its keys and values.
-    return limit + full_bytes // 64 + 4096 if _is_whole(memory, limit, full_bytes) else limit
+    if _is_whole(memory, limit, full_bytes):
+        limit += full_bytes // 64 + 4096  # its mask comes on top of its keys and values
+    return limit + state_bytes if is_share(memory) else limit
 
 
 def beams_limit_bytes(

@@ -19,6 +19,7 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.last_queries import LastQueries
 from penstock.models.model_shape import ModelShape, inspect_model
+from penstock.models.prefetch_hooks import can_predict
 from penstock.models.rank_meter import RankMeter
 from penstock.models.weight_access import model_device
 
@@ -223,14 +224,14 @@ class _CosineMeter:
     """Compares each layer's query with the one made from the layer before's input."""
 
     def __init__(self, shape: ModelShape) -> None:
-        self._layers, self._types = shape.tiered_layers, shape.layer_types
+        self._layers, self._shape = shape.tiered_layers, shape
         self._sums = [0.0] * len(self._layers)
         self._counts = [0] * len(self._layers)
 
     def add(self, queries: LastQueries) -> None:
         """Compare all layers on the text that was read."""
         for tier, layer in enumerate(self._layers):
-            if layer > 0 and self._types[layer - 1] == self._types[layer]:
+            if can_predict(self._shape, layer):
                 true = queries.true(layer, COSINE_TOKENS)
                 predicted = queries.made_from(layer - 1, layer, COSINE_TOKENS)
                 cosine = torch.nn.functional.cosine_similarity(true, predicted, dim=-1)

@@ -1,16 +1,24 @@
 """What a model's cache looks like, and which models cannot have a tiered one."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.core.shape import KVShape
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 
 FULL = "full_attention"
-WINDOWED = ("sliding_attention", "chunked_attention")
+WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+RECURRENT = ("linear_attention", "conv")
+BOTH = "hybrid"
+"""A recurrence and full attention in one layer, as "hybrid_sliding" is with a sliding window."""
+NOTHING = "dummy"
+"""A layer without a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,8 @@ class ModelShape:
     """Window in tokens of each layer that is not tiered."""
     max_positions: int
     layer_types: tuple[str, ...]
+    states: Mapping[int, int] = field(default_factory=dict)
+    """How many states a recurrent layer has, by layer."""
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
@@ -58,13 +68,18 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
             "cannot be streamed from disk; Llama, Qwen, Mistral, OPT, Phi-3, Granite, GPT-NeoX, "
             "Gemma and most newer decoders do"
         )
-    layer_types, windows = _layer_types(config, name)
-    tiered = tuple(i for i, kind in enumerate(layer_types) if kind == FULL)
+    layer_types, windows, states = _layer_types(config, name)
+    tiered = tuple(i for i, kind in enumerate(layer_types) if kind in (FULL, BOTH))
     if not tiered and _is_idle_window(config):
         raise UnsupportedModelError(
             f"every layer of {name} has a sliding window, of {config.sliding_window:,} tokens, but "
             f"it has {config.max_position_embeddings:,} positions, so that the window hides "
             "nothing: set model.config.sliding_window = None"
+        )
+    if not tiered and not windows:
+        raise UnsupportedModelError(
+            f"no layer of {name} attends to keys and values: its recurrent states are small, and "
+            "there is nothing to keep in tiers; use it without Penstock"
         )
     if not tiered:
         raise UnsupportedModelError(
@@ -91,7 +106,7 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
     if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModelError(f"{name} is in {shape.dtype}; use float32, bfloat16 or float16")
     positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    return ModelShape(shape, tiered, windows, positions, tuple(layer_types))
+    return ModelShape(shape, tiered, windows, positions, tuple(layer_types), states)
 
 
 def check_rope(model: PreTrainedModel, max_tokens: int) -> None:
@@ -140,8 +155,8 @@ def _is_idle_window(config: Any) -> bool:
     return said is None and window is not None and positions is not None and window >= positions
 
 
-def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int]]:
-    """The kind of every layer, and the windows of those that are not full."""
+def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int], dict[int, int]]:
+    """The kind of every layer, the windows of those that have one, the states of the recurrent."""
     count = int(config.num_hidden_layers)
     sharing = getattr(config, "kv_sharing_modes", None) or getattr(
         config, "num_kv_shared_layers", None
@@ -160,15 +175,24 @@ def _layer_types(config: Any, name: str) -> tuple[list[str], dict[int, int]]:
         elif chunk is not None:
             kind = "chunked_attention"
         types = [kind] * count
+    types = ["dummy" if kind in ("moe", "mlp") else kind for kind in types]
     windows: dict[int, int] = {}
+    states: dict[int, int] = {}
     for i, kind in enumerate(types):
-        if kind == FULL:
-            continue
-        size = window if kind == "sliding_attention" else chunk
-        if kind not in WINDOWED or size is None:
+        size = chunk if kind == "chunked_attention" else window
+        known = (FULL, BOTH, NOTHING, *RECURRENT, *WINDOWED)
+        if kind not in known or (kind in WINDOWED and size is None):
             raise UnsupportedModelError(
-                f"layer {i} of {name} is {kind!r}; only full-attention and sliding-window layers "
-                "have keys and values that can be kept in tiers"
+                f"layer {i} of {name} is {kind!r}; only full-attention, sliding-window and "
+                "recurrent layers have a cache that is known here"
             )
-        windows[i] = int(size)
-    return list(types), windows
+        if kind in WINDOWED:
+            windows[i] = int(cast(int, size))
+        if kind in (BOTH, "hybrid_sliding", *RECURRENT):
+            states[i] = int(getattr(config, "number_of_conv_states", 1))
+    if states and not HAS_RECURRENT_LAYERS:
+        raise UnsupportedModelError(
+            f"{name} has recurrent layers, whose states Penstock keeps under transformers 5.24 or "
+            f"newer; this is {transformers.__version__}"
+        )
+    return types, windows, states

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,7 +14,7 @@ from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.attention_adapter import without_autocast, without_gradients
 from penstock.models.cache_argument import cache_name_in
-from penstock.models.model_shape import ModelShape
+from penstock.models.model_shape import NOTHING, RECURRENT, ModelShape
 from penstock.models.query_projection import (
     QueryProjection,
     copied_bytes,
@@ -21,12 +22,15 @@ from penstock.models.query_projection import (
 )
 from penstock.models.shared_part import SharedPart, Undo
 
+_UNSEEN = object()
+
 
 def can_predict(shape: ModelShape, layer: int) -> bool:
     """Whether a layer's query can be predicted from the input of the layer before."""
     if not 0 < layer < len(shape.layer_types):
         return False
-    return shape.layer_types[layer - 1] == shape.layer_types[layer]
+    before = shape.layer_types[layer - 1]
+    return before == shape.layer_types[layer] or before in (NOTHING, *RECURRENT)
 
 
 def predictor_bytes(
@@ -67,6 +71,10 @@ class PrefetchHooks:
     before those of the layer behind it are. On the device tier predictions alone are made, on a
     stream beside the step's.
 
+    A recurrent predecessor predicts like any other, where the model calls it with the rotary
+    embedding of the layer behind it. Where it does not, or where both are one layer (Falcon-H1),
+    the true query is used.
+
     A model has one hook a layer, for all of its caches: it asks the cache of the call.
     """
 
@@ -76,6 +84,9 @@ class PrefetchHooks:
         the hook's own."""
         self._part: SharedPart | None = None
         self._at, self._length, self._runtime = -1, -1, weakref.ref(runtime)
+        self._unsure: dict[int, Any] = {}
+        """Layers behind a recurrent one, and the rotary embedding that their query was predicted
+        with; until their own call has shown that it is theirs."""
         if not runtime.policy.predicts or runtime.settings.exact:
             return
         layers = _known_layers(model)
@@ -85,6 +96,9 @@ class PrefetchHooks:
         for tier, layer in enumerate(shape.tiered_layers):
             if can_predict(shape, layer) and tier not in runtime.settings.true_query_layers:
                 self._begun.setdefault(layer - 1, []).append((layer, tier, False))
+                if shape.layer_types[layer - 1] != shape.layer_types[layer]:
+                    self._unsure[layer] = _UNSEEN
+                    self._begun.setdefault(layer, [])
             elif can_predict(shape, layer + 1):
                 self._begun.setdefault(layer, []).append((layer, tier, True))
         if self._begun:
@@ -105,9 +119,20 @@ class PrefetchHooks:
                 runtime.drop_fetches()  # the former one was given up
             self._length = runtime.length
         self._at = layer
+        self._compare_rotary(layer, kwargs)
         for query_layer, tier, is_own in self._begun[layer]:
             if runtime.wants_query(tier):
                 self._begin(runtime, query_layer, tier, hidden, kwargs, is_own=is_own)
+
+    def _compare_rotary(self, layer: int, kwargs: dict[str, Any]) -> None:
+        """Predict a layer behind a recurrent one no more if it is called with another rotary
+        embedding than that one is."""
+        if self._unsure.get(layer, _UNSEEN) is _UNSEEN:
+            return
+        seen, own = self._unsure.pop(layer), kwargs.get("position_embeddings")
+        if not _is_same(seen, own):
+            ahead = self._begun[layer - 1]
+            self._begun[layer - 1] = [each for each in ahead if each[0] != layer]
 
     def _begin(
         self, runtime: TieredRuntime, layer: int, tier: int, hidden: Tensor,
@@ -116,6 +141,8 @@ class PrefetchHooks:
         steps = runtime.device_steps
         if steps is not None and is_own:
             return
+        if not is_own and layer in self._unsure:
+            self._unsure[layer] = kwargs.get("position_embeddings")
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
         stream = (
             nullcontext() if steps is None else steps.choosing(runtime.layer_length(tier), hidden)
@@ -133,6 +160,13 @@ class PrefetchHooks:
         """Leave the model's layers to its other caches; the last one takes the hooks off."""
         if self._part is not None:
             self._part.leave()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two rotary embeddings, cosines and sines, are the same; or both are none."""
+    if one is other or not (isinstance(one, tuple) and isinstance(other, tuple)):
+        return one is other
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=False))
 
 
 def _put_hooks(layers: list[nn.Module]) -> Undo:

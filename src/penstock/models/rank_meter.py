@@ -267,7 +267,8 @@ def selections(
 
 def _can_go_back(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether the last tokens can be read again, with a mask of ours."""
-    slides = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    fixed = ("is_sliding", "recurrent_states")
+    slides = any(getattr(layer, name, False) for layer in cache.layers for name in fixed)
     return not slides and model.config._attn_implementation in ("sdpa", "eager")
 
 
