@@ -15,13 +15,13 @@ from penstock.testing.tiny_families import decoder_families, tiny_config, tiny_f
 DOCS = Path(__file__).parents[2] / "docs"
 OTHER_ROTATIONS = ("codegen", "cohere", "gpt_neox", "glm")
 WORKS = (
-    "bart", "cohere", "exaone4", "gemma2", "glm4", "gpt2", "gpt_bigcode", "gpt_oss",
-    "minimax_m2", "nemotron", "olmoe", "phi", "qwen3_moe", "stablelm",
+    "bart", "cohere", "deepseek_v2", "deepseek_v3", "exaone4", "gemma2", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_oss", "minimax_m2", "nemotron", "olmoe", "phi", "qwen3_moe", "stablelm",
 )  # fmt: skip
 REFUSED = {
-    "bloom": "attention interface", "deepseek_v3": "latent attention",
-    "falcon_h1": "layer 0|state-space", "diffllama": "never received",
-    "mamba": "layer 0|no attention heads", "mllama": "cross-attention",
+    "bloom": "attention interface", "falcon_h1": "layer 0|state-space",
+    "diffllama": "never received", "mamba": "layer 0|no attention heads",
+    "mllama": "cross-attention",
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_what_is_seen_is_what_the_configuration_says(family: str) -> None:
 def test_a_configuration_that_promises_otherwise_is_refused() -> None:
     model = tiny_model("llama")
     model.config.num_key_value_heads = 4
-    with pytest.raises(UnsupportedModelError, match=r"2 KV heads .* promises 4, 4 and 12"):
+    with pytest.raises(UnsupportedModelError, match=r"2 KV heads, .* promises 4, 4, 12 and 12"):
         TieredCache(model, "full", store="memory", max_tokens=100)
 
 

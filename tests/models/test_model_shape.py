@@ -41,7 +41,7 @@ def _deepseek() -> PreTrainedConfig:
     return DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1,
-        moe_intermediate_size=16, first_k_dense_replace=2, n_group=1, topk_group=1,
+        moe_intermediate_size=16, first_k_dense_replace=2, n_group=1, topk_group=1, index_topk=4,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "attention interface",
     ),
-    "deepseek-v3": (_deepseek, r"multi-head latent attention \(MLA\)"),
+    "an indexer": (_deepseek, r"indexer of its own \(DSA\)"),
     "sliding mistral": (
         lambda: MistralConfig(**SIZES, sliding_window=16),
         "every layer .* sliding window, so that its cache is bounded already",

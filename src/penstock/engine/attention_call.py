@@ -23,7 +23,7 @@ class AttentionCall:
     keys: Tensor
     """Post-RoPE keys of the new tokens. [batch, kv_heads, new_tokens, head_dim]"""
     values: Tensor
-    """[batch, kv_heads, new_tokens, head_dim]"""
+    """[batch, kv_heads, new_tokens, value_width]"""
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
@@ -85,7 +85,7 @@ class AttentionSum:
         """Take in what was attended to elsewhere.
 
         Args:
-            out: [batch, num_heads, new_tokens, head_dim]
+            out: [batch, num_heads, new_tokens, value_width]
             lse: log-sum-exp of its logits. float32 [batch, num_heads, new_tokens]
         """
         if self._out is None or self._lse is None:
@@ -101,7 +101,7 @@ class AttentionSum:
         return self._lse
 
     def result(self) -> Tensor:
-        """The attention output, [batch, new_tokens, num_heads, head_dim], in the query's dtype."""
+        """The output in the query's dtype. [batch, new_tokens, num_heads, value_width]"""
         assert self._out is not None, "no block was added"
         assert self._lse is not None
         out = self._out

@@ -21,13 +21,14 @@ class CompactPool:
         self._memory = torch.empty(count, plan.unit_bytes, dtype=torch.uint8, device=setup.device)
         self._mask = torch.empty(count, plan.group_tokens, dtype=shape.dtype, device=setup.device)
         self._dtype = shape.dtype
-        self._token_shape = (2, shape.num_kv_heads, shape.head_dim)
+        self._shape = shape
 
     def gather(self, pool: TokenPool, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
         """Copy the selected slots, sinks and window together.
 
         Returns:
-            Keys, values [batch, kv_heads, places, head_dim] and the additive mask [batch, places].
+            Keys [batch, kv_heads, places, head_dim], values [batch, kv_heads, places, value_width]
+            and the additive mask [batch, places].
         """
         base = np.arange(self._batch)[:, None] * pool.slots_per_row
         kept = np.arange(pool.num_slots, pool.slots_per_row)
@@ -42,6 +43,6 @@ class CompactPool:
             mask.view(self._batch, numbers.shape[1], -1)[:, : slots.shape[1]].masked_fill_(
                 hidden.unsqueeze(-1), NEGATIVE_INFINITY
             )
-        tokens = memory.view(self._dtype).view(self._batch, places, *self._token_shape)
-        keys, values = tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
-        return keys, values, mask.view(self._batch, places)
+        tokens = memory.view(self._dtype).view(self._batch, places, *self._shape.token_size)
+        keys, values = self._shape.keys_of(tokens), self._shape.values_of(tokens)
+        return keys.transpose(1, 2), values.transpose(1, 2), mask.view(self._batch, places)

@@ -20,7 +20,7 @@ class HeadRows:
     def __init__(self, shape: KVShape, *, per_head: bool) -> None:
         self.per_sequence = shape.num_kv_heads if per_head else 1
         """Rows of one sequence."""
-        self.shape = shape
+        self.shape = self._whole = shape
         """Of a row's cache."""
         if self.per_sequence > 1:
             self.shape = replace(
@@ -69,30 +69,35 @@ class HeadRows:
         """An attention output by sequence.
 
         Args:
-            out: [rows, new_tokens, query heads of a row, head_dim]
+            out: [rows, new_tokens, query heads of a row, value_width]
 
         Returns:
-            [batch, new_tokens, num_heads, head_dim]
+            [batch, new_tokens, num_heads, value_width]
         """
         if self.per_sequence == 1:
             return out
-        rows, tokens, heads, head_dim = out.shape
+        rows, tokens, heads, width = out.shape
         by_sequence = out.view(rows // self.per_sequence, self.per_sequence, tokens, heads, -1)
         return by_sequence.transpose(1, 2).reshape(
-            rows // self.per_sequence, tokens, self.per_sequence * heads, head_dim
+            rows // self.per_sequence, tokens, self.per_sequence * heads, width
         )  # fmt: skip
 
     def unfold_tokens(self, tokens: Tensor) -> Tensor:
         """Keys and values by sequence.
 
         Args:
-            tokens: [rows, tokens, 2, kv_heads of a row, head_dim]
+            tokens: [rows, tokens, *token_size of a row]
 
         Returns:
-            [batch, tokens, 2, kv_heads, head_dim]
+            [batch, tokens, *token_size]
         """
-        by_row = tokens.view(-1, self.per_sequence, *tokens.shape[1:])
-        return by_row.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+        if self.per_sequence == 1:
+            return tokens
+        parts = (self.shape.keys_of(tokens), self.shape.values_of(tokens))
+        by_row = [
+            each.reshape(-1, self.per_sequence, each.shape[1], each.shape[3]) for each in parts
+        ]
+        return self._whole.tokens_of(*(each.transpose(1, 2) for each in by_row))
 
     def of(self, sequences: Tensor) -> Tensor:
         """Rows of some sequences, in their order. int64 [sequences * per_sequence]"""

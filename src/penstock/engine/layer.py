@@ -113,7 +113,7 @@ class Layer(ABC):
         raise AssertionError("only layers with a store share a past")
 
     def read_tokens(self, start: int, end: int) -> Tensor:
-        """Keys and values of tokens that are held. [rows, end - start, 2, kv_heads, head_dim]
+        """Keys and values of tokens that are held. [rows, end - start, *shape.token_size]
 
         Args:
             start: a multiple of the unit's tokens.

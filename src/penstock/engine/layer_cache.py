@@ -90,7 +90,7 @@ class LayerCache(Layer):
             mask = torch.full_like(mask, NEGATIVE_INFINITY)
         self.window = RollingWindow(
             tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
-            window_slots=plan.window_slots,
+            window_slots=plan.window_slots, shape=shape,
         )  # fmt: skip
         region = setup.store.region(layer_idx)
         args = (setup.staging, setup.writer, setup.tracer)
@@ -130,8 +130,9 @@ class LayerCache(Layer):
 
     def _add_window(self, total: AttentionSum) -> None:
         first = self.window.sink_slots * self.setup.plan.group_tokens
-        tokens, mask = self.window.tokens[:, first:], self.window.mask[:, first:]
-        total.add(tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2), mask)
+        keys, values = self.window.keys[:, first:], self.window.values[:, first:]
+        mask = self.window.mask[:, first:]
+        total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
 
     def _stream(self, total: AttentionSum, end_unit: int, visible: Tensor | None) -> None:
         """Add the units [0, end_unit) to the softmax, reading one block ahead."""
@@ -197,7 +198,7 @@ class LayerCache(Layer):
 
         Args:
             keys: [batch, kv_heads, new_tokens, head_dim]
-            values: [batch, kv_heads, new_tokens, head_dim]
+            values: [batch, kv_heads, new_tokens, value_width]
             visible: as in `AttentionCall`.
         """
         start, count = self.length, keys.shape[2]
@@ -245,11 +246,11 @@ class LayerCache(Layer):
         self._window_transfer.write(self.setup.units.table[:, unit].copy(), slots, later=True)
         self._count_write(plan.batch)
         places = slice(slot * plan.group_tokens, (slot + 1) * plan.group_tokens)
-        self.on_closed(self.window.tokens[:, places, 0], unit)
+        self.on_closed(self.window.keys[:, places], unit)
 
     def _write_units(self, keys: Tensor, values: Tensor) -> None:
         """Write the units that `keys` and `values` close, through the slots, half by half."""
-        plan, group_tokens = self.setup.plan, self.setup.plan.group_tokens
+        plan, shape, group_tokens = self.setup.plan, self.setup.shape, self.setup.plan.group_tokens
         start, end = self.length, self.length + keys.shape[2]
         first_unit, end_unit = start // group_tokens, end // group_tokens
         if first_unit == end_unit:
@@ -267,12 +268,13 @@ class LayerCache(Layer):
                 target[:, :unfinished] = self.window.tokens[:, self.window.window_places(positions)]
                 skip = unfinished
             source = slice(first * group_tokens + skip - start, last * group_tokens - start)
-            target[:, skip:, 0] = keys[:, :, source].transpose(1, 2)
-            target[:, skip:, 1] = values[:, :, source].transpose(1, 2)
+            new_keys, new_values = shape.keys_of(target), shape.values_of(target)
+            new_keys[:, skip:] = keys[:, :, source].transpose(1, 2)
+            new_values[:, skip:] = values[:, :, source].transpose(1, 2)
             units = self.setup.units.table[:, first:last].flatten()  # the table may change
             self.transfer.write(units, self.slot_numbers(np.arange(slot, slot + last - first)))
             self._count_write(plan.batch * (last - first))
-            self.on_closed(target[:, :, 0], first)
+            self.on_closed(new_keys, first)
         if plan.shared_pools:
             self.transfer.drain()  # the next layer but one uses the same slots
 
@@ -331,7 +333,7 @@ class LayerCache(Layer):
             start: a multiple of the unit's tokens.
 
         Returns:
-            [rows, end - start, 2, kv_heads, head_dim]
+            [rows, end - start, *shape.token_size]
 
         Raises:
             FetchError: a read failed.

@@ -19,15 +19,18 @@ class ResidentLayer(Layer):
     ) -> None:
         self.layer_idx = layer_idx
         self.length = 0
+        self._shape = shape
         self._keys, self._values = self._allocate(shape, batch, max_tokens, device)
 
     def _allocate(
         self, shape: KVShape, batch: int, max_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Room for keys and values; both [batch, kv_heads, max_tokens, head_dim]."""
-        size = (batch, shape.num_kv_heads, max_tokens, shape.head_dim)
-        keys = torch.empty(size, dtype=shape.dtype, device=device)
-        return keys, torch.empty_like(keys)
+        """Room for keys and values; both [batch, kv_heads, max_tokens, width]."""
+        size = (batch, shape.num_kv_heads, max_tokens)
+        keys = torch.empty(*size, shape.head_dim, dtype=shape.dtype, device=device)
+        if shape.values_in_keys:
+            return keys, keys[..., : shape.value_width]
+        return keys, torch.empty(*size, shape.value_width, dtype=shape.dtype, device=device)
 
     @override
     def attend(self, call: AttentionCall) -> Tensor:
@@ -55,7 +58,7 @@ class ResidentLayer(Layer):
 
     @override
     def append(self, keys: Tensor, values: Tensor, visible: Tensor | None) -> None:
-        """Take new tokens in; both [batch, kv_heads, new_tokens, head_dim]."""
+        """Take new tokens in; both [batch, kv_heads, new_tokens, width]."""
         end = self.length + keys.shape[2]
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
@@ -63,9 +66,9 @@ class ResidentLayer(Layer):
 
     @override
     def read_tokens(self, start: int, end: int) -> Tensor:
-        """Keys and values of tokens that are held. [rows, end - start, 2, kv_heads, head_dim]"""
-        parts = (self._keys[:, :, start:end], self._values[:, :, start:end])
-        return torch.stack(parts, dim=1).permute(0, 3, 1, 2, 4)
+        """Keys and values of tokens that are held. [rows, end - start, *shape.token_size]"""
+        keys, values = self._keys[:, :, start:end], self._values[:, :, start:end]
+        return self._shape.tokens_of(keys.transpose(1, 2), values.transpose(1, 2))
 
     @override
     def crop(self, length: int) -> None:
@@ -77,7 +80,10 @@ class ResidentLayer(Layer):
         """Become a copy of `other` (perhaps itself) with row i taken from its row `rows[i]`."""
         assert isinstance(other, ResidentLayer)
         self.length = end = other.length
-        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+        parts = [(self._keys, other._keys)]
+        if not self._shape.values_in_keys:
+            parts.append((self._values, other._values))
+        for mine, theirs in parts:
             copy_rows(mine[:, :, :end].transpose(1, 2), theirs[:, :, :end].transpose(1, 2), rows)
 
     @override

@@ -49,6 +49,7 @@ def copy_past(
                 continue
             start = max(first, begun)
             tokens = past.read(i, start, last)[: length - start * past.group_tokens].to(device)
-            both = tokens.permute(1, 2, 0, 3)[:, None].expand(-1, batch, -1, -1, -1)
+            parts = (past.shape.keys_of(tokens), past.shape.values_of(tokens))
+            both = [each.transpose(0, 1).expand(batch, -1, -1, -1) for each in parts]
             keys, values, _ = rows.fold_tokens(both[0], both[1], None)
             layer.append(keys, values, None)

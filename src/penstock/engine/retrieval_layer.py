@@ -54,6 +54,7 @@ class RetrievalLayer(LayerCache):
         self.table = SlotTable(plan.batch, plan.num_slots, plan.max_units)
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
+        self._may_use_kernel = compact is None and setup.shape.is_even
         self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
         self._fetch: Fetch | None = None
         self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
@@ -221,10 +222,10 @@ class RetrievalLayer(LayerCache):
             fetched: those; None where nothing was selected.
 
         Returns:
-            [batch, 1, num_heads, head_dim]
+            [batch, 1, num_heads, value_width]
         """
         shown = self.attended_mask(None if fetched is None else fetched[1])
-        if self._compact is None and call.sink_logits is None and call.softcap is None:
+        if self._may_use_kernel and call.sink_logits is None and call.softcap is None:
             out = decode_attention(
                 call.query, self.pool.tokens, shown, call.scaling, self.index.lse
             )
@@ -253,7 +254,7 @@ class RetrievalLayer(LayerCache):
             fetched: its units, which are in their slots; None where nothing was selected.
 
         Returns:
-            What the layer says instead, [batch, 1, num_heads, head_dim]; None: attend.
+            What the layer says instead, [batch, 1, num_heads, value_width]; None: attend.
         """
         return None
 
@@ -356,7 +357,7 @@ class RetrievalLayer(LayerCache):
         stored = self.setup.units.table[:, units].reshape(-1)
         self._land(self.transfer.read(stored, self.slot_numbers(slots)))
         places = len(units) * self.setup.plan.group_tokens
-        keys = self.pool.tokens[:, :places, 0].clone()
+        keys = self.pool.keys[:, :, :places].transpose(1, 2).clone()
         require_finite(keys, self.layer_idx)
         return keys
 

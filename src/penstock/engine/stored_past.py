@@ -26,7 +26,7 @@ SECTOR_BYTES = OVERLAY_SECTOR_BYTES
 class StoredPast:
     """Keys and values of `length` tokens, in units of `group_tokens`, one file a tiered layer.
 
-    A unit is K and V of its tokens side by side, [group_tokens, 2, kv_heads, head_dim] in the
+    A unit is K and V of its tokens side by side, [group_tokens, *shape.token_size] in the
     cache's dtype, padded to whole sectors of 4,096 bytes. The last one may hold fewer tokens.
     """
 
@@ -88,7 +88,7 @@ class StoredPast:
         """Read groups of one layer, in memory of their own.
 
         Returns:
-            [tokens, 2, kv_heads, head_dim]; behind `length` whatever the last unit has there.
+            [tokens, *shape.token_size]; behind `length` whatever the last unit has there.
 
         Raises:
             FetchError: a read failed, or a unit is damaged.
@@ -99,7 +99,7 @@ class StoredPast:
         region = UnitRegion(self.files[layer], self.unit_bytes, SECTOR_BYTES)
         region.submit_read(units, buffer, np.arange(count)).wait()
         payload = buffer.tensor[:, : self.unit_bytes].contiguous()
-        size = (count * self.group_tokens, 2, self.shape.num_kv_heads, self.shape.head_dim)
+        size = (count * self.group_tokens, *self.shape.token_size)
         tokens: Tensor = payload.view(-1).view(self.shape.dtype).view(size)
         return tokens
 
@@ -113,7 +113,7 @@ def padded_units(tokens: Tensor, group_tokens: int, padded_bytes: int) -> NDArra
     """Tokens as the rows of a file: whole units, padded with zeros.
 
     Args:
-        tokens: [tokens, 2, kv_heads, head_dim]
+        tokens: [tokens, *token_size]
 
     Returns:
         uint8 [groups, padded_bytes]

@@ -252,7 +252,8 @@ class TieredRuntime:
         """Take tokens in without attending (a document whose KV is already there).
 
         Args:
-            keys, values: keys are post-RoPE. [batch, kv_heads, new_tokens, head_dim]
+            keys: post-RoPE. [batch, kv_heads, new_tokens, head_dim]
+            values: [batch, kv_heads, new_tokens, value_width]
             visible: as in `AttentionCall`.
         """
         batch, _, count, _ = keys.shape
@@ -297,7 +298,7 @@ class TieredRuntime:
             start: a multiple of a unit's tokens.
 
         Returns:
-            [batch, end - start, 2, kv_heads, head_dim]
+            [batch, end - start, *shape.token_size]
 
         Raises:
             CacheStateError: the policy forgets tokens, or they are in the device tier.

@@ -20,24 +20,24 @@ class ValueSum:
     def __init__(self, rows: int, shape: KVShape, device: torch.device) -> None:
         self.tokens = 0
         """How many it is of, padding counted."""
-        self._sum = torch.zeros(rows, shape.num_kv_heads, shape.head_dim, device=device)
+        self._sum = torch.zeros(rows, shape.num_kv_heads, shape.value_width, device=device)
         self._count = torch.zeros(rows, device=device)
 
     @staticmethod
     def num_bytes(rows: int, shape: KVShape) -> int:
         """Of one layer, for the ledger."""
-        return 4 * rows * (shape.joint_dim + 1)
+        return 4 * rows * (shape.num_kv_heads * shape.value_width + 1)
 
     @staticmethod
     def scratch_bytes(rows: int, shape: KVShape) -> int:
         """Temporaries of one call, for the ledger."""
-        return 4 * rows * (2 * PIECE_TOKENS + 4) * shape.joint_dim
+        return 4 * rows * (2 * PIECE_TOKENS + 4) * shape.num_kv_heads * shape.value_width
 
     def add(self, values: Tensor, visible: Tensor | None) -> None:
         """Take in the tokens that come next.
 
         Args:
-            values: [rows, kv_heads, tokens, head_dim]
+            values: [rows, kv_heads, tokens, value_width]
             visible: False at padding; None when nothing is padded. bool [rows, tokens]
         """
         self._put(values, visible, 1)
@@ -60,11 +60,11 @@ class ValueSum:
         """The mean of all values but some; zero where none are left.
 
         Args:
-            values: those to leave out, and others. [rows, kv_heads, places, head_dim]
+            values: those to leave out, and others. [rows, kv_heads, places, value_width]
             mask: 0 at those to leave out, minus infinity elsewhere. [rows, places]
 
         Returns:
-            float32 [rows, kv_heads, head_dim]
+            float32 [rows, kv_heads, value_width]
         """
         out = mask > NEGATIVE_INFINITY
         left = (self._count - out.sum(dim=1)).clamp_min(1)
@@ -72,7 +72,7 @@ class ValueSum:
         return mean * (self._count > out.sum(dim=1))[:, None, None]
 
     def state(self) -> Tensor:
-        """Of the first row, for `load_state`. float32 [kv_heads, head_dim]"""
+        """Of the first row, for `load_state`. float32 [kv_heads, value_width]"""
         return self._sum[0].clone()
 
     def load_state(self, state: Tensor, tokens: int) -> bool:
@@ -106,7 +106,7 @@ class ValueSum:
 
 
 def _sum_of(values: Tensor, which: Tensor) -> Tensor:
-    """Of some places. float32 [rows, kv_heads, head_dim]"""
+    """Of some places. float32 [rows, kv_heads, value_width]"""
     total = values.new_zeros(*values.shape[:2], values.shape[3], dtype=torch.float32)
     parts = torch.split(values, PIECE_TOKENS, dim=2)
     pieces = zip(parts, torch.split(which, PIECE_TOKENS, dim=1), strict=True)

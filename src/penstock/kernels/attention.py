@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY, attention_twin
 
@@ -29,7 +30,7 @@ def attention_block(
     Args:
         query: [batch, num_heads, queries, head_dim]
         keys: [batch, kv_heads, tokens, head_dim]
-        values: [batch, kv_heads, tokens, head_dim]
+        values: of any width. [batch, kv_heads, tokens, value_width]
         scaling: factor on the logits.
         key_mask: additive mask over the keys alone, 0 or minus infinity, in the query's dtype.
             [batch, tokens]
@@ -39,10 +40,18 @@ def attention_block(
             saves a check in the decode loop.
 
     Returns:
-        Output [batch, num_heads, queries, head_dim] (the query's dtype or float32) and the
+        Output [batch, num_heads, queries, value_width] (the query's dtype or float32) and the
         log-sum-exp, float32 [batch, num_heads, queries]; zero and minus infinity where a query
         sees nothing.
     """
+    if values.shape[-1] != keys.shape[-1]:
+        width = values.shape[-1]
+        query, keys, values = _of_one_width(query, keys, values)
+        out, lse = attention_block(
+            query, keys, values, scaling=scaling, key_mask=key_mask, causal=causal,
+            softcap=softcap, never_empty=never_empty,
+        )  # fmt: skip
+        return out[..., :width], lse
     if softcap is None and query.device.type == "cpu":
         if causal:
             return _cpu_causal(query, keys, values, scaling, key_mask)
@@ -53,6 +62,20 @@ def attention_block(
         )[:2]
         return out, lse
     return _plain(query, keys, values, scaling, key_mask, causal, softcap)
+
+
+def _of_one_width(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one block, the narrower ones with zeros behind them.
+
+    torch's kernels have one width only. Values that are the first channels of their keys need no
+    copy: what follows them is attended to, and left out of the output.
+    """
+    more = keys.shape[-1] - values.shape[-1]
+    if more < 0:
+        return pad(query, (0, -more)), pad(keys, (0, -more)), values
+    if values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride():
+        return query, keys, keys
+    return query, keys, pad(values, (0, more))
 
 
 def _flash_on_cuda(query: Tensor) -> bool:

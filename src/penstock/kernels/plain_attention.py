@@ -21,7 +21,7 @@ def attention_twin(
     Args:
         query: [batch, num_heads, queries, head_dim], any floating dtype.
         keys: [batch, kv_heads, tokens, head_dim]; heads are shared by consecutive query heads.
-        values: like `keys`.
+        values: like `keys`, perhaps of another width.
         scaling: factor on the logits, before `softcap`.
         mask: bool, True where a query may look; or floating, which is added to the logits.
             Broadcastable to [batch, heads, queries, tokens].
@@ -29,8 +29,8 @@ def attention_twin(
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
 
     Returns:
-        The block's output, float32 [batch, num_heads, queries, head_dim], zero where a query sees
-        nothing; and the log-sum-exp of its logits, float32 [batch, num_heads, queries], minus
+        The block's output, float32 [batch, num_heads, queries, value_width], zero where a query
+        sees nothing; and the log-sum-exp of its logits, float32 [batch, num_heads, queries], minus
         infinity there.
     """
     batch, num_heads, num_queries, head_dim = query.shape
@@ -51,7 +51,7 @@ def attention_twin(
     weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
     weights = weights.reshape(batch, kv_heads, -1, num_queries, tokens)
     out = torch.matmul(weights, values.float().unsqueeze(2))
-    return out.reshape(batch, num_heads, num_queries, head_dim), lse
+    return out.reshape(batch, num_heads, num_queries, values.shape[-1]), lse
 
 
 def merge_attention(

@@ -60,10 +60,20 @@ def pool_logits_twin(
     query: Tensor, tokens: Tensor, mask: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `pool_logits` in plain torch."""
+    return key_logits(query, tokens[:, :, 0].transpose(1, 2), mask, scaling)
+
+
+def key_logits(query: Tensor, keys: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same of keys that lie in whatever way, for pools that `pool_logits` does not know.
+
+    Args:
+        keys: [rows, kv_heads, places, head_dim]
+    """
     rows, q_heads, head_dim = query.shape
-    keys = tokens[:, :, 0].transpose(1, 2).float()
     grouped = query.float().reshape(rows, keys.shape[1], -1, head_dim)
-    logits = torch.matmul(grouped, keys.transpose(2, 3)).mul_(scaling).view(rows, q_heads, -1)
+    logits = (
+        torch.matmul(grouped, keys.float().transpose(2, 3)).mul_(scaling).view(rows, q_heads, -1)
+    )
     logits.masked_fill_((mask != 0).unsqueeze(1), float("-inf"))
     return logits, torch.logsumexp(logits, dim=2)
 

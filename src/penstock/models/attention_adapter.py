@@ -17,6 +17,7 @@ from penstock.core.errors import UnsupportedModelError
 from penstock.core.on_device import on_device
 from penstock.engine.attention_call import AttentionCall
 from penstock.kernels.plain_attention import add_attention_sink, attention_twin
+from penstock.models.latents import ExpandedKeys, in_latents
 from penstock.models.shared_part import SharedPart, Undo
 
 IMPLEMENTATION = "penstock"
@@ -189,11 +190,17 @@ def penstock_attention(
         scaling: factor on the logits; None for head_dim ** -0.5.
 
     Returns:
-        [batch, new_tokens, num_heads, head_dim], and no weights.
+        [batch, new_tokens, num_heads, width of a value], and no weights.
     """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, ExpandedKeys):
+        weights, query, latents = in_latents(module, query, key, value)
+        among, _ = penstock_attention(
+            module, query, latents.keys, latents.values, attention_mask, scaling, dropout, **kwargs
+        )
+        return weights.output(among).contiguous(), None
     if hasattr(key, _PROBE):
         raise ProbeDone(query)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     mark: _Mark | None = getattr(key, _MARK, None)
     if mark is None:

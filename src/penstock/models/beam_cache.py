@@ -21,6 +21,11 @@ def block_shape(model: PreTrainedModel, block_tokens: int) -> BlockShape:
         UnsupportedModelError: beams of this model cannot be kept in blocks; says why.
     """
     shape = inspect_model(model)
+    if not shape.kv.is_even:
+        raise UnsupportedModelError(
+            f"values of {type(model).__name__} are not as wide as its keys, which beams of a "
+            "search in tiers have to be"
+        )
     chunked = [kind for kind in shape.layer_types if kind == "chunked_attention"]
     if chunked:
         raise UnsupportedModelError(

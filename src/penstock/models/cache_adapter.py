@@ -53,6 +53,7 @@ from penstock.models.cache_settings import (
 )
 from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
+from penstock.models.latents import Latents, handed_out, joined
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
@@ -152,10 +153,10 @@ class TieredCache(RecurrentCache):
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
             rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
-            device_tier=serves_device_tier(str(store), chosen, device, exact=exact), tracer=tracer,
+            device_tier=serves_device_tier(str(store), chosen, device, kv, exact=exact),
             past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
-            scaling=attention_scaling(model, kv.head_dim),
+            scaling=attention_scaling(model, kv.head_dim), tracer=tracer,
         )  # fmt: skip
         self._plan(batch_size, at_least=is_auto(memory))
         super().__init__(layers=self._make_layers(shape))
@@ -294,12 +295,15 @@ class TieredCache(RecurrentCache):
                 "the attention function never received the keys that the cache handed out: this "
                 "model transforms them in between"
             )
-        shape = self._settings.shape
-        expected = (shape.num_kv_heads, shape.head_dim)
-        if (keys.shape[1], keys.shape[3]) != expected or values.shape != keys.shape:
+        shape, given = self._settings.shape, (keys, values)
+        keys, values = joined(shape, keys, values)
+        found = (*keys.shape[1::2], *values.shape[1::2])
+        heads = shape.num_kv_heads
+        if found != (heads, shape.head_dim, heads, shape.value_width):
             raise UnsupportedModelError(
                 f"keys {list(keys.shape)} and values {list(values.shape)} do not have the "
-                f"{expected[0]} heads of width {expected[1]} that the configuration promises"
+                f"{heads} heads of widths {shape.head_dim} and {shape.value_width} that the "
+                "configuration promises"
             )
         dtype = attention_dtype(keys)
         if dtype != shape.dtype:
@@ -320,6 +324,8 @@ class TieredCache(RecurrentCache):
             return self._runtime.attend(tier, call)
 
         mark_keys(keys, attend, received=self._receive, failed=self._take_back)
+        if shape.values_in_keys:
+            return handed_out(given[0], Latents(keys, values)), given[1]
         return keys, values
 
     def _receive(self) -> None:

@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.core.byte_size import is_share, parse_memory
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, UnsupportedModelError
+from penstock.core.shape import KVShape
 from penstock.engine.adapter import LowRankAdapter
 from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods import POLICIES, SelectionPolicy
@@ -81,12 +82,15 @@ def _adapter_of(
 
 
 def serves_device_tier(
-    store: str, policy: SelectionPolicy, device: torch.device, *, exact: bool
+    store: str, policy: SelectionPolicy, device: torch.device, shape: KVShape, *, exact: bool
 ) -> bool:
     """Whether the device tier serves this cache.
 
+    Values of another width than keys are kept by the other tiers, also on CUDA.
+
     Raises:
         ConfigError: it was asked for and the policy cannot.
+        UnsupportedModelError: it was asked for and the widths differ.
     """
     in_steps = (
         getattr(policy, "mass", None) is not None or getattr(policy, "tail", "none") != "none"
@@ -100,8 +104,13 @@ def serves_device_tier(
             )
         if getattr(policy, "reuse_tokens", None) == 0:
             raise ConfigError("reuse_tokens=0 is for stores on disk: here every layer has slots")
+        if not shape.is_even:
+            raise UnsupportedModelError(
+                f"keys of this model are {shape.head_dim} wide and its values {shape.value_width}: "
+                "the kernels of store=host know one width; give a store on disk, or memory"
+            )
         return True
-    return store == "memory" and device.type == "cuda" and able
+    return store == "memory" and device.type == "cuda" and able and shape.is_even
 
 
 def true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) -> frozenset[int]:

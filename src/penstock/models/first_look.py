@@ -13,6 +13,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.models.attention_adapter import Attachment, attention_dtype, mark_keys
 from penstock.models.cache_argument import cache_argument
+from penstock.models.latents import Latents, handed_out, joined
 from penstock.models.model_shape import ModelShape
 from penstock.models.weight_access import model_device
 
@@ -39,9 +40,9 @@ class _Seen(Exception):
 class _LookingCache(DynamicCache):  # type: ignore[misc]
     """A plain cache, but for one layer whose attention is only looked at."""
 
-    def __init__(self, model: PreTrainedModel, layer: int) -> None:
+    def __init__(self, model: PreTrainedModel, layer: int, shape: KVShape) -> None:
         super().__init__(config=model.config)
-        self._layer = layer
+        self._layer, self._shape = layer, shape
         self.gave_keys = False
 
     def update(
@@ -54,11 +55,16 @@ class _LookingCache(DynamicCache):  # type: ignore[misc]
             return updated
         self.gave_keys = True
 
-        def see(call: AttentionCall) -> Tensor:
-            raise _Seen(call, value_states)
+        keys, values = joined(self._shape, key_states, value_states)
 
-        mark_keys(key_states, see)
-        return key_states, value_states
+        def see(call: AttentionCall) -> Tensor:
+            raise _Seen(call, values)
+
+        mark_keys(keys, see)
+        if self._shape.values_in_keys:
+            latents = Latents(keys, values, checked=True)
+            return handed_out(key_states, latents), value_states
+        return keys, values
 
 
 def first_look(model: PreTrainedModel, shape: ModelShape) -> tuple[KVShape, torch.device]:
@@ -80,19 +86,16 @@ def first_look(model: PreTrainedModel, shape: ModelShape) -> tuple[KVShape, torc
             f"the model is on {device}: {UNSUPPORTED_DEVICES[device.type]}; move it with "
             'model.to("cpu")'
         )
-    call = _first_call(model, shape.tiered_layers[0])
+    call = _first_call(model, shape.tiered_layers[0], shape.kv)
     name, kv = type(model).__name__, shape.kv
-    if call.values.shape != call.keys.shape:
-        raise UnsupportedModelError(
-            f"values of {name} are {call.values.shape[-1]} wide and its keys {call.keys.shape[-1]};"
-            " only those of one width are kept in tiers"
-        )
     _, heads, _, width = call.keys.shape
-    if (heads, width, call.query.shape[1]) != (kv.num_kv_heads, kv.head_dim, kv.num_query_heads):
+    found = (call.query.shape[1], heads, width, call.values.shape[-1])
+    promised = (kv.num_query_heads, kv.num_kv_heads, kv.head_dim, kv.value_width)
+    if found != promised or call.values.shape[:3] != call.keys.shape[:3]:
         raise UnsupportedModelError(
-            f"{name} attends with {call.query.shape[1]} query heads, {heads} KV heads and a width "
-            f"of {width}; its configuration promises {kv.num_query_heads}, {kv.num_kv_heads} and "
-            f"{kv.head_dim}"
+            f"{name} attends with {found[0]} query heads, {found[1]} KV heads, and widths of "
+            f"{found[2]} (keys) and {found[3]} (values); its configuration promises "
+            f"{promised[0]}, {promised[1]}, {promised[2]} and {promised[3]}"
         )
     dtype = attention_dtype(call.keys)
     if dtype not in DTYPES:
@@ -100,12 +103,12 @@ def first_look(model: PreTrainedModel, shape: ModelShape) -> tuple[KVShape, torc
     return replace(kv, dtype=dtype), call.keys.device
 
 
-def _first_call(model: PreTrainedModel, layer: int) -> AttentionCall:
+def _first_call(model: PreTrainedModel, layer: int, shape: KVShape) -> AttentionCall:
     """What the attention of a layer is called with."""
     name = type(model).__name__
     attachment = Attachment(model)
     try:
-        cache = _LookingCache(model, layer)
+        cache = _LookingCache(model, layer, shape)
         cached_layers = len(cache.layers)
         ids = torch.ones(1, 2, dtype=torch.int64, device=model_device(model))
         chance = torch.random.fork_rng() if model.training else nullcontext()

@@ -11,6 +11,7 @@ import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.core.errors import DocumentMismatchError
+from penstock.core.shape import KVShape
 from penstock.engine.adapter import LowRankAdapter
 from penstock.models.model_shape import decoder_config, inspect_model
 from penstock.models.weight_access import readable_weights
@@ -56,7 +57,7 @@ class ModelIdentity:
         return cls(
             weights=_weights(model), configuration=_digest(config), rope=_digest(rope),
             dtype=str(shape.dtype).removeprefix("torch."),
-            layout=f"{shape.num_layers} layers of {shape.num_kv_heads} x {shape.head_dim}",
+            layout=f"{shape.num_layers} layers of {_widths(shape)}",
             tokenizer=NONE if tokenizer is None else _tokenizer(tokenizer),
         )  # fmt: skip
 
@@ -99,6 +100,13 @@ def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: st
         f"{what} was stored with other settings: {', '.join(changed)}; give the model that it was "
         "added with, or add the text again"
     )
+
+
+def _widths(shape: KVShape) -> str:
+    """Heads and widths; of values only where they are not those of keys."""
+    values = "" if shape.is_even else f" with values of {shape.value_width}"
+    inside = " in them" if shape.values_in_keys else ""
+    return f"{shape.num_kv_heads} x {shape.head_dim}{values}{inside}"
 
 
 def _digest(value: object) -> str:

@@ -1,7 +1,7 @@
 """What a model's cache looks like, and which models cannot have a tiered one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.core.shape import KVShape
+from penstock.models.latents import caches_latents
 from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 
 FULL = "full_attention"
@@ -53,9 +54,9 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; its cross-attention has no tiers"
         )
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if getattr(config, "index_topk", None) is not None:
         raise UnsupportedModelError(
-            f"{name} uses multi-head latent attention (MLA): its cache is not keys and values"
+            f"{name} selects tokens by an indexer of its own (DSA), whose keys have no tiers"
         )
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedModelError(
@@ -103,10 +104,27 @@ def inspect_model(model: PreTrainedModel) -> ModelShape:
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         dtype=model.dtype,
     )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        shape = _latent_shape(model, config, shape)
     if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModelError(f"{name} is in {shape.dtype}; use float32, bfloat16 or float16")
     positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     return ModelShape(shape, tiered, windows, positions, tuple(layer_types), states)
+
+
+def _latent_shape(model: PreTrainedModel, config: Any, shape: KVShape) -> KVShape:
+    """Of multi-head latent attention: latents and what is rotated where the model's cache has
+    those, expanded keys and values of all heads (transformers before 5.17) elsewhere."""
+    rotated, rank = int(config.qk_rope_head_dim), int(config.kv_lora_rank)
+    if caches_latents(model):
+        return replace(
+            shape, num_kv_heads=1, head_dim=rank + rotated, value_dim=rank, values_in_keys=True
+        )
+    width, values = int(config.qk_nope_head_dim) + rotated, int(config.v_head_dim)
+    return replace(
+        shape, num_kv_heads=shape.num_query_heads, head_dim=width,
+        value_dim=None if values == width else values,
+    )  # fmt: skip
 
 
 def check_rope(model: PreTrainedModel, max_tokens: int) -> None:

@@ -41,7 +41,7 @@ def predictor_bytes(
     Args:
         but: tiered layers that are not predicted.
     """
-    if not policy.predicts:
+    if not policy.predicts or shape.kv.values_in_keys:
         return 0
     layers = _known_layers(model)
     if layers is None:

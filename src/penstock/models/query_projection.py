@@ -13,6 +13,7 @@ from penstock.kernels.predicted_query import PredictedQuery
 from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 from penstock.models.cache_argument import cache_name_in
+from penstock.models.latents import Latents, caches_latents, handed_out
 from penstock.models.weight_access import is_plain
 
 _MISFITS = (
@@ -24,11 +25,18 @@ _MISFITS = (
 class _ProbeCache:
     """Stands in for the cache while a layer is asked for its query."""
 
+    def __init__(self, *, latent: bool) -> None:
+        self._latent = latent
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        mark_probe(key_states)
-        return key_states, value_states
+        if not self._latent:
+            mark_probe(key_states)
+            return key_states, value_states
+        keys = torch.cat((key_states, value_states), dim=-1)
+        mark_probe(keys)
+        return handed_out(key_states, Latents(keys, key_states)), value_states
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
@@ -76,6 +84,7 @@ class QueryProjection:
         self._layers = layers
         self._ways: dict[int, Literal["direct", "probe", "none"]] = {}
         self._copies: dict[int, PredictedQuery | None] = {}
+        self._latent: dict[int, bool] = {}
         self.may_copy = False
         """Whether the budget has room for the copies, see `copied_bytes`."""
 
@@ -138,7 +147,9 @@ class QueryProjection:
         """The queries of all tokens by the layer's own forward. [batch, heads, tokens, head_dim]"""
         module = self._layers[layer]
         others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        others[cache_name_in(kwargs)] = _ProbeCache()
+        if layer not in self._latent:
+            self._latent[layer] = caches_latents(module)
+        others[cache_name_in(kwargs)] = _ProbeCache(latent=self._latent[layer])
         try:
             module.forward(hidden, **others)
         except ProbeDone as done:

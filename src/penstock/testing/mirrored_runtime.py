@@ -41,7 +41,7 @@ class MirroredRuntime:
     Attributes:
         runtime: the tiers
         padding: tokens before the first one of each row. int64 [batch]
-        kv: keys and values of each layer. [2, batch, kv_heads, tokens, head_dim]
+        kv: keys and values of each layer, both [batch, kv_heads, tokens, width].
     """
 
     def __init__(self, runtime: TieredRuntime, padding: Sequence[int], seed: int = 0) -> None:
@@ -50,13 +50,14 @@ class MirroredRuntime:
         self.random = torch.Generator().manual_seed(seed)
         self.padding = torch.tensor(padding)
         shape = self._shape = runtime.settings.shape
-        empty = torch.zeros(2, len(padding), shape.num_kv_heads, 0, shape.head_dim)
-        self.kv = [empty] * shape.num_layers
+        size, widths = (len(padding), shape.num_kv_heads, 0), (shape.head_dim, shape.value_width)
+        keys, values = (torch.zeros(*size, width) for width in widths)
+        self.kv = [(keys, values)] * shape.num_layers
 
     @property
     def length(self) -> int:
         """Tokens of a row in plain tensors, padding included."""
-        return min(kv.shape[3] for kv in self.kv)
+        return min(keys.shape[2] for keys, _ in self.kv)
 
     def step(self, count: int, *, predict: bool = False) -> None:
         """Take `count` random tokens in, in every layer, and compare what each attends to.
@@ -74,10 +75,15 @@ class MirroredRuntime:
             if predict and self.runtime.wants_query(following):
                 self.runtime.begin_fetch(following, self._randn(batch, shape.num_query_heads))
             query = self._randn(batch, shape.num_query_heads, count)
-            new = torch.stack([self._randn(batch, shape.num_kv_heads, count) for _ in range(2)])
-            call = AttentionCall(query, new[0], new[1], SCALING, visible=shown)
+            keys = self._randn(batch, shape.num_kv_heads, count)
+            values = self._randn(batch, shape.num_kv_heads, count, width=shape.value_width)
+            if shape.values_in_keys:
+                values = keys[..., : shape.value_width]
+            call = AttentionCall(query, keys, values, SCALING, visible=shown)
             actual = self.runtime.attend(layer, call).transpose(1, 2)
-            self.kv[layer] = torch.cat([self.kv[layer], new], dim=3)
+            held = zip(self.kv[layer], (keys, values), strict=True)
+            before, after = (torch.cat(both, dim=2) for both in held)
+            self.kv[layer] = before, after
             mask = causal & visible[:, None, None]
             expected, _ = attention_twin(query, *self.kv[layer], scaling=SCALING, mask=mask)
             seen = visible[:, -count:, None].unsqueeze(1)  # what padding sees does not matter
@@ -87,8 +93,8 @@ class MirroredRuntime:
                 "a past token is missing or is attended to twice"
             )
 
-    def _randn(self, *size: int) -> Tensor:
-        return torch.randn(*size, self._shape.head_dim, generator=self.random)
+    def _randn(self, *size: int, width: int | None = None) -> Tensor:
+        return torch.randn(*size, width or self._shape.head_dim, generator=self.random)
 
     def decode(self, steps: int, *, predict: bool = False) -> None:
         """Take in one token at a time."""
@@ -98,10 +104,10 @@ class MirroredRuntime:
     def crop(self, length: int) -> None:
         """Forget the tokens at and after `length`."""
         self.runtime.crop(length)
-        self.kv = [kv[:, :, :, :length] for kv in self.kv]
+        self.kv = [(keys[:, :, :length], values[:, :, :length]) for keys, values in self.kv]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; the batch may grow or shrink."""
         self.runtime.select_rows(torch.tensor(rows))
-        self.kv = [kv[:, rows] for kv in self.kv]
+        self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
         self.padding = self.padding[torch.tensor(rows)]

@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "moe_layer_start_index": 1, "moe_layer_end_index": 3, "num_dense_layers": 1,
     # Latent attention.
     "kv_lora_rank": 16, "q_lora_rank": 16, "o_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 16, "index_head_dim": 16,
+    "qk_nope_head_dim": 16, "qk_head_dim": 24, "v_head_dim": 16, "index_head_dim": 16,
     "index_n_heads": 2, "index_topk": 16,
     # Recurrent layers.
     "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_d_ssm": 128,
@@ -78,6 +78,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "moshi": {"sliding_window": 512},
     "reformer": {

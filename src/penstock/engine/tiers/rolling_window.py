@@ -1,8 +1,11 @@
 """RollingWindow: the newest units and the sinks, which are always resident."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from penstock.core.shape import KVShape
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.kernels.put_token import PutToken
 
@@ -26,18 +29,26 @@ class RollingWindow:
     """
 
     def __init__(
-        self, tokens: Tensor, mask: Tensor, *, group_tokens: int, sink_slots: int, window_slots: int
-    ) -> None:
+        self, tokens: Tensor, mask: Tensor, *, group_tokens: int, sink_slots: int,
+        window_slots: int, shape: KVShape | None = None,
+    ) -> None:  # fmt: skip
         """Lay the window over the places behind a pool's slots.
 
         Args:
-            tokens: [batch, (sink_slots + window_slots) * G, 2, kv_heads, head_dim]
+            tokens: [batch, (sink_slots + window_slots) * G, *token_size]
             mask: the same places, additive. [batch, (sink_slots + window_slots) * G]
+            shape: of the tokens; None: they are [.., 2, kv_heads, head_dim].
         """
         assert window_slots >= 2, "the window holds a closed unit beside the unfinished one"
         self.tokens = tokens
         self.mask = mask
-        self._put = PutToken(tokens, mask)
+        self._put: Callable[[Tensor, Tensor, int], None]
+        if shape is None or shape.is_even:
+            self.keys, self.values = tokens[:, :, 0], tokens[:, :, 1]
+            self._put = PutToken(tokens, mask)
+        else:
+            self.keys, self.values = shape.keys_of(tokens), shape.values_of(tokens)
+            self._put = self._put_uneven
         self.group_tokens = group_tokens
         self.sink_slots = sink_slots
         self.window_slots = window_slots
@@ -65,7 +76,7 @@ class RollingWindow:
 
         Args:
             keys: [batch, kv_heads, 1, head_dim]
-            values: [batch, kv_heads, 1, head_dim]
+            values: [batch, kv_heads, 1, value_width]
             position: cache position of the token.
         """
         unit, offset = divmod(position, self.group_tokens)
@@ -78,20 +89,26 @@ class RollingWindow:
         if unit < self._end_of_sinks:
             self._write_sinks(keys, values, position, position + 1)
 
+    def _put_uneven(self, keys: Tensor, values: Tensor, place: int) -> None:
+        """What `PutToken` does, for the widths that its kernel does not know."""
+        self.keys[:, place] = keys[:, :, 0]
+        self.values[:, place] = values[:, :, 0]
+        self.mask[:, place] = 0.0
+
     def write_many(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Write those of the new tokens that the sinks and the window keep; then call `refresh`.
 
         Args:
             keys: [batch, kv_heads, tokens, head_dim]
-            values: [batch, kv_heads, tokens, head_dim]
+            values: [batch, kv_heads, tokens, value_width]
             start: cache position of the first new token.
         """
         end = start + keys.shape[2]
         kept = max(start, self.first_window_unit(end) * self.group_tokens)
         positions = torch.arange(kept, end, device=keys.device)
         places = self.window_places(positions)
-        self.tokens[:, places, 0] = keys[:, :, kept - start :].transpose(1, 2)
-        self.tokens[:, places, 1] = values[:, :, kept - start :].transpose(1, 2)
+        self.keys[:, places] = keys[:, :, kept - start :].transpose(1, 2)
+        self.values[:, places] = values[:, :, kept - start :].transpose(1, 2)
         self._write_sinks(keys, values, start, end)
 
     def set_start_units(self, start_unit: Tensor) -> None:
@@ -107,8 +124,8 @@ class RollingWindow:
         rows, places = torch.nonzero((positions >= start) & (positions < end), as_tuple=True)
         if len(rows):
             source = positions[rows, places] - start
-            self.tokens[rows, places, 0] = keys[rows, :, source]
-            self.tokens[rows, places, 1] = values[rows, :, source]
+            self.keys[rows, places] = keys[rows, :, source]
+            self.values[rows, places] = values[rows, :, source]
 
     def show_sinks(self, length: int) -> None:
         """Show the sink units that have left the window of a sequence of `length` tokens."""

@@ -17,7 +17,7 @@ class TokenPool:
     one strided tensor that attention reads without a copy: KVSwap's mapping table (3.4.4) becomes
     an additive mask over the places.
 
-        tokens   [batch, places, 2, kv_heads, head_dim],  places = (num_slots + kept_slots) * G
+        tokens   [batch, places, *shape.token_size],  places = (num_slots + kept_slots) * G
         mask     [batch, places], 0 where a place holds a visible token, minus infinity elsewhere
 
         place 0 .. num_slots * G             slots (fetched units)
@@ -45,37 +45,38 @@ class TokenPool:
         self.places = self.slots_per_row * group_tokens
         self.slot_places = num_slots * group_tokens
         self.memory = memory
-        self.tokens: Tensor = memory.view(shape.dtype).view(
-            batch, self.places, 2, shape.num_kv_heads, shape.head_dim
-        )
+        self.tokens: Tensor = memory.view(shape.dtype).view(batch, self.places, *shape.token_size)
+        self.shape = shape
         self.mask = torch.full(
             (batch, self.places), NEGATIVE_INFINITY, dtype=shape.dtype, device=memory.device
         )
         # [batch, slots, group_tokens] views, to switch whole slots on and off.
         self.slot_mask: Tensor = self.mask.view(batch, self.slots_per_row, group_tokens)
-        self.keys: Tensor = self.tokens[:, :, 0].transpose(1, 2)
-        self.values: Tensor = self.tokens[:, :, 1].transpose(1, 2)
+        self.keys: Tensor = shape.keys_of(self.tokens).transpose(1, 2)
+        self.values: Tensor = shape.values_of(self.tokens).transpose(1, 2)
 
     def hide_slots(self) -> None:
         """Make every slot invisible; sinks and window stay."""
         self.mask[:, : self.slot_places] = NEGATIVE_INFINITY
 
     def write_keys(self, rows: NDArray[np.int64], slots: NDArray[np.int64], keys: Tensor) -> None:
-        """Overwrite the keys of some slots.
+        """Overwrite the keys of some slots; those that values lie in are the true ones already.
 
         Args:
             rows, slots: [count]
             keys: [count, group_tokens, kv_heads, head_dim]
         """
+        if self.shape.values_in_keys:
+            return
         by_slot = self.tokens.view(
             -1, self.slots_per_row, self.group_tokens, *self.tokens.shape[2:]
         )
         device = self.memory.device
         where = (torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device))
-        by_slot[(*where, slice(None), 0)] = keys.to(by_slot.dtype)
+        self.shape.keys_of(by_slot)[where] = keys.to(by_slot.dtype)
 
     def kept_tokens(self) -> Tensor:
-        """The part of sinks and window, [batch, kept_slots * G, 2, kv_heads, head_dim]."""
+        """The part of sinks and window, [batch, kept_slots * G, *shape.token_size]."""
         return self.tokens[:, self.slot_places :]
 
 

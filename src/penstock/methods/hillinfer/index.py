@@ -14,7 +14,7 @@ from typing_extensions import override
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.tiers.slot_table import ABSENT, SlotTable
 from penstock.engine.tiers.token_pool import TokenPool
-from penstock.kernels.pool_scores import logit_sums, pool_logits
+from penstock.kernels.pool_scores import key_logits, logit_sums, pool_logits
 from penstock.methods.hillinfer.near_storage.channel import ScorerError
 from penstock.methods.hillinfer.near_storage.scorer import Moved, Scorer
 from penstock.methods.hillinfer.near_storage.settings import ScoreSettings
@@ -173,9 +173,11 @@ class NearIndex(KeyIndex):
         scoring = places.scorer.begin(places.layer, query.float().cpu().numpy(), num_units, moved)
         out[:, :num_units] = np.nan
         begun = time.perf_counter()
-        logits, log_sums = pool_logits(
-            query, places.pool.tokens, places.pool.mask, self.settings.scaling
-        )
+        pool, scaling = places.pool, self.settings.scaling
+        if pool.shape.is_even:
+            logits, log_sums = pool_logits(query, pool.tokens, pool.mask, scaling)
+        else:
+            logits, log_sums = key_logits(query, pool.keys, pool.mask, scaling)
         host_s = time.perf_counter() - begun
         normalisers = None
         if self.settings.rule == "attention":

@@ -104,7 +104,7 @@ class MassLayer(RetrievalLayer):
 
     def _kept_logits(self, query: Tensor) -> Tensor:
         """Log-sum-exp over sinks and window. float32 [rows, heads]"""
-        keys = self.window.tokens[:, :, 0].transpose(1, 2)
+        keys = self.window.keys.transpose(1, 2)
         rows, kv_heads, _, head_dim = keys.shape
         grouped = query.view(rows, kv_heads, -1, head_dim).float() * self._scaling
         logits = torch.matmul(grouped, keys.float().transpose(2, 3))
@@ -243,7 +243,7 @@ class MassLayer(RetrievalLayer):
             visible = self._visible[:, start:end]
             missing = end - start - visible.shape[1]  # decoded since, which is no padding
             visible = torch.nn.functional.pad(visible, (0, missing), value=True)
-        values.add(tokens[:, :, 1].transpose(1, 2), visible)
+        values.add(self.setup.shape.values_of(tokens).transpose(1, 2), visible)
 
     def _forget_values(self) -> None:
         if self._values is not None:

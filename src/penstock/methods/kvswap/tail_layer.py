@@ -181,7 +181,7 @@ class TailLayer(RetrievalLayer):
             shown = self._visible
             if shown is not None:
                 shown = shown[:, max(start, known) : end]
-            self._values.add(tokens[:, :, 1].transpose(1, 2), shown)
+            self._values.add(self.setup.shape.values_of(tokens).transpose(1, 2), shown)
 
     def _pieces(self, first: int) -> list[tuple[int, int]]:
         """[first, length) in pieces that the slots hold."""
@@ -199,7 +199,7 @@ class TailLayer(RetrievalLayer):
                     torch.arange(length, known, device=self.setup.device)
                 )
                 shown = self.window.mask[:, at] == 0
-                self._values.take_away(self.window.tokens[:, at, 1].transpose(1, 2), shown)
+                self._values.take_away(self.window.values[:, at].transpose(1, 2), shown)
             else:
                 self._values.reset()
         if length < self.length:

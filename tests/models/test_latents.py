@@ -1,0 +1,119 @@
+"""Multi-head latent attention: the tiers keep latents, and answers are the plain model's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from penstock import KVSwap, TieredCache
+from penstock.core.errors import UnsupportedModelError
+from penstock.methods import FlexGen, SelectionPolicy
+from penstock.models.beam_decoder import make_decoder
+from penstock.models.cache_argument import cache_argument
+from penstock.models.latents import caches_latents
+from penstock.models.model_shape import inspect_model
+from penstock.testing.tiny_families import VOCABULARY, tiny_family
+
+EVERYTHING = KVSwap(window_tokens=8, selected_tokens=10**6, rank=8)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_family("deepseek_v3")
+
+
+def draw(count: int, rows: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(3, VOCABULARY, (rows, count), generator=generator)
+
+
+def answer(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
+    return model.generate(
+        input_ids=ids, **cache_argument(model, cache), max_new_tokens=6, do_sample=False,
+        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        **options,
+    )  # fmt: skip
+
+
+def test_tokens_are_as_small_as_the_plain_cache(model: PreTrainedModel) -> None:
+    kv, config = inspect_model(model).kv, model.config
+    if caches_latents(model):
+        assert (kv.num_kv_heads, kv.value_width) == (1, config.kv_lora_rank)
+        numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        assert (kv.head_dim, kv.value_width) == (config.qk_head_dim, config.v_head_dim)
+        numbers = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
+    assert kv.token_bytes == 4 * numbers
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(EVERYTHING, {}), (KVSwap(), {"exact": True, "memory": "1/2"}), (FlexGen(), {})],
+    ids=["everything", "exact", "flexgen"],
+)
+def test_turns_crops_and_lookup(
+    model: PreTrainedModel, policy: SelectionPolicy, options: dict[str, Any]
+) -> None:
+    """A long first answer, a second turn, tokens taken back, and prompt lookup behind them."""
+    ids, plain = draw(70), DynamicCache(config=model.config)
+    with TieredCache(model, policy, store="memory", max_tokens=120, **options) as cache:
+        first, second = (answer(model, each, ids) for each in (plain, cache))
+        assert torch.equal(first.sequences, second.sequences)
+        both = torch.cat([first.sequences, draw(9)], dim=1)
+        expected, actual = (answer(model, each, both) for each in (plain, cache))
+        assert torch.equal(expected.sequences, actual.sequences)
+        apart = torch.stack(expected.logits) - torch.stack(actual.logits)
+        assert float(apart.abs().max()) < 1e-4
+        for each in (plain, cache):
+            each.crop(-20)
+        again = expected.sequences[:, :-19]
+        expected, actual = (answer(model, each, again) for each in (plain, cache))
+        assert torch.equal(expected.sequences, actual.sequences)
+        cache.reset()
+        looked = answer(model, cache, ids, prompt_lookup_num_tokens=2)
+        assert torch.equal(looked.sequences, first.sequences)
+
+
+def test_predictions_are_of_the_latents(model: PreTrainedModel) -> None:
+    """A layer's own input gives the query that its attention is called with."""
+    seen: list[tuple[int, torch.Tensor]] = []
+    with TieredCache(model, EVERYTHING, store="memory", max_tokens=120, must_tier=True) as cache:
+        begin = cache.tiers.begin_fetch
+
+        def see(layer: int, query: torch.Tensor) -> None:
+            seen.append((layer, query))
+            begin(layer, query)
+
+        cache._runtime.begin_fetch = see  # type: ignore[method-assign]
+        answer(model, cache, draw(70))
+        width = cache.tiers.settings.shape.head_dim
+    assert {layer for layer, _ in seen} == {0, 1, 2, 3}
+    assert all(query.shape == (1, 4, width) for _, query in seen)
+
+
+def test_what_cannot_be_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(UnsupportedModelError, match="know one width"):
+        TieredCache(model, "kvswap", store="host", max_tokens=64)
+    with pytest.raises(UnsupportedModelError, match="beams of a search"):
+        make_decoder(model, beams=2, width=1, max_tokens=64)
+
+
+def test_other_expansions_are_refused() -> None:
+    model: Any = tiny_family("deepseek_v3")
+    if not caches_latents(model):
+        pytest.skip("this transformers caches expanded keys and values")
+    attention = model.model.layers[0].self_attn
+    expand, linear = attention.expand_kv, attention.kv_b_proj
+
+    def doubled(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand(*given)
+        return keys, 2 * values
+
+    attention.expand_kv = doubled
+    with pytest.raises(UnsupportedModelError, match="does more with its latents"):
+        TieredCache(model, "full", store="memory", max_tokens=64)
+    attention.expand_kv, attention.kv_b_proj = expand, nn.Sequential(linear)
+    with pytest.raises(UnsupportedModelError, match="load the model unquantised"):
+        TieredCache(model, "full", store="memory", max_tokens=64)
