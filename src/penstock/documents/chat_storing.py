@@ -16,6 +16,7 @@ from penstock.documents.document import Document
 from penstock.documents.opened import OpenDocument
 from penstock.documents.recovery import OnTokens
 from penstock.documents.settings import Memory, Reader, stored_fields, unit_tokens
+from penstock.documents.stored_states import former_states
 from penstock.documents.storing import OnBytes, document_shape, store_cache
 from penstock.engine.index_fit import SAMPLE_TOKENS
 from penstock.engine.stored_past import SECTOR_BYTES
@@ -118,6 +119,7 @@ def cache_of(
         "adapter": settings.adapter,
         "sealed": sealed,
         "sector_bytes": SECTOR_BYTES,
+        "checkpoints": 1,
     }
     with TieredCache(model, policy, memory, settings.store, max_tokens=max_tokens, **given) as bare:
         if bare.plan.is_resident:
@@ -127,7 +129,7 @@ def cache_of(
         past=opened.past(with_index=policy is opened.policy and not exact), progress=progress,
         index_progress=index_progress, **given,
     )  # fmt: skip
-    opened.restore_windows(cache)
+    opened.restore_beside(cache)
     return cache
 
 
@@ -156,6 +158,7 @@ def save_chat(
         about, held = former.about, former.groups
         same = common_beginning(former.tokens, tokens) if keeps_units else 0
         held = held[: same // about.group_tokens]
+        states = former_states(former.stored.blob_names, same)
         writer = DocumentWriter.extend(
             former.folder, key=reader.settings.key, generation=former.stored.generation
         )
@@ -172,7 +175,7 @@ def save_chat(
             tokens=length, group_tokens=group_tokens, policy=policy.name, policy_fields={},
             memory=memory, has_index=False, has_windows=False, pending=[],
         )  # fmt: skip
-        held = np.empty(0, dtype=np.int64)
+        held, states = np.empty(0, dtype=np.int64), []
         writer = DocumentWriter.create(
             path, document_shape(shape, group_tokens), key=reader.settings.key
         )
@@ -187,6 +190,7 @@ def save_chat(
         store_cache(
             cache, writer, tokens, held, identity=reader.identity(policy, about.group_tokens),
             about=about, progress=on_bytes, more_blobs={CHAT: history.as_bytes()},
+            keep_blobs=states,
         )  # fmt: skip
         written = writer.written_bytes
     return OpenDocument.open(reader, path), written

@@ -167,10 +167,15 @@ def read_index(stored: StoredDocument, layer: int) -> Mapping[str, Tensor] | Non
         DocumentDamagedError: it is not what was stored.
     """
     name = index_blob(layer)
-    return _tensors(stored, name) if name in stored.blob_names else None
+    return blob_tensors(stored, name) if name in stored.blob_names else None
 
 
-def _tensors(stored: StoredDocument, name: str) -> dict[str, Tensor]:
+def blob_tensors(stored: StoredDocument, name: str) -> dict[str, Tensor]:
+    """The tensors of a blob.
+
+    Raises:
+        DocumentDamagedError: they are not what was stored.
+    """
     try:
         tensors: dict[str, Tensor] = load(stored.blob(name))
     except SafetensorError as error:
@@ -215,7 +220,7 @@ def restore_windows(stored: StoredDocument, cache: TieredCache, length: int) -> 
     Raises:
         DocumentDamagedError: they are not what was stored.
     """
-    tensors = _tensors(stored, WINDOWS)
+    tensors = blob_tensors(stored, WINDOWS)
     for i, layer in enumerate(cache.layers):
         if not layer.is_sliding:
             continue

@@ -97,7 +97,8 @@ class Conversation:
 
     The model's chat template renders the whole history at each turn. Where it rewrites what is held
     (it strips thoughts from answers, or says another date), the cache goes back to what both have
-    in front. The memory budget is that of `max_tokens`, fixed for the chat's life.
+    in front; with recurrent layers to the last turn's end before that, and the rest is prefilled
+    again. The memory budget is that of `max_tokens`, fixed for the chat's life.
 
     Args:
         model: as for `LLM`, with a tokenizer.
@@ -138,7 +139,7 @@ class Conversation:
         self._cache = TieredCache(
             self._loaded.model, self._policy, self._memory, settings.store,
             max_tokens=self.max_tokens, exact=exact, adapter=settings.adapter,
-            sector_bytes=SECTOR_BYTES,
+            sector_bytes=SECTOR_BYTES, checkpoints=1,
             sealed=True if settings.key is not None else seal, progress=self._report_tokens,
             index_progress=self._report_index,
         )  # fmt: skip
@@ -385,6 +386,7 @@ class Conversation:
         A step that fails leaves what is sound of the prompt; damage leaves nothing.
         """
         start = self._go_back(common_beginning(ids, self.tokens))
+        self._cache.checkpoint()
         self._read_before = self._read_bytes()
         try:
             return work(start)
@@ -417,11 +419,8 @@ class Conversation:
     def _crop(self, length: int) -> None:
         with DeferredInterrupts():
             try:
-                if length:
-                    self._cache.crop(length)  # or to what is sound, where a step has failed
-                else:
-                    self._cache.reset()
-            except PenstockError:  # a sliding window has moved too far on, or cannot be read
+                self._cache.rewind(length)  # or to what is sound, where a step has failed
+            except PenstockError:  # what is to be there again cannot be read
                 self._cache.reset()
 
     def _count_dropped(self, before: int) -> None:

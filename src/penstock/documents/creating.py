@@ -65,7 +65,7 @@ def create_document(
             past_tokens=shared, sealed=settings.sealed,
         ) as cache:  # fmt: skip
             if base is not None and shared:
-                base.restore_windows(cache)
+                base.restore_beside(cache)
             prefill(loaded, cache, tokens, settings.prefill_chunk_size, on_tokens)
             about = About(
                 model=lasting_name(loaded.name), title=title, name=name,
@@ -93,6 +93,9 @@ def shared_tokens(base: OpenDocument, tokens: Sequence[int]) -> int:
     pairs = enumerate(zip(base.tokens, tokens, strict=False))
     most = min(len(base.tokens), len(tokens))
     shared = next((i for i, (a, b) in pairs if a != b), most)
+    if base.state_lengths is not None:
+        places = {each for each in base.state_lengths if each <= shared} - {len(tokens) - 1}
+        shared = max(places, default=0)
     if 0 < shared == len(tokens) - 1:
         shared -= 1  # one token alone would be a decode step
     # Windows are stored at the text's end alone.

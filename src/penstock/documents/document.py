@@ -29,6 +29,7 @@ from penstock.documents.settings import (
     Reader,
     as_loaded,
 )
+from penstock.documents.stored_states import former_states
 from penstock.documents.storing import OnBytes, store_cache
 from penstock.generation.batch_run import OnText
 from penstock.generation.engine import LLM
@@ -200,7 +201,7 @@ class Document:
             sealed=opened.settings.sealed, **options,
         )  # fmt: skip
         self._caches.add(cache)
-        opened.restore_windows(cache)
+        opened.restore_beside(cache)
         return cache
 
     # Asking -----------------------------------------------------------------------------------
@@ -318,6 +319,7 @@ class Document:
         store_cache(
             cache, writer, tokens[:length], held, identity=opened.identity, about=about,
             progress=_unseen,
+            keep_blobs=former_states(opened.stored.blob_names, opened.about.tokens),
         )  # fmt: skip
         self.written_bytes += writer.written_bytes
 
@@ -363,7 +365,7 @@ class Document:
         damage = self.verify(on_bytes) if damage is None else damage
         ranges = Ranges.find(
             damage, opened.groups, group_tokens=about.group_tokens, length=about.tokens,
-            has_windows=about.has_windows,
+            has_windows=about.has_windows, states=opened.state_lengths,
         )  # fmt: skip
         lost = {name for name in damage.blobs if name.startswith("index-")}
         if damage or ranges.groups:

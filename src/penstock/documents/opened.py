@@ -20,6 +20,7 @@ from penstock.documents.contents import (
     restore_windows,
 )
 from penstock.documents.settings import STORED, DocumentSettings, Memory, Reader
+from penstock.documents.stored_states import restore_states, state_lengths
 from penstock.engine.stored_past import StoredPast
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
@@ -92,6 +93,13 @@ class OpenDocument:
         return read_tokens(self.stored, self.about.tokens, vocabulary)
 
     @property
+    def state_lengths(self) -> list[int] | None:
+        """Tokens behind which recurrent states are stored; None for a model without such."""
+        if not inspect_model(self.loaded.model).states:
+            return None
+        return state_lengths(self.stored.blob_names)
+
+    @property
     def opened_bytes(self) -> int:
         """Bytes that opening read."""
         return self.stored.opened_bytes + self.groups.nbytes
@@ -125,12 +133,13 @@ class OpenDocument:
         own = self.settings.memory
         return self.about.memory if own == STORED else own
 
-    def restore_windows(self, cache: TieredCache) -> None:
-        """Give a cache that holds all of the text its sliding windows; closes it if that fails."""
-        if not self.about.has_windows:
-            return
+    def restore_beside(self, cache: TieredCache) -> None:
+        """Give a cache that holds tokens of the text what is not in tiers: sliding windows behind
+        all of it, recurrent states where there are some; closes it if that fails."""
         try:
-            restore_windows(self.stored, cache, self.about.tokens)
+            if self.about.has_windows:
+                restore_windows(self.stored, cache, self.about.tokens)
+            restore_states(self.stored, cache, cache.get_seq_length())
         except BaseException:
             cache.close()
             raise

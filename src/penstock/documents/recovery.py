@@ -1,6 +1,6 @@
 """Recovery: ranges of a stored text whose KV is damaged are prefilled again from its tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.documents.contents import (
     windows_blob,
 )
 from penstock.documents.opened import OpenDocument
+from penstock.documents.stored_states import restore_states, states_blob, states_name
 from penstock.documents.storing import OnBytes, store_groups
 from penstock.methods import KVSwap
 from penstock.models.cache_adapter import TieredCache
@@ -52,19 +53,23 @@ class Ranges:
     group_tokens: int
     length: int
     """Tokens of the text."""
+    begin: int = 0
+    """Tokens in front of which nothing is prefilled: recurrent states are stored there."""
 
     @classmethod
     def find(
         cls, damage: Damage, units: NDArray[np.int64], *, group_tokens: int, length: int,
-        has_windows: bool,
+        has_windows: bool, states: Sequence[int] | None = None,
     ) -> "Ranges":  # fmt: skip
         """Which groups must be prefilled again.
 
         Layers with a sliding window are stored at the text's end alone, so that with them
-        everything in front of the last damaged group is prefilled too.
+        everything in front of the last damaged group is prefilled too. With recurrent layers
+        everything is from the last stored state in front of the damage on.
 
         Args:
             units: of the groups; negative where it is unknown.
+            states: tokens behind which recurrent states are stored; None: there are no such layers.
 
         Raises:
             DocumentDamagedError: the tokens themselves are damaged.
@@ -78,20 +83,28 @@ class Ranges:
             )
         lost = [np.array(each, dtype=np.int64) for each in damage.units.values()]
         wrong = np.isin(units, np.concatenate([*lost, np.empty(0, dtype=np.int64)])) | (units < 0)
+        sound = {0, *(n for n in states or () if states_name(n) not in damage.blobs)}
+        lost_state = states is not None and length not in sound
         if WINDOWS in damage.blobs:
             wrong[-1] = True
-        if has_windows and wrong.any():
-            wrong[: np.nonzero(wrong)[0][-1]] = True
+        begin = 0
+        if states is not None and not has_windows and (wrong.any() or lost_state):
+            first = int(wrong.argmax()) * group_tokens if wrong.any() else length
+            begin = max(n for n in sound if n <= first)
+            wrong[-1] |= lost_state
+        if (has_windows or states is not None) and wrong.any():
+            wrong[begin // group_tokens : np.nonzero(wrong)[0][-1]] = True
         edges = np.diff(wrong.astype(np.int8), prepend=0, append=0)
         starts, ends = np.nonzero(edges == 1)[0], np.nonzero(edges == -1)[0]
         return cls(
             groups=list(zip(starts.tolist(), ends.tolist(), strict=True)),
-            group_tokens=group_tokens, length=length,
+            group_tokens=group_tokens, length=length, begin=begin,
         )  # fmt: skip
 
     def tokens(self, first: int, end: int) -> tuple[int, int]:
         """First and end token of a range of groups."""
-        return first * self.group_tokens, min(end * self.group_tokens, self.length)
+        start = max(first * self.group_tokens, self.begin)
+        return start, min(end * self.group_tokens, self.length)
 
     @property
     def num_tokens(self) -> int:
@@ -119,10 +132,11 @@ def mend(
         groups, fresh = opened.groups, dict[str, bytes]()
         if ranges.groups:
             with _exact_cache(opened, ranges) as cache:
+                restore_states(stored, cache, cache.get_seq_length())
                 _recompute(opened, cache, ranges, on_tokens)
                 groups = _store_ranges(cache, writer, groups, ranges, on_bytes)
                 if cache.get_seq_length() == ranges.length:
-                    fresh = windows_blob(cache)
+                    fresh = windows_blob(cache) | states_blob(cache)
         fresh[GROUPS] = groups_blob(groups)
         kept = [name for name in stored.blob_names if name not in {*fresh, *damage.blobs}]
         writer.commit(

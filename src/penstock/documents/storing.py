@@ -16,6 +16,7 @@ from penstock.documents.contents import (
     tokens_blob,
     windows_blob,
 )
+from penstock.documents.stored_states import states_blob
 from penstock.engine.stored_past import READ_BYTES, padded_units
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.documents import DocumentWriter, Shape
@@ -64,14 +65,15 @@ def store_groups(
 def store_cache(
     cache: TieredCache, writer: DocumentWriter, tokens: Sequence[int],
     held: NDArray[np.int64], *, identity: Mapping[str, str], about: About, progress: OnBytes,
-    more_blobs: Mapping[str, bytes] = MappingProxyType({}),
+    more_blobs: Mapping[str, bytes] = MappingProxyType({}), keep_blobs: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Commit what a cache holds of `tokens`, units, index and windows.
+    """Commit what a cache holds of `tokens`, units, index, windows and recurrent states.
 
     Args:
         tokens: all of the text; the cache holds as many.
         held: units of the first groups, which the document has already. [groups]
         more_blobs: that the generation has beside those of every document.
+        keep_blobs: that it takes over from the one before.
 
     Raises:
         CacheStateError: the cache's policy forgets tokens, or keeps them on a device.
@@ -82,5 +84,6 @@ def store_cache(
     blobs = {TOKENS: tokens_blob(tokens), GROUPS: groups_blob(np.concatenate([held, fresh]))}
     if about.has_index:
         blobs |= index_blobs(cache, writer.shape.layers)
-    blobs |= windows_blob(cache) | dict(more_blobs)
-    writer.commit(identity=identity, about=about.as_json(), blobs=blobs)
+    blobs |= windows_blob(cache) | states_blob(cache) | dict(more_blobs)
+    kept = [name for name in keep_blobs if name not in blobs]
+    writer.commit(identity=identity, about=about.as_json(), blobs=blobs, keep_blobs=kept)

@@ -495,6 +495,11 @@ class TieredCache(RecurrentCache):
         return self._runtime.policy
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._settings.device
+
+    @property
     def store_description(self) -> str:
         """Where the full KV lives; says so when the device is simulated."""
         return self._runtime.describe_store()

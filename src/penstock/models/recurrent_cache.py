@@ -1,6 +1,6 @@
 """RecurrentCache: what transformers asks of a cache about its recurrent layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -127,6 +127,11 @@ class RecurrentCache(Cache):  # type: ignore[misc]
     def is_recurrent(self) -> bool:
         """Whether layers have a state that cannot be cut, so that `crop` goes to places alone."""
         return bool(self._states)
+
+    @property
+    def recurrent_layers(self) -> Mapping[int, StateLayer]:
+        """By layer of the model."""
+        return self._states
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
