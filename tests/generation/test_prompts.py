@@ -126,7 +126,7 @@ def test_one_prompt_is_not_several() -> None:
         ({"prompt": 5}, "prompt is a int"),
         ({"prompt": None}, "prompt and prompt_token_ids of a dict are None"),
         ({"prompt_token_ids": ["a"]}, "prompt_token_ids holds a str"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompts of multi_modal_data"),
+        ({"prompt": "a", "multi_modal_data": {"sound": 1}}, "and nothing else"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "different lengths"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1, 1], [1, 1]]}, "different lengths"),
         (BatchEncoding({"input_ids": "text"}), "holds a str"),

@@ -230,9 +230,13 @@ class BatchRun:
         mask = torch.cat([self._batch.attention_mask[rows], torch.ones_like(first)], dim=1)
         most = max(each.max_tokens for each in self._requests) - 1
         steps = DecodeSteps(self._choose, self._take)
+        given = {}
+        if self._cache.decoder_calls is not None:  # or those of the newest prompt are made
+            given["position_ids"] = (mask.cumsum(dim=1) - 1).clamp_min(0).to(device)
         self._model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
+            **given,
             **cache_argument(self._model, self._cache),
             logits_processor=[steps.processor],
             stopping_criteria=[steps.criterion],

@@ -7,13 +7,23 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.core.printable import require_text
+from penstock.models.loader import LoadedModel
+from penstock.models.processing import Media
 
 Message: TypeAlias = Mapping[str, Any]
-"""A role and a content: a text, or parts of type "text"; and whatever else a template reads."""
+"""A role and a content: a text, or parts of type "text", "image" and "video"; and whatever else a
+template reads."""
 ContentFormat = Literal["auto", "string", "openai"]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and the field that holds it."""
+_MEDIA_PARTS: Mapping[str, Literal["image", "video"]] = {
+    "image": "image", "image_url": "image", "input_image": "image", "video": "video",
+    "video_url": "video",
+}  # fmt: skip
+"""Types of parts that are pictures, and their kind."""
+_SOURCES = ("image", "video", "url", "path", "image_url", "video_url")
+"""Fields of such a part that say where its pixels are, the last two a mapping with "url" too."""
 _OURS = frozenset({
     "conversation", "tokenize", "return_tensors", "return_dict", "padding", "truncation",
     "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs", "chat_template", "tools",
@@ -26,6 +36,43 @@ _PROBE = "penstock-probe"
 def has_chat_template(tokenizer: object) -> bool:
     """Whether messages can be put to the model of a tokenizer."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def template_owner(loaded: LoadedModel) -> Any:
+    """What has a model's chat template: its processor, or its tokenizer."""
+    processor = loaded.processor
+    return processor if has_chat_template(processor) else loaded.tokenizer
+
+
+def media_of(messages: Sequence[Message]) -> list[Media]:
+    """The pictures and videos in messages, in order.
+
+    Raises:
+        PromptError: a part does not say where its pixels are.
+    """
+    found = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            found += [_media(part) for part in content if _is_media(part)]
+    return found
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _MEDIA_PARTS
+
+
+def _media(part: Mapping[str, Any]) -> Media:
+    for name in _SOURCES:
+        source = part.get(name)
+        if isinstance(source, Mapping):
+            source = source.get("url")
+        if source is not None:
+            return Media(_MEDIA_PARTS[part["type"]], source)
+    raise PromptError(
+        f"a part of type {part['type']} does not say where its pixels are; write "
+        f'{{"type": "{_MEDIA_PARTS[part["type"]]}", "path": "..."}}'
+    )
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Any]]:
@@ -78,7 +125,8 @@ class ChatTemplate:
         self, tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:  # fmt: skip
-        """The prompt of one conversation, special tokens written out.
+        """The prompt of one conversation, special tokens written out, a placeholder for each
+        picture (`media_of`).
 
         To encode it, the tokenizer must add none of its own: the template writes them.
 
@@ -88,8 +136,8 @@ class ChatTemplate:
 
         Raises:
             ConfigError: there is no template, or both of the above are asked for.
-            PromptError: a message has no role or another content than text, or the template
-                refuses the conversation.
+            PromptError: a message has no role or another content than text and pictures, or the
+                template refuses the conversation.
         """
         if add_generation_prompt and continue_final_message:
             raise ConfigError(
@@ -102,7 +150,8 @@ class ChatTemplate:
                 "(LLM.generate, penstock generate --raw), or a chat_template"
             )
         plain = [_plain(message) for message in messages]
-        if self._wants_parts(tokenizer):
+        has_parts = any(isinstance(each.get("content"), list) for each in plain)
+        if has_parts or self._wants_parts(tokenizer):
             plain = [_in_parts(message) for message in plain]
         rendered = self._apply(
             tokenizer, plain, add_generation_prompt=add_generation_prompt,
@@ -141,17 +190,24 @@ class ChatTemplate:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message with its content as one text, or none."""
+    """A message with its content as one text, or none; or as parts, where pictures are among
+    them."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError("a message is {'role': ..., 'content': ...}, and this one has no role")
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        plain["content"] = "\n".join(_text_of(part) for part in content)
+        if any(_is_media(part) for part in content):
+            plain["content"] = [
+                {"type": _MEDIA_PARTS[part["type"]]} if _is_media(part)
+                else {"type": "text", "text": _text_of(part)} for part in content
+            ]  # fmt: skip
+        else:
+            plain["content"] = "\n".join(_text_of(part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise PromptError(
             f"the content of a message is a {type(content).__name__}; give a text, or a list of "
-            "parts of type text"
+            "parts"
         )
     elif content is None and not plain.get("tool_calls"):
         plain["content"] = ""
@@ -166,13 +222,15 @@ def _text_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
     if not isinstance(text, str):
-        raise PromptError(f"a message holds a part of type {kind}; only parts of type text work")
+        raise PromptError(
+            f"a message holds a part of type {kind}; only parts of type text, image and video work"
+        )
     return text
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    if content is None:
+    if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
 

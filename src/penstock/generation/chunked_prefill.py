@@ -6,6 +6,7 @@ first, and then says nonsense without a word; so nothing here depends on it.
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from penstock.generation.prompts import PromptBatch
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.models.decoder_inputs import BatchInputs, row_inputs
 from penstock.models.loader import CausalLM
+from penstock.models.visuals import model_arguments
 from penstock.models.weight_access import model_device
 
 OnLogits: TypeAlias = Callable[[int, Tensor], None]
@@ -40,7 +43,7 @@ def read_ahead(model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: i
 @torch.no_grad()
 def prefill(
     model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: int,
-    on_logits: OnLogits | None = None,
+    on_logits: OnLogits | None = None, on_chunk: Callable[[int], None] = lambda done: None,
 ) -> Tensor:  # fmt: skip
     """Prefill what the cache does not hold yet, at least a token.
 
@@ -49,9 +52,14 @@ def prefill(
         batch: padded on the left.
         chunk: tokens per forward pass, at least 2: a single one would be a decode step.
         on_logits: gets the logits at every token, of a chunk at a time.
+        on_chunk: called with the tokens that are in behind each chunk, padding counted.
 
     Returns:
         Logits behind the last token. float32 [rows, vocabulary]
+
+    Raises:
+        PromptError: pictures do not fit the model, or their pixels are not there any more.
+        UnsupportedModelError: pictures of this model cannot be read chunk by chunk; says why.
     """
     called = _Forward(model, cache, batch)
     last = torch.empty(0)
@@ -59,6 +67,7 @@ def prefill(
         logits = called(begin, end, keeps_all=on_logits is not None)
         if on_logits is not None:
             on_logits(begin, logits)
+        on_chunk(end)
         last = logits[:, -1].to(torch.float32, copy=True)
         del logits  # or two chunks' would be there at once
     return last
@@ -81,18 +90,45 @@ class _Forward:
         device = model_device(model)
         self._ids, self._mask = batch.input_ids.to(device), batch.attention_mask.to(device)
         self._positions = (self._mask.cumsum(dim=1) - 1).clamp_min(0)
-        self._is_padded = not bool(self._mask.all())
+        self._calls = cache.decoder_calls
+        # A model with positions of its own would make them of the newest prompt's difference.
+        has_axes = self._calls is not None and self._calls.has_axes
+        self._gives_positions = has_axes or not bool(self._mask.all())
         self._takes_last = "logits_to_keep" in inspect.signature(self._called.forward).parameters
         self._cache = cache_argument(model, cache)
+        self._inputs = _visual_inputs(model, cache, batch)
 
     def __call__(self, begin: int, end: int, *, keeps_all: bool = False) -> Tensor:
         """Logits, of the last token at least. [rows, tokens, vocabulary]"""
         options: dict[str, Any] = {}
-        if self._is_padded:
+        if self._gives_positions:
             options["attention_mask"] = self._mask[:, :end]
             options["position_ids"] = self._positions[:, begin:end]
         if self._takes_last and not keeps_all:
             options["logits_to_keep"] = 1
         ids = self._ids[:, begin:end]
-        logits: Tensor = self._called(ids, **self._cache, **options, use_cache=True).logits
+        given: AbstractContextManager[None] = nullcontext()
+        if self._calls is not None and self._inputs is not None:
+            given = self._calls.given(self._inputs.chunk(begin, end))
+        with given:
+            logits: Tensor = self._called(ids, **self._cache, **options, use_cache=True).logits
         return logits
+
+
+def _visual_inputs(model: CausalLM, cache: TieredCache, batch: PromptBatch) -> BatchInputs | None:
+    """What the decoder gets of the tokens that the cache does not hold, where pictures are among
+    them."""
+    held = cache.get_seq_length()
+    rows = []
+    has_new = False
+    for ids, visuals in zip(batch.token_ids, batch.visuals, strict=True) if batch.visuals else ():
+        first = max(0, held - (batch.padded_tokens - len(ids)))
+        new = [each for each in visuals if each.end > first]
+        has_new |= bool(new)
+        rows.append((ids[first:], [each.moved(-first) for each in new]))
+    if not has_new:
+        return None
+    made = [
+        row_inputs(model, torch.tensor(ids), model_arguments(ids, visuals)) for ids, visuals in rows
+    ]
+    return BatchInputs(made, cache)

@@ -13,7 +13,14 @@ from penstock.generation.answer_stream import AnswerStream
 from penstock.generation.batch_run import Listeners, OnText
 from penstock.generation.batch_runner import BatchRunner, OnProgress
 from penstock.generation.cache_choices import CacheChoices
-from penstock.generation.chat_template import ChatTemplate, ContentFormat, Message, as_conversations
+from penstock.generation.chat_template import (
+    ChatTemplate,
+    ContentFormat,
+    Message,
+    as_conversations,
+    media_of,
+    template_owner,
+)
 from penstock.generation.default_params import default_sampling_params
 from penstock.generation.engine_arguments import (
     check_arguments,
@@ -26,10 +33,12 @@ from penstock.generation.progress_bar import ProgressBar
 from penstock.generation.prompts import (
     Prompt,
     PromptBatch,
+    TextWithMedia,
     TokenIds,
     as_prompt_list,
     encode,
     make_batch,
+    visuals_in,
 )
 from penstock.generation.requests import Batch, RequestMaker
 from penstock.generation.sampler import Sampler
@@ -39,6 +48,7 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.fetch import OnBytes
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import BUNDLED, CausalLM, LoadedModel, Tokenizer
+from penstock.models.processing import placeholder
 from penstock.storage.store import Sealing
 
 
@@ -54,7 +64,8 @@ class LLM:
         model: "recall" (the bundled model), a model folder, a name on the Hugging Face hub, a model
             that `load` returned, or a transformers model.
         tokenizer: a name or folder, in place of the model's own; or an object, only for a
-            transformers model. Without one, prompts are token ids.
+            transformers model: a tokenizer, or the processor of a model that sees. Without one,
+            prompts are token ids.
         policy: a name of `penstock.POLICIES` or a policy object; None for the config's pick, or
             "kvswap" without a config. With a config, a name means that policy's own solution there,
             and "auto" is the pick.
@@ -202,7 +213,9 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of prompts, each a text, token ids, a dict with `prompt`
-                or `prompt_token_ids`, or what a tokenizer made of a text, or of several.
+                or `prompt_token_ids`, or what a tokenizer made of a text, or of several. For a
+                model that sees: a dict with `prompt` and `multi_modal_data`, or what its processor
+                made of one prompt.
             sampling_params: one for all prompts, or one for each; None:
                 `get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr, where that is a terminal and no callback was
@@ -310,7 +323,9 @@ class LLM:
 
         Args:
             messages: one conversation, or a list of them: dicts with a role and a content, which is
-                a text or a list of parts of type text.
+                a text or a list of parts: {"type": "text", "text": ...}, {"type": "image", "image":
+                ...} and {"type": "video", "video": ...} (or "path", or OpenAI's image_url, of a
+                file or with its bytes), for a model that sees.
             sampling_params, use_tqdm: as for `generate`.
             chat_template: a Jinja template in place of the tokenizer's own.
             chat_template_content_format: whether the template gets a content as one "string" or as
@@ -339,15 +354,24 @@ class LLM:
             text=chat_template, content_format=chat_template_content_format, tools=tools,
             kwargs=chat_template_kwargs or {},
         )  # fmt: skip
-        prompts = [
-            template.render(
-                self.tokenizer, conversation, add_generation_prompt=add_generation_prompt,
+        ids = [
+            self._encode_messages(
+                conversation, template, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
             for conversation in as_conversations(messages)
         ]  # fmt: skip
-        ids = [TokenIds(encode(self._loaded, each, alone=False), each) for each in prompts]
         return self.generate(ids, sampling_params, use_tqdm=use_tqdm, **options)
+
+    def _encode_messages(
+        self, messages: Sequence[Message], template: ChatTemplate, **options: bool
+    ) -> TokenIds:
+        media = media_of(messages)
+        if media:
+            placeholder(self._loaded, media[0].kind)  # or the model takes none
+        text = template.render(template_owner(self._loaded), messages, **options)
+        ids = encode(self._loaded, TextWithMedia.of(text, media), alone=False)
+        return TokenIds(ids, text, visuals_in(ids))
 
     def batch_of(self, prompts: Sequence[Prompt], params: SamplingParams) -> PromptBatch:
         """Encode prompts as one batch, for `answer`.

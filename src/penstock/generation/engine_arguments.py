@@ -6,7 +6,7 @@ from typing import Any
 from penstock.generation.sampling_fields import LeftOut, refuse
 
 _ONE_PROCESS = "a model runs in one process"
-_TEXT_ALONE = "prompts are text and tokens alone"
+_TEXT_ALONE = "pictures are prepared as the model's processor says"
 _BATCHES = "a call's prompts run as one batch; memory= bounds its cache"
 
 LEFT_OUT_ARGUMENTS: Mapping[str, LeftOut] = {

@@ -30,7 +30,7 @@ def chosen_model(
     """Load what is not loaded yet.
 
     Args:
-        As for `LLM`.
+        As for `LLM`; in place of a tokenizer object, a processor that has one.
 
     Raises:
         ModelLoadError, UnsupportedModelError: as for `load`.
@@ -56,7 +56,11 @@ def chosen_model(
     else:
         name = model.name_or_path or type(model).__name__
         given = None if isinstance(tokenizer, str | Path) else tokenizer
-        loaded = LoadedModel(model=model, tokenizer=given, name=name)
+        inner = getattr(given, "tokenizer", None)  # of a processor
+        loaded = LoadedModel(
+            model=model, tokenizer=given if inner is None else inner, name=name,
+            processor=None if inner is None else given,
+        )  # fmt: skip
     _check_quantization(loaded, quantization)
     return loaded if own is None else replace(loaded, tokenizer=own)
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
@@ -14,12 +14,16 @@ from penstock.core.printable import require_text
 from penstock.core.regular_file import TEXT_BYTES_MAX, read_regular
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
+from penstock.models.processing import Drawn, Media, encode_with_media
+from penstock.models.visuals import Visual, processed_visuals
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Tensor
 """A text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or what a tokenizer makes of
-a text: `{"input_ids": ids, "attention_mask": mask}`, ids in one more list or not."""
+a text: `{"input_ids": ids, "attention_mask": mask}`, ids in one more list or not. Pictures come as
+`{"prompt": text, "multi_modal_data": {"image": [...], "video": [...]}}`, at the placeholders in the
+text, or as what the model's processor makes of one prompt."""
 
-_OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds",
+_OTHER_INPUTS = ("mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds",
                  "encoder_prompt", "decoder_prompt", "cache_salt")  # fmt: skip
 _UNREAD = ("token_type_ids", "special_tokens_mask", "length")
 """What tokenizers add, and no decoder reads."""
@@ -40,12 +44,36 @@ class TokensPrompt(TypedDict):
 
 
 class TokenIds(list[int]):
-    """Token ids that came with their text."""
+    """Token ids that came with their text, or with pictures."""
 
-    def __init__(self, ids: Iterable[int], text: str | None) -> None:
+    def __init__(
+        self, ids: Iterable[int], text: str | None = None, visuals: Sequence[Visual] = ()
+    ) -> None:
+        """Keep them."""
+        super().__init__(ids)
+        self.text, self.visuals = text, tuple(visuals)
+
+
+class TextWithMedia(str):
+    """A text with the pictures and videos that stand at its placeholders, in order."""
+
+    media: tuple[Media | Drawn, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, media: Sequence[Media | Drawn]) -> "TextWithMedia":
+        """Put them together."""
+        made = cls(text)
+        made.media = tuple(media)
+        return made
+
+
+class ProcessedIds(list[int]):
+    """Token ids of a processor, with all else that it made."""
+
+    def __init__(self, ids: Iterable[int], made: Mapping[str, Any]) -> None:
         """Keep both."""
         super().__init__(ids)
-        self.text = text
+        self.made = made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +86,8 @@ class PromptBatch:
     """int64. [batch, tokens]"""
     attention_mask: Tensor
     """int64, 0 on padding. [batch, tokens]"""
+    visuals: list[tuple[Visual, ...]] = field(default_factory=list)
+    """By row: its pictures, in places of the row without its padding. Empty: no row has any."""
 
     @property
     def padded_tokens(self) -> int:
@@ -72,6 +102,7 @@ class PromptBatch:
             token_ids=[self.token_ids[row] for row in numbers],
             input_ids=self.input_ids[rows],
             attention_mask=self.attention_mask[rows],
+            visuals=[self.visuals[row] for row in numbers] if self.visuals else [],
         )
 
 
@@ -139,6 +170,11 @@ def text_in(prompt: str | Sequence[int]) -> str | None:
     return prompt if isinstance(prompt, str) else getattr(prompt, "text", None)
 
 
+def visuals_in(ids: Sequence[int]) -> tuple[Visual, ...]:
+    """The pictures of encoded tokens, where they came with any."""
+    return getattr(ids, "visuals", ())
+
+
 def _in_mapping(given: Mapping[str, Any]) -> list[str | Sequence[int]]:
     """The prompts of a mapping: several where it is what a tokenizer makes of several texts.
 
@@ -150,14 +186,20 @@ def _in_mapping(given: Mapping[str, Any]) -> list[str | Sequence[int]]:
         if name in _OTHER_INPUTS and given[name] is not None:
             raise PromptError(f"prompts of {name} are not supported; give text or token ids")
     has = [name for name in ("prompt", "prompt_token_ids", "input_ids") if name in given]
-    known = {*has, *_OTHER_INPUTS, *_UNREAD, "attention_mask"}
+    if "input_ids" in given and _has_pixels(given):
+        return [_of_processor(given)]
+    known = {*has, *_OTHER_INPUTS, *_UNREAD, "attention_mask", "multi_modal_data"}
     unknown = next((name for name in given if name not in known), None)
     if not has or unknown is not None:
         what = f"a {kind} with {unknown}" if unknown is not None else f"an empty {kind}"
         raise PromptError(f"{what} is no prompt; it has prompt, prompt_token_ids or input_ids")
     if "input_ids" in given:
         return _in_encoding(given["input_ids"], given.get("attention_mask"))
-    text = given.get("prompt")
+    text, data = given.get("prompt"), given.get("multi_modal_data")
+    if data is not None:
+        if not isinstance(text, str) or given.get("prompt_token_ids") is not None:
+            raise PromptError("multi_modal_data goes with a prompt that is a text")
+        return [TextWithMedia.of(text, Media.of_data(data))]
     if text is not None and not isinstance(text, str):
         raise PromptError(f"prompt is a {type(text).__name__}; it must be a text")
     if given.get("prompt_token_ids") is None:
@@ -165,6 +207,25 @@ def _in_mapping(given: Mapping[str, Any]) -> list[str | Sequence[int]]:
             raise PromptError(f"prompt and prompt_token_ids of a {kind} are None")
         return [text]
     return [TokenIds(_ids(given["prompt_token_ids"], "prompt_token_ids"), text)]
+
+
+def _has_pixels(given: Mapping[str, Any]) -> bool:
+    """Whether a processor has made it, of pictures too."""
+    return any("pixel" in name and value is not None for name, value in given.items())
+
+
+def _of_processor(given: Mapping[str, Any]) -> ProcessedIds:
+    """What a model's processor made of one prompt."""
+    rows = _in_encoding(given["input_ids"], None)
+    mask = given.get("attention_mask")
+    masks = [] if mask is None else _in_encoding(mask, None)
+    if len(rows) != 1 or not all(all(each) for each in masks):
+        raise PromptError(
+            "a processor's pictures of several prompts cannot be told apart; call it once for each "
+            "prompt, without padding"
+        )
+    [ids] = rows
+    return ProcessedIds(_ids(ids, "input_ids"), given)
 
 
 def _in_encoding(input_ids: Any, attention_mask: Any) -> list[str | Sequence[int]]:
@@ -209,7 +270,7 @@ def encode(
     loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "the prompt",
     alone: bool = True,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a prompt; none for blank text.
+    """Token ids of a prompt; none for blank text. Those of a prompt with pictures are `TokenIds`.
 
     Args:
         what: it is, for messages.
@@ -217,13 +278,21 @@ def encode(
 
     Raises:
         PromptError: it is text while there is no tokenizer, or no text that UTF-8 can hold, or
-            something among its token ids is none.
+            something among its token ids is none; or its pictures cannot be read, or the model
+            takes none.
     """
+    if isinstance(prompt, ProcessedIds):
+        ids = _ids(prompt, what)
+        return TokenIds(ids, visuals=processed_visuals(loaded.model, ids, prompt.made))
     if not isinstance(prompt, str):
-        return _ids(prompt, what)
+        ids = _ids(prompt, what)
+        return TokenIds(ids, text_in(prompt), visuals_in(prompt)) if visuals_in(prompt) else ids
     require_text(prompt, what)
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer; give {what} as token ids")
+    if isinstance(prompt, TextWithMedia) and prompt.media:
+        encoded = encode_with_media(loaded, prompt, prompt.media, alone=alone)
+        return TokenIds(encoded.ids, str(prompt), encoded.visuals)
     # Blank text would still get the tokens that the tokenizer itself adds, such as <bos>.
     if not prompt.strip():
         return []
@@ -273,11 +342,13 @@ def padded(
     for row, ids in enumerate(token_ids):
         input_ids[row, longest - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
         attention_mask[row, longest - len(ids) :] = 1
+    visuals = [visuals_in(ids) for ids in token_ids]
     return PromptBatch(
         texts=list(texts),
         token_ids=list(token_ids),
         input_ids=input_ids,
         attention_mask=attention_mask,
+        visuals=visuals if any(visuals) else [],
     )
 
 

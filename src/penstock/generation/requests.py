@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.batch_run import Request
 from penstock.generation.decoding import end_tokens, padding_token, vocabulary_size
 from penstock.generation.prompts import (
@@ -16,6 +16,7 @@ from penstock.generation.prompts import (
     encode,
     padded,
     text_in,
+    visuals_in,
 )
 from penstock.generation.sampling import SamplingParams
 from penstock.models.loader import LoadedModel
@@ -171,6 +172,8 @@ class RequestMaker:
         ids = encode(self.loaded, prompt, what=which)
         kept = params.truncate_prompt_tokens
         if kept is not None:
+            if visuals_in(ids):
+                raise PromptError("truncate_prompt_tokens would cut pictures; leave it out")
             ids = ids[-(kept if kept > 0 else self.most_tokens - 1) :]
         check_prompt(self.loaded, which, ids, new_tokens=1, most_tokens=self.max_model_len)
         room = self.most_tokens - len(ids)

@@ -85,6 +85,10 @@ class Tokens:
             new = self._mask.new_ones((len(ids), begin + ids.shape[1] - held.shape[1]))
             options["attention_mask"] = mask = torch.cat([held, new], dim=1)
             options["position_ids"] = (mask.cumsum(dim=1) - 1)[:, begin:]
+        elif self._cache.decoder_calls is not None:  # or those of the newest prompt are made
+            begin = self._cache.get_seq_length()
+            places = torch.arange(begin, begin + ids.shape[1], device=self._device)
+            options["position_ids"] = places.expand(ids.shape)
         if self._takes_last:
             options["logits_to_keep"] = ids.shape[1]
         cache = cache_argument(self._model, self._cache)

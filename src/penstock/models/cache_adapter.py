@@ -51,6 +51,7 @@ from penstock.models.cache_settings import (
     serves_device_tier,
     true_query_layers,
 )
+from penstock.models.decoder_calls import DecoderCalls, sees
 from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.latents import Latents, handed_out, joined
@@ -91,6 +92,8 @@ class TieredCache(RecurrentCache):
     _attachment: Attachment | None = None
     _hooks: PrefetchHooks | None = None
     _decoder: GraphDecoder | None = None
+    decoder_calls: DecoderCalls | None = None
+    """What the text decoder of a model that sees is called with; None for others."""
 
     def __init__(
         self, model: PreTrainedModel, policy: str | SelectionPolicy = "kvswap",
@@ -195,6 +198,8 @@ class TieredCache(RecurrentCache):
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, self._runtime)
+            if sees(model):
+                self.decoder_calls = DecoderCalls(model)
             if record and self._settings.device_tier and not self._states:
                 self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
@@ -363,8 +368,13 @@ class TieredCache(RecurrentCache):
         self._require_way_back(keep)
         self._load_states(keep)
         self._runtime.crop(keep)
+        self._crop_positions(keep)
         for layer in self._others:
             layer.remove(layer.get_seq_length() - keep)
+
+    def _crop_positions(self, length: int) -> None:
+        if self.decoder_calls is not None:
+            self.decoder_calls.positions.crop(length)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -379,6 +389,7 @@ class TieredCache(RecurrentCache):
 
         def take_back() -> None:
             self._runtime.crop(min(length, self._runtime.sound_length()))
+            self._crop_positions(length)
             for layer, held in others:
                 layer.hold_again(held)
 
@@ -435,6 +446,8 @@ class TieredCache(RecurrentCache):
         if self._states:
             self._take_back()  # what a step that was given up has left in them
         self._runtime.select_rows(rows.to(self._settings.device))  # which may refuse them
+        if self.decoder_calls is not None:
+            self.decoder_calls.positions.select_rows(rows)
         try:
             for layer in self._others:
                 if layer.get_seq_length() > 0:
@@ -449,6 +462,7 @@ class TieredCache(RecurrentCache):
         self._awaited, self._at, self._stored = None, -1, None
         for layer in self._others:
             layer.clear()
+        self._crop_positions(0)
         self._runtime.reset()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -522,7 +536,9 @@ class TieredCache(RecurrentCache):
 
     def _release(self) -> None:
         decoder, hooks, attachment = self._decoder, self._hooks, self._attachment
+        calls = self.decoder_calls
         close_all(
+            *(() if calls is None else (calls.remove,)),
             *(() if decoder is None else (decoder.remove,)),
             *(() if hooks is None else (hooks.remove,)),
             *(() if attachment is None else (attachment.detach,)),

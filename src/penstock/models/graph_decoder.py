@@ -130,9 +130,13 @@ class GraphDecoder:
         )
 
     def _whole_model(self) -> bool:
-        """Whether all of the model's layers are in the tiers (none keeps a sliding window)."""
+        """Whether all of the model's layers are in the tiers (none keeps a sliding window), and
+        positions follow from places."""
         cache = self._cache()
-        return cache is not None and len(cache.layers) == len(self._runtime.layers)
+        if cache is None or len(cache.layers) != len(self._runtime.layers):
+            return False
+        # A replay asks no hook where the rows' next tokens stand.
+        return cache.decoder_calls is None or not cache.decoder_calls.has_axes
 
     def _next_positions(self) -> Tensor:
         """Positions of the step's tokens, padding not counted. int64 [batch, 1]"""

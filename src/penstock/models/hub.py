@@ -42,6 +42,7 @@ _SMALL = (
     *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja", "generation_config.json", INDEX,
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _PIECE = 1 << 20

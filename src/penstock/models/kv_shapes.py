@@ -62,9 +62,8 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
 
 
 def _read_shape(folder: Path) -> KVShape:
-    from transformers import AutoModelForCausalLM
-
     from penstock.models.load_errors import said_of
+    from penstock.models.model_class import auto_class
     from penstock.models.model_config import read_config
     from penstock.models.model_shape import drop_idle_window, inspect_model
 
@@ -72,7 +71,7 @@ def _read_shape(folder: Path) -> KVShape:
     try:
         drop_idle_window(config)
         with torch.device("meta"):  # no weights: only what the classes say
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: Any = auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:
         raise ModelLoadError(f"{folder}: {said_of(error)}") from error
     shape = inspect_model(model)

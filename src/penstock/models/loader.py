@@ -5,17 +5,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 from penstock.core.errors import (
@@ -30,6 +28,7 @@ from penstock.models.gguf_file import SUFFIX as GGUF
 from penstock.models.gguf_file import converted_folder
 from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
 from penstock.models.load_errors import said_of
+from penstock.models.model_class import auto_class, generates_text, load_processor
 from penstock.models.model_config import read_config
 from penstock.models.model_shape import drop_idle_window, inspect_model
 from penstock.models.released import BUNDLED_NAME, released_models
@@ -50,7 +49,8 @@ _OTHER_NAMES = {"float": "float32", "half": "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A causal language model in evaluation mode, and the tokenizer that belongs to it."""
+    """A causal language model in evaluation mode, one that sees too or not, and the tokenizer that
+    belongs to it."""
 
     model: CausalLM
     tokenizer: Tokenizer | None
@@ -60,6 +60,8 @@ class LoadedModel:
     name on the hub."""
     notices: tuple[str, ...] = ()
     """What a user should know of how it was loaded."""
+    processor: Any = None
+    """What prepares pictures and videos, for a model that takes them; None: it takes none."""
 
 
 def load(
@@ -73,7 +75,7 @@ def load(
     trust_remote_code: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer, and for a model that sees, its processor.
 
     Args:
         name_or_path: "recall" (the bundled model, recall-2), the name of a released model that
@@ -112,7 +114,10 @@ def load(
     with _as_load_error(name), _no_progress_bars():
         tokenizer, model = _read(folder, config, wanted, own_code=trust_remote_code)
     model = model.to(target).eval()
-    return LoadedModel(model=model, tokenizer=tokenizer, name=name, notices=notices)
+    processor, said = load_processor(folder, config, own_code=trust_remote_code)
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, name=name, notices=(*notices, *said), processor=processor
+    )
 
 
 def fetch_hub_model(
@@ -175,7 +180,7 @@ def _checked_config(folder: Path, name: str, *, own_code: bool) -> PretrainedCon
         _require_causal(name, config)
     drop_idle_window(config)
     with _as_load_error(name), torch.device("meta"):
-        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=own_code))
+        inspect_model(auto_class(config).from_config(config, trust_remote_code=own_code))
     return config
 
 
@@ -196,7 +201,7 @@ def _read(
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=own_code
     )
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(config).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
@@ -329,5 +334,5 @@ def _require_causal(name: str, config: PretrainedConfig) -> None:
             f"{name} ({config.model_type}) is an encoder-decoder; only decoders have the growing "
             "KV cache that this library keeps on disk"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not generates_text(config):
         raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model")

@@ -48,11 +48,24 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: they cannot be found.
     """
+    return list(_find_layers(model)[1])
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """Name of the module that has the decoder layers, within a model.
+
+    Raises:
+        UnsupportedModelError: it cannot be found.
+    """
+    return _find_layers(model)[0].rpartition(".")[0]
+
+
+def _find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     for name, module in model.named_modules():
         alike = isinstance(module, nn.ModuleList) and len(module) == count and "vis" not in name
         if alike and all(_may_be_layer(each, place) for place, each in enumerate(module)):
-            return list(module)
+            return name, module
     raise UnsupportedModelError(f"found no list of {count} layers in {type(model).__name__}")
 
 
