@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.plain_attention import add_attention_sink, attention_twin, merge_attention
+from penstock.kernels.plain_attention import add_attention_sink, attention_twin
+from penstock.kernels.prompt_attention import merge_into
 
 CUTS = ((0, 9), (9, 10), (10, 30))
 
@@ -21,6 +22,15 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 def blocks(qkv: tuple[Tensor, Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     query, keys, values = qkv
     return [attention_twin(query, keys[:, :, a:b], values[:, :, a:b], scaling=0.5) for a, b in CUTS]
+
+
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`merge_into` of copies, in the layout of a block."""
+    so_far = out_a.transpose(1, 2).clone(memory_format=torch.contiguous_format), lse_a
+    out, lse = merge_into(so_far, out_b, lse_b)
+    return out.transpose(1, 2), lse
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -84,6 +84,12 @@ class MemoryLedger:
         self.peak_bytes = max(self.peak_bytes, needed)
         return Reservation(self, what, num_bytes)
 
+    def move(self, source: str, target: str, num_bytes: int) -> None:
+        """Bytes that were taken for one purpose serve another; move them back before `release`."""
+        assert 0 <= num_bytes <= self._items.get(source, 0), (source, num_bytes)
+        self._items[source] -= num_bytes
+        self._items[target] = self._items.get(target, 0) + num_bytes
+
     def _give_back(self, what: str, num_bytes: int) -> None:
         left = self._items[what] - num_bytes
         assert left >= 0, (what, left)

@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import CacheStateError
-from penstock.kernels.attention import attention_block
-from penstock.kernels.plain_attention import (
-    NEGATIVE_INFINITY,
-    add_attention_sink,
-    merge_attention,
-)
+from penstock.kernels.plain_attention import NEGATIVE_INFINITY, add_attention_sink
+from penstock.kernels.prompt_attention import Softmax, add_block, merge_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +63,53 @@ class AttentionSum:
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._so_far: Softmax | None = None
+        self._is_lent = False
+        """Whether somebody has what was attended to so far, which must not change then."""
 
     def add(
         self, keys: Tensor, values: Tensor, key_mask: Tensor | None, *, causal: bool = False
     ) -> None:
-        """Attend to one more block; arguments as in `attention_block`."""
+        """Attend to one more block; arguments as in `add_block`."""
         call = self._call
-        out, lse = attention_block(
-            call.query, keys, values, scaling=call.scaling, key_mask=key_mask, causal=causal,
-            softcap=call.softcap,
+        self._so_far = add_block(
+            self._mine(), call.query, keys, values, scaling=call.scaling, key_mask=key_mask,
+            causal=causal, softcap=call.softcap,
         )  # fmt: skip
-        self.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
-        """Take in what was attended to elsewhere.
+        """Take in what was attended to elsewhere, behind a block.
 
         Args:
             out: [batch, num_heads, new_tokens, value_width]
             lse: log-sum-exp of its logits. float32 [batch, num_heads, new_tokens]
         """
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out, lse
-        else:
-            self._out, self._lse = merge_attention(self._out.float(), self._lse, out.float(), lse)
+        so_far = self._mine()
+        assert so_far is not None, "no block was added"
+        self._so_far = merge_into(so_far, out, lse)
+
+    def _mine(self) -> Softmax | None:
+        if self._is_lent and self._so_far is not None:
+            self._so_far, self._is_lent = (self._so_far[0].clone(), self._so_far[1].clone()), False
+        return self._so_far
 
     @property
     def lse(self) -> Tensor:
         """Log-sum-exp of the logits so far, sinks without a key not counted. float32
         [batch, num_heads, new_tokens]"""
-        assert self._lse is not None, "no block was added"
-        return self._lse
+        assert self._so_far is not None, "no block was added"
+        self._is_lent = True
+        return self._so_far[1]
 
     def result(self) -> Tensor:
         """The output in the query's dtype. [batch, new_tokens, num_heads, value_width]"""
-        assert self._out is not None, "no block was added"
-        assert self._lse is not None
-        out = self._out
+        assert self._so_far is not None, "no block was added"
+        self._is_lent = True
+        out, lse = self._so_far
         if self._call.sink_logits is not None:
-            out, _ = add_attention_sink(out.float(), self._lse, self._call.sink_logits)
-        return out.to(self._call.query.dtype).transpose(1, 2)
+            out, _ = add_attention_sink(out.transpose(1, 2), lse, self._call.sink_logits)
+            out = out.transpose(1, 2)
+        return out.to(self._call.query.dtype)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor | None:

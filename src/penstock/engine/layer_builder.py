@@ -48,6 +48,7 @@ class LayerBuilder:
             slots = plan.batch * (plan.num_slots + plan.kept_slots)
             size = (slots, plan.unit_bytes, self.setup.store.padded_bytes, self.setup.device)
             self._pools[key] = PoolMemory.allocate(*size)
+            self.setup.workspace.may_lend(self._pools[key])
         return self._pools[key]
 
     @cached_property

@@ -1,7 +1,7 @@
 """LayerCache: one layer's window, slots and store region; exact streaming attention."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,16 +23,15 @@ from penstock.engine.attention_call import (
 )
 from penstock.engine.layer import Layer
 from penstock.engine.prompt_indexing import PromptIndexing
+from penstock.engine.prompt_workspace import PromptWorkspace
 from penstock.engine.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
+from penstock.engine.stream_blocks import SlotHalves, StreamBlocks
 from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.token_pool import TokenPool, copy_rows
 from penstock.engine.unit_map import UnitMap
 from penstock.engine.writer import Writer
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.storage.store import KVStore
-
-STREAM_BLOCK_TOKENS = 2048
-"""Most tokens of one streamed block: larger ones are no faster and delay the first."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +48,7 @@ class LayerSetup:
     stats: RunStats
     tracer: Tracer | None
     indexing: PromptIndexing
+    workspace: PromptWorkspace
     rows_per_sequence: int = 1
     phase: PhaseStats = field(default_factory=PhaseStats)
     """Counters of the forward pass under way."""
@@ -62,9 +62,10 @@ class LayerCache(Layer):
         [0, closed)          whole units, written to the store (closed = length // G * G)
         [closed, length)     the unfinished unit, in the window only
 
-    This class attends exactly, by streaming everything that is not in the window through the
-    slots, block by block (two halves: one is read into while the other is attended to). It serves
-    prefill, exact mode and the flexgen policy; `RetrievalLayer` adds selection for decoding.
+    This class attends exactly, by streaming everything that is on disk through blocks, two halves
+    of which one is read into while the other is attended to: the cache's `PromptWorkspace`, or the
+    layer's own slots. It serves prefill, exact mode and the flexgen policy; `RetrievalLayer` adds
+    selection for decoding.
     """
 
     def __init__(self, layer_idx: int, setup: LayerSetup, pool_memory: PoolMemory) -> None:
@@ -98,6 +99,7 @@ class LayerCache(Layer):
         self._window_transfer = self.transfer
         if plan.shared_pools:
             self._window_transfer = SlotTransfer(region, self._window_memory, *args)
+        self._own = SlotHalves(self.pool, self.transfer.max_units, plan.batch)
 
     # Attention ------------------------------------------------------------------------------
 
@@ -117,66 +119,101 @@ class LayerCache(Layer):
     def attend_exactly(self, call: AttentionCall) -> Tensor:
         """Stream the past through attention block by block (exact at any budget)."""
         start, count = self.length, call.query.shape[2]
-        new_mask = None
-        if call.visible is not None:
-            new_mask = additive_mask(call.visible[:, start:], call.query.dtype)
+        self.forget_slots()
         total = AttentionSum(call)
-        total.add(call.keys, call.values, new_mask, causal=count > 1)
-        if start > 0:
-            self._add_window(total)
-            self._stream(total, self.window.first_window_unit(start), call.visible)
+        closed = start // self.setup.plan.group_tokens
+        with self._reading(0, closed) as blocks:
+            new_mask = None
+            if call.visible is not None:
+                new_mask = additive_mask(call.visible[:, start:], call.query.dtype)
+            total.add(call.keys, call.values, new_mask, causal=count > 1)
+            self._add_unfinished(total)
+            self._add_blocks(total, blocks, call.visible)
         self.append(call.keys, call.values, call.visible)
         return total.result()
 
+    def _add_unfinished(self, total: AttentionSum) -> None:
+        """Add the tokens of the unit that has not closed, which no disk has yet."""
+        group_tokens = self.setup.plan.group_tokens
+        unit, count = divmod(self.length, group_tokens)
+        if count:
+            first = self.window.window_slot(unit) * group_tokens
+            self._add_kept(total, slice(first, first + count))
+
     def _add_window(self, total: AttentionSum) -> None:
-        first = self.window.sink_slots * self.setup.plan.group_tokens
-        keys, values = self.window.keys[:, first:], self.window.values[:, first:]
-        mask = self.window.mask[:, first:]
-        total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
+        self._add_kept(total, slice(self.window.sink_slots * self.setup.plan.group_tokens, None))
+
+    def _add_kept(self, total: AttentionSum, places: slice) -> None:
+        keys, values = self.window.keys[:, places], self.window.values[:, places]
+        total.add(keys.transpose(1, 2), values.transpose(1, 2), self.window.mask[:, places])
 
     def _stream(self, total: AttentionSum, end_unit: int, visible: Tensor | None) -> None:
         """Add the units [0, end_unit) to the softmax, reading one block ahead."""
-        if end_unit == 0:
-            return
         self.forget_slots()
-        group_tokens = self.setup.plan.group_tokens
-        blocks = self._blocks(0, end_unit)
-        pending = self._read_block(blocks[0])
-        try:
-            for i, (first, end, slot) in enumerate(blocks):
-                self._land(pending)
-                if i + 1 < len(blocks):
-                    pending = self._read_block(blocks[i + 1])
-                places = slice(slot * group_tokens, (slot + end - first) * group_tokens)
-                mask = None
-                if visible is not None:
-                    shown = visible[:, first * group_tokens : end * group_tokens]
-                    mask = additive_mask(shown, self.setup.shape.dtype)
-                total.add(self.pool.keys[:, :, places], self.pool.values[:, :, places], mask)
-        except BaseException:
-            pending.drop()
-            raise
+        with self._reading(0, end_unit) as blocks:
+            self._add_blocks(total, blocks, visible)
 
-    def _blocks(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """Cut [first, end) into (first unit, end unit, first slot), the slots' halves in turn."""
-        plan = self.setup.plan
-        half = max(1, plan.num_slots // 2)
-        size = min(half, max(1, STREAM_BLOCK_TOKENS // plan.group_tokens))
-        if self.transfer.max_units is not None:
-            size = max(1, min(size, self.transfer.max_units // plan.batch))
-        starts = range(first, end, size)
-        return [(s, min(s + size, end), i % 2 * half) for i, s in enumerate(starts)]
+    def _add_blocks(
+        self, total: AttentionSum, blocks: Iterable[tuple[int, Tensor]], visible: Tensor | None
+    ) -> None:
+        for first, tokens in blocks:
+            mask = None
+            if visible is not None:
+                shown = visible[:, first : first + tokens.shape[1]]
+                mask = additive_mask(shown, self.setup.shape.dtype)
+            shape = self.setup.shape
+            keys, values = shape.keys_of(tokens), shape.values_of(tokens)
+            total.add(keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+    # Blocks -----------------------------------------------------------------------------------
+
+    @property
+    def _halves(self) -> StreamBlocks:
+        """What blocks pass through now; own slots must hold nothing (`forget_slots`)."""
+        return self.setup.workspace.blocks or self._own
+
+    def _blocks(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Cut the units [first, end) into blocks, each a first and an end unit."""
+        size = self._halves.units
+        return [(at, min(at + size, end)) for at in range(first, end, size)]
+
+    @contextlib.contextmanager
+    def _reading(self, first: int, end: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
+        """Read the units [first, end), one block ahead; the first one is on its way at once.
+
+        Yields:
+            Blocks, each as its first token's number and [rows, tokens, *token_size], good
+            until the next one is asked for.
+        """
+        blocks, pending = self._blocks(first, end), list[PendingRead]()
+        if blocks:
+            self.drain_writes()
+            pending.append(self._read_block(self.setup.units.table[:, slice(*blocks[0])], 0))
+
+        def landed() -> Iterator[tuple[int, Tensor]]:
+            for i, (at, to) in enumerate(blocks):
+                self._land(pending[0])
+                pending.clear()
+                if i + 1 < len(blocks):
+                    units = self.setup.units.table[:, slice(*blocks[i + 1])]
+                    pending.append(self._read_block(units, (i + 1) % 2))
+                tokens = self._halves.tokens(i % 2, to - at)
+                yield at * self.setup.plan.group_tokens, tokens
+
+        try:
+            yield landed()
+        finally:
+            for read in pending:
+                read.drop()
+
+    def _read_block(self, units: NDArray[np.int64], half: int) -> PendingRead:
+        """Submit the read of some units of every row into a half. units: places. [rows, units]"""
+        return self._halves.read(self.transfer, units, half)
 
     def slot_numbers(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers in the pool's memory of the same slots of every row, row after row."""
         numbers = np.arange(self.setup.plan.batch)[:, None] * self.pool.slots_per_row + slots
         return numbers.reshape(-1)
-
-    def _read_block(self, block: tuple[int, int, int]) -> PendingRead:
-        first, end, slot = block
-        units = self.setup.units.table[:, first:end].reshape(-1)
-        self.transfer.drain()
-        return self.transfer.read(units, self.slot_numbers(np.arange(slot, slot + end - first)))
 
     def _land(self, read: PendingRead) -> None:
         read.land()
@@ -213,8 +250,8 @@ class LayerCache(Layer):
             self.append_one(keys, values)
             self.window.refresh(self.length, visible)
             return
+        self._window_transfer.drain()  # the window changes below
         self._write_units(keys, values)
-        self._window_transfer.drain()
         self._touched = start + count
         self.window.write_many(keys, values, start)
         self.length = start + count
@@ -249,7 +286,7 @@ class LayerCache(Layer):
         self.on_closed(self.window.keys[:, places], unit)
 
     def _write_units(self, keys: Tensor, values: Tensor) -> None:
-        """Write the units that `keys` and `values` close, through the slots, half by half."""
+        """Write the units that `keys` and `values` close, half by half."""
         plan, shape, group_tokens = self.setup.plan, self.setup.shape, self.setup.plan.group_tokens
         start, end = self.length, self.length + keys.shape[2]
         first_unit, end_unit = start // group_tokens, end // group_tokens
@@ -257,25 +294,23 @@ class LayerCache(Layer):
             return
         self.forget_slots()
         self._reserve(first_unit, end_unit)
-        unfinished = start - first_unit * group_tokens
-        for first, last, slot in self._blocks(first_unit, end_unit):
-            places = slice(slot * group_tokens, (slot + last - first) * group_tokens)
-            self.transfer.drain(keep=1)  # the other half may still be on its way to the disk
-            target = self.pool.tokens[:, places]
-            skip = 0
-            if first == first_unit and unfinished:
-                positions = torch.arange(start - unfinished, start, device=keys.device)
-                target[:, :unfinished] = self.window.tokens[:, self.window.window_places(positions)]
-                skip = unfinished
-            source = slice(first * group_tokens + skip - start, last * group_tokens - start)
-            new_keys, new_values = shape.keys_of(target), shape.values_of(target)
-            new_keys[:, skip:] = keys[:, :, source].transpose(1, 2)
-            new_values[:, skip:] = values[:, :, source].transpose(1, 2)
-            units = self.setup.units.table[:, first:last].flatten()  # the table may change
-            self.transfer.write(units, self.slot_numbers(np.arange(slot, slot + last - first)))
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if start > first_unit * group_tokens:
+            unfinished = torch.arange(first_unit * group_tokens, start, device=keys.device)
+            places = self.window.window_places(unfinished)
+            keys = torch.cat((self.window.keys[:, places], keys), dim=1)
+            values = torch.cat((self.window.values[:, places], values), dim=1)
+        for i, (first, last) in enumerate(self._blocks(first_unit, end_unit)):
+            half = (i + 1) % 2  # the next layer reads into the other one first
+            part = slice((first - first_unit) * group_tokens, (last - first_unit) * group_tokens)
+            target = self._halves.target(self.transfer, half, last - first)
+            for to, each in ((shape.keys_of(target), keys), (shape.values_of(target), values)):
+                to.copy_(each[:, part].reshape(to.shape))
+            units = self.setup.units.table[:, first:last].copy()  # the table may change
+            self._halves.write(self.transfer, units, half)
             self._count_write(plan.batch * (last - first))
-            self.on_closed(new_keys, first)
-        if plan.shared_pools:
+            self.on_closed(keys[:, part], first)
+        if plan.shared_pools and self._halves is self._own:
             self.transfer.drain()  # the next layer but one uses the same slots
 
     def _reserve(self, first_unit: int, end_unit: int) -> None:
@@ -344,13 +379,9 @@ class LayerCache(Layer):
         self.drain()
         self.forget_slots()
         closed = max(start, self.length // group_tokens * group_tokens)
-        parts = []
         end_unit = -(-min(closed, end) // group_tokens)
-        for first, last, _ in self._blocks(start // group_tokens, end_unit):
-            slots = np.arange(last - first)
-            units = self.setup.units.table[:, first:last].reshape(-1)
-            self._land(self.transfer.read(units, self.slot_numbers(slots)))
-            parts.append(self.pool.tokens[:, : len(slots) * group_tokens].clone())
+        with self._reading(start // group_tokens, end_unit) as blocks:
+            parts = [tokens.clone() for _, tokens in blocks]
         if end > closed:
             positions = torch.arange(closed, end, device=self.setup.device)
             parts.append(self.window.tokens[:, self.window.window_places(positions)])

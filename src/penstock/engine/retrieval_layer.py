@@ -332,7 +332,7 @@ class RetrievalLayer(LayerCache):
         sequences = self.setup.plan.batch // self.setup.rows_per_sequence
         units = sample_units(closed, sequences, self.setup.plan.group_tokens)
         self.forget_slots()
-        size = self._blocks(0, closed)[0][1]
+        size = self._halves.units
         sample = [self._read_keys(units[i : i + size]) for i in range(0, len(units), size)]
         self._fit.hand_queries(self.index)
         group_tokens = self.setup.plan.group_tokens
@@ -340,24 +340,28 @@ class RetrievalLayer(LayerCache):
         self.index.fit(torch.cat(sample, dim=1), torch.from_numpy(positions))
         self._fit.tokens = closed * group_tokens
         if self.index.looks_first:
-            for first, end, _ in self._blocks(0, closed):
-                self.index.look(self._read_keys(np.arange(first, end)), first * group_tokens)
+            with self._reading(0, closed) as blocks:
+                for first, tokens in blocks:
+                    self.index.look(self._checked_keys(tokens), first)
         self._index_units(0, closed)
         return True
 
     def _index_units(self, first_unit: int, end_unit: int) -> None:
         """Take the keys of units that are on disk into the index."""
-        for first, end, _ in self._blocks(first_unit, end_unit):
-            keys = self._read_keys(np.arange(first, end))
-            self.index.append(keys, first * self.setup.plan.group_tokens)
+        self.forget_slots()
+        with self._reading(first_unit, end_unit) as blocks:
+            for first, tokens in blocks:
+                self.index.append(self._checked_keys(tokens), first)
 
     def _read_keys(self, units: NDArray[np.int64]) -> Tensor:
         """Keys of some units of every row. [batch, tokens, kv_heads, head_dim]"""
-        slots = np.arange(len(units))
-        stored = self.setup.units.table[:, units].reshape(-1)
-        self._land(self.transfer.read(stored, self.slot_numbers(slots)))
-        places = len(units) * self.setup.plan.group_tokens
-        keys = self.pool.keys[:, :, :places].transpose(1, 2).clone()
+        read = self._read_block(self.setup.units.table[:, units], 0)
+        self._land(read)
+        return self._checked_keys(self._halves.tokens(0, len(units)))
+
+    def _checked_keys(self, tokens: Tensor) -> Tensor:
+        """Keys of a block, which are there on their own. [batch, tokens, kv_heads, head_dim]"""
+        keys = self.setup.shape.keys_of(tokens).clone()
         require_finite(keys, self.layer_idx)
         return keys
 

@@ -32,6 +32,8 @@ class PoolMemory:
     tensor: Tensor
     """uint8 [slots, unit_bytes] on the cache's device."""
     buffer: AlignedBuffer | None
+    pages: AlignedBuffer | None = None
+    """The same memory, where it is the host's: what is not needed can be given back."""
 
     @classmethod
     def allocate(
@@ -39,9 +41,9 @@ class PoolMemory:
     ) -> "PoolMemory":
         """Zeroed memory for `num_slots` slots; direct if the device and the sector size allow
         it."""
-        if device.type == "cpu" and slot_bytes == unit_bytes:
-            buffer = AlignedBuffer(num_slots, slot_bytes)
-            return cls(buffer.tensor, buffer)
+        if device.type == "cpu":
+            pages = AlignedBuffer(num_slots, unit_bytes)
+            return cls(pages.tensor, pages if slot_bytes == unit_bytes else None, pages)
         return cls(torch.zeros(num_slots, unit_bytes, dtype=torch.uint8, device=device), None)
 
 
@@ -258,8 +260,23 @@ class SlotTransfer:
         )  # fmt: skip
 
     def pending(self, ticket: Ticket) -> PendingRead:
-        """Reads into the pool's own memory that are under way."""
+        """Reads that are under way and land where they are wanted."""
         return PendingRead([ticket], self._tracer)
+
+    def read_into(
+        self, buffer: AlignedBuffer, unit_ids: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> PendingRead:
+        """Submit reads of `unit_ids[i]` into slot `slots[i]` of a buffer that is not the pool's."""
+        return self.pending(self.region.submit_read(unit_ids, buffer, slots))
+
+    def write_from(
+        self, buffer: AlignedBuffer, unit_ids: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> "Future[int]":
+        """Queue slots of such a buffer for writing; they must not change until that is done.
+
+        What fails comes up in `drain`.
+        """
+        return self._queue(unit_ids, buffer, slots)
 
     def _unstage(self, section: StagingSection, slots: NDArray[np.int64]) -> None:
         memory = self._memory.tensor

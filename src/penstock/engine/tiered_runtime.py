@@ -22,6 +22,7 @@ from penstock.engine.open_store import open_store
 from penstock.engine.planning import plan_cache
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.prompt_indexing import PromptIndexing
+from penstock.engine.prompt_workspace import PromptWorkspace
 from penstock.engine.restoring import copy_past, share_past
 from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.slot_transfer import Staging
@@ -118,6 +119,8 @@ class TieredRuntime:
             raise
 
     def _release_memory(self) -> None:
+        if self._setup is not None:
+            self._setup.workspace.close()
         for reservation in self._reservations:
             reservation.release()
         self._reservations = []
@@ -125,8 +128,9 @@ class TieredRuntime:
     def _give_back(self) -> None:
         """Close the layers; the store stays for others."""
         layers, self.layers = self.layers, []
-        self._setup, self.device_steps = None, None
+        self.device_steps = None
         close_all(*(layer.close for layer in layers), self._release_memory)
+        self._setup = None
 
     def _build(self, batch: int, current: tuple[SelectionPolicy, SlotPlan] | None) -> None:
         if batch * self._rows.per_sequence != self.plan.batch:
@@ -162,6 +166,9 @@ class TieredRuntime:
             units=UnitMap(plan.batch, plan.max_units), writer=self._writer, staging=staging,
             device=settings.device, stats=self.stats, tracer=settings.tracer,
             rows_per_sequence=self._rows.per_sequence, indexing=self._indexing,
+            workspace=PromptWorkspace(
+                self._rows.shape, plan, self._store.padded_bytes, self._ledger
+            ),
         )  # fmt: skip
         self.layers = make_layers(settings, self.policy, self._setup)
 
@@ -234,6 +241,9 @@ class TieredRuntime:
         is_last = layer + 1 == len(self.layers)
         with self._health.keeping(self.layers[layer].length):
             out = self._rows.unfold(self.layers[layer].attend(self._rows.fold_call(call)))
+            if is_last and count > 1:
+                for each in self.layers:  # all but the newest writes have long ended
+                    each.drain_writes()
             if is_last and self.device_steps is not None:
                 self.device_steps.end(self.length, step=count == 1 and self.length > 1)
         if is_last:
@@ -343,9 +353,34 @@ class TieredRuntime:
         decoding = count == 1 and self.length > 0
         phase = self._meter.begin(batch * count, decoding=decoding, verifying=self.verifying)
         if self._setup is not None:
+            if decoding and self._retrieves:
+                self._close_workspace()
+            else:
+                self._open_workspace(self._setup)
             self._setup.phase = phase
         if self.device_steps is not None and decoding:
             self.device_steps.begin(self.length)
+
+    @property
+    def _retrieves(self) -> bool:
+        return self.policy.retrieves and not self.settings.exact
+
+    def _open_workspace(self, setup: LayerSetup) -> None:
+        """A pass of many tokens begins; slots are idle in it, and lend their memory."""
+        if setup.workspace.blocks is None:
+            self._forget_slots()
+            setup.workspace.open()
+
+    def _close_workspace(self) -> None:
+        """Tokens are decoded again; what is left to index of the prompt has large blocks still."""
+        setup = self._setup
+        if setup is None or setup.workspace.blocks is None:
+            return
+        setup.phase = self.stats.decode
+        with self._health.keeping(self.length):
+            for layer in self.layers:
+                layer.make_index()
+        setup.workspace.close()
 
     @property
     def is_torn(self) -> bool:
@@ -376,6 +411,7 @@ class TieredRuntime:
         """Start the fetch of one layer's next decode step. query: [batch, num_heads, head_dim]."""
         target = self.layers[layer]
         if self._setup is not None:
+            self._close_workspace()
             self._setup.phase = self.stats.decode
         with self._health.keeping(target.length):
             if self.device_steps is not None:
@@ -484,5 +520,6 @@ class TieredRuntime:
             self._health.is_closed = True
             parts = [*self.layers, self._writer, self._store]
             closers = [part.close for part in parts if part is not None]
-            self.layers, self._setup = [], None
+            self.layers = []
             close_all(*closers, self._release_memory)
+            self._setup = None

@@ -54,26 +54,6 @@ def attention_twin(
     return out.reshape(batch, num_heads, num_queries, values.shape[-1]), lse
 
 
-def merge_attention(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Merge two blocks of one softmax by their log-sum-exp.
-
-    Args:
-        out_a, out_b: block outputs, float32. [batch, heads, queries, head_dim]
-        lse_a, lse_b: their log-sum-exp, float32, minus infinity for an empty block.
-            [batch, heads, queries]
-
-    Returns:
-        Output and log-sum-exp of the union, in the same shapes.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
-    safe = torch.where(lse.isinf(), 0.0, lse)
-    weight_a = torch.exp(lse_a - safe).unsqueeze(-1)
-    weight_b = torch.exp(lse_b - safe).unsqueeze(-1)
-    return out_a * weight_a + out_b * weight_b, lse
-
-
 def add_attention_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Add a learned logit per head that takes part in the softmax but carries no value (gpt-oss).
 

@@ -56,14 +56,24 @@ class AlignedBuffer:
 
         Does nothing where the system knows no such advice, and for pinned memory.
         """
-        if self.is_pinned or not hasattr(mmap, "MADV_DONTNEED"):
-            return
         for slot in slots:
-            first = self._start + slot * self.slot_bytes
-            begin = -(-first // _PAGE_BYTES) * _PAGE_BYTES
-            end = (first + self.slot_bytes) // _PAGE_BYTES * _PAGE_BYTES
-            if begin < end:
-                self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            self.give_back_range(slot, 1)
+
+    def give_back_range(self, first: int, count: int) -> int:
+        """As `give_back`, of so many slots from `first` on.
+
+        Returns:
+            Bytes that were given back.
+        """
+        if self.is_pinned or not hasattr(mmap, "MADV_DONTNEED"):
+            return 0
+        start = self._start + first * self.slot_bytes
+        begin = -(-start // _PAGE_BYTES) * _PAGE_BYTES
+        end = (start + count * self.slot_bytes) // _PAGE_BYTES * _PAGE_BYTES
+        if begin >= end:
+            return 0
+        self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return end - begin
 
     @functools.cached_property
     def tensor(self) -> "Tensor":

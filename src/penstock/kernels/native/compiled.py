@@ -54,6 +54,8 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
     "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
     "decode_attention": (*5 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
+    "prompt_attention": (*9 * (_ADDRESS,), _FACTOR),
+    "bfloat16_units": (_ADDRESS,),
     "tree_attention": (*14 * (_ADDRESS,), *2 * (_COUNT,), _FACTOR),
 })  # fmt: skip
 
@@ -64,11 +66,11 @@ _LEVEL_NAMES = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 _NEEDS: Mapping[str, int] = MappingProxyType({
     **dict.fromkeys((
         "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
-        "tree_attention", "predict_query",
+        "tree_attention", "predict_query", "prompt_attention",
     ), LEVELS.index("avx512")),
     **dict.fromkeys((
         "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
-        "split_cluster", "select_groups", "fetch_groups", "turned_scores",
+        "split_cluster", "select_groups", "fetch_groups", "turned_scores", "bfloat16_units",
     ), LEVELS.index("auto")),
 })  # fmt: skip
 """Level of kernels that are written for certain vectors; elsewhere torch is as good as plain C."""

@@ -301,7 +301,7 @@ class NearLayer(RetrievalLayer):
         scorer = self._work.scorer
         if not scorer.wants_keys:
             return  # said with the next request
-        for first, end, _ in self._blocks(0, self.length):
+        for first, end in self._blocks(0, self.length):
             self.near.append(self._read_keys(np.arange(first, end)), first)
 
     @override

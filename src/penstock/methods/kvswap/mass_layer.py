@@ -232,7 +232,7 @@ class MassLayer(RetrievalLayer):
         values.reset()
         self.drain()
         self.forget_slots()
-        starts = [first * group_tokens for first, _, _ in self._blocks(0, closed)]
+        starts = [first * group_tokens for first, _ in self._blocks(0, closed)]
         starts += [closed * group_tokens] * (self.length > closed * group_tokens)
         for start, end in zip(starts, [*starts[1:], self.length], strict=True):
             self._add(values, self.read_tokens(start, end), start)

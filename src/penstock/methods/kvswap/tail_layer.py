@@ -186,7 +186,7 @@ class TailLayer(RetrievalLayer):
     def _pieces(self, first: int) -> list[tuple[int, int]]:
         """[first, length) in pieces that the slots hold."""
         plan = self.setup.plan
-        step = self._blocks(0, plan.max_units)[0][1] * plan.group_tokens
+        step = self._halves.units * plan.group_tokens
         return [(at, min(at + step, self.length)) for at in range(first, self.length, step)]
 
     @override
