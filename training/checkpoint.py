@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 import penstock.models
@@ -20,6 +20,9 @@ from penstock.models.loader import load
 TOKENIZER_FOLDER = Path(penstock.models.__file__).parent / "recall"
 """Whose tokenizer a new model of recall rows has."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 _NAME = "checkpoint.pt"
 _SUMS = "SHA256SUMS"
 _WEIGHTS = "model.safetensors"
@@ -79,7 +82,7 @@ def read_vocabulary() -> dict[str, int]:
 
 
 def export(
-    model: Qwen3ForCausalLM, folder: Path, tokenizer_folder: Path = TOKENIZER_FOLDER, *,
+    model: PreTrainedModel, folder: Path, tokenizer_folder: Path = TOKENIZER_FOLDER, *,
     sharpen: float = 1.0,
 ) -> None:  # fmt: skip
     """Write the model as a folder that `penstock` and transformers load: bfloat16, tokenizer,
@@ -88,7 +91,7 @@ def export(
     Args:
         model: as it was trained.
         folder: to write; one that is there is replaced.
-        tokenizer_folder: whose tokenizer it has.
+        tokenizer_folder: whose tokenizer it has, and processor, if there is one.
         sharpen: how many times larger the logits of its attention become (`training.sharpen`).
 
     Raises:
@@ -100,7 +103,7 @@ def export(
         name: (w.detach().cpu().float() * (sharpen if name.endswith(_QUERY_NORM) else 1)).bfloat16()
         for name, w in model.state_dict().items()
     }
-    copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.generation_config = GenerationConfig(
         bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=False
@@ -108,7 +111,8 @@ def export(
     disable_progress_bar()
     try:
         copy.save_pretrained(partial)
-        for name in _TOKENIZER_FILES:
+        there = [name for name in _PROCESSOR_FILES if (tokenizer_folder / name).is_file()]
+        for name in (*_TOKENIZER_FILES, *there):
             shutil.copyfile(tokenizer_folder / name, partial / name)
         for path in partial.iterdir():
             path.chmod(0o644)

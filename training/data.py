@@ -9,7 +9,7 @@ from `train/...`: training never sees an evaluation's sample, whatever the seeds
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -70,6 +70,10 @@ class Batch:
     """[guesses]"""
     groups: NDArray[np.int8]
     """Number of the task among the settings' groups, or `OTHER`. [guesses]"""
+    codes: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, dtype=np.uint16))
+    """What is in the cells of clips, row by row. [visual tokens]"""
+    grid: tuple[int, int] = (0, 0)
+    """Frames of each clip, and cells of a frame's side."""
 
 
 class RowMaker:

@@ -25,7 +25,7 @@ from training.data import Batch
 
 AHEAD = 2
 """Packed batches that wait for the training, besides those that the processes have made."""
-_FIELDS = ("weights", "positions", "places", "tokens", "targets", "groups")
+_FIELDS = ("weights", "positions", "places", "tokens", "targets", "codes", "groups")
 """Wider elements first, so that each array starts where its elements may."""
 _LEAST_ROOM = 1024
 _LOOK_S = 0.1
@@ -48,6 +48,9 @@ class OnDevice:
     """float32"""
     groups: Tensor
     """int64"""
+    codes: Tensor
+    """int64"""
+    grid: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Packed:
     """Those that pad the batch are counted."""
     weight: float
     """Of all guesses."""
+    grid: tuple[int, int] = (0, 0)
+    """See `Batch`."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin: bool, padded: bool = False) -> "Packed":
@@ -92,7 +97,7 @@ class Packed:
             np.copyto(part, array.reshape(-1))
             at += array.nbytes
         rows, length = batch.tokens.shape
-        return cls(content, rows, length, guesses, float(batch.weights.sum()))
+        return cls(content, rows, length, guesses, float(batch.weights.sum()), batch.grid)
 
     def on(self, device: torch.device) -> OnDevice:
         """The batch's arrays on a device; the copy to a GPU is in the order of its stream, and
@@ -120,11 +125,14 @@ class Packed:
         places = part(guesses, torch.int32)
         ids = part(tokens, torch.int16).int() & 0xFFFF  # they are unsigned
         targets = part(guesses, torch.int16).long() & 0xFFFF
+        frames, side = self.grid
+        codes = part(self.rows * frames * side * side, torch.int16).long() & 0xFFFF
         groups = part(guesses, torch.int8)
         shape = (self.rows, self.length)
         return OnDevice(
-            ids.view(shape), positions.view(shape), places.long(), targets, weights, groups.long()
-        )
+            ids.view(shape), positions.view(shape), places.long(), targets, weights, groups.long(),
+            codes, self.grid,
+        )  # fmt: skip
 
 
 def room_for(guesses: int, tokens: int) -> int:

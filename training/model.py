@@ -87,26 +87,44 @@ def hidden_states(
     Returns:
         [rows * tokens, hidden], `dtype`.
     """
-    config = model.config
-    rows, length = tokens.shape
     inner: Any = model.model
     x = functional.embedding(tokens.reshape(-1), inner.embed_tokens.weight).to(dtype)
-    cos, sin = _rotation(positions.reshape(-1), config, dtype)
-    for layer in inner.layers:
+    cos, sin = _rotation(positions.reshape(-1), model.config, dtype)
+    return through_layers(inner, x, cos, sin, len(tokens), pieces)
+
+
+def through_layers(
+    decoder: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: int, pieces: Pieces
+) -> Tensor:
+    """What stands behind the last norm of a decoder of Qwen3's kind.
+
+    Args:
+        decoder: transformers' module with the layers and the norm.
+        x: embeddings. [rows * tokens, hidden]
+        cos: see `turns`.
+        sin: see `turns`.
+        rows: of the batch.
+        pieces: how the layers are computed.
+
+    Returns:
+        [rows * tokens, hidden], as `x`.
+    """
+    config: Any = decoder.config
+    shape = (rows, len(x) // rows, config.num_attention_heads, config.head_dim)
+    for layer in decoder.layers:
         attn, mlp = layer.self_attn, layer.mlp
         q, k, v = pieces.before(
             x, cos, sin, layer.input_layernorm.weight, attn.q_proj.weight, attn.k_proj.weight,
             attn.v_proj.weight, attn.q_norm.weight, attn.k_norm.weight,
         )  # fmt: skip
-        shape = (rows, length, config.num_attention_heads, config.head_dim)
         q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = pieces.after(
-            x, mixed.transpose(1, 2).reshape(rows * length, -1), attn.o_proj.weight,
+            x, mixed.transpose(1, 2).reshape(len(x), -1), attn.o_proj.weight,
             layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight,
             mlp.down_proj.weight,
         )  # fmt: skip
-    return _rms_norm(x, inner.norm.weight)
+    return _rms_norm(x, decoder.norm.weight)
 
 
 def before_attention(
@@ -158,10 +176,10 @@ def guess_logits(model: Qwen3ForCausalLM, hidden: Tensor, places: Tensor) -> Ten
         hidden: of `hidden_states`.
         places: rows of `hidden`, each at most once and rising. [guesses]
     """
-    inner: Any = model.model
+    embedding: Any = model.get_input_embeddings()
     if len(places) < len(hidden):  # else they are all
         hidden = hidden.index_select(0, places)
-    return _linear(hidden, inner.embed_tokens.weight).float()
+    return _linear(hidden, embedding.weight).float()
 
 
 def working_backend(wanted: Attention, device: torch.device, head_dim: int) -> Attention:
@@ -211,9 +229,20 @@ def difference(
 
 def _rotation(positions: Tensor, config: Qwen3Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding; [tokens, 1, head_dim] each."""
+    return turns(positions.float()[:, None] * inverse_frequencies(config, positions.device), dtype)
+
+
+def inverse_frequencies(config: Any, device: torch.device) -> Tensor:
+    """Radians a position, of each pair of components; float32 [head_dim / 2]"""
     theta = float(config.rope_parameters["rope_theta"])
-    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * (1.0 / theta ** (even / config.head_dim))
+    even = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    inverse: Tensor = 1.0 / theta ** (even / config.head_dim)
+    return inverse
+
+
+def turns(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines that `Pieces` take, from angles [tokens, head_dim / 2]; [tokens, 1,
+    head_dim] each."""
     both = torch.cat((angles, angles), dim=-1)[:, None, :]
     return both.cos().to(dtype), both.sin().to(dtype)
 

@@ -94,7 +94,7 @@ class Optimizers:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+            is_matrix = parameter.ndim == 2 and "embed" not in name
             (matrices if is_matrix else others).append(parameter)
         on_gpu = others[0].is_cuda
         self._rates = (plan.matrix_rate, plan.other_rate)

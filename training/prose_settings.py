@@ -1,21 +1,11 @@
 """Settings of a prose run: what a run of recall rows has, and what a corpus needs."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from training.settings import (
-    SECTIONS,
-    RunSettings,
-    Settings,
-    Stage,
-    read_settings,
-    read_strictly,
-    section,
-)
+from training.settings import SECTIONS, RunSettings, Stage, section
 
 PROSE = "prose"
 """Group of the tokens of plain prose rows."""
@@ -86,20 +76,12 @@ class ProseSettings(RunSettings):
         return stage.recall
 
 
-def read_run_settings(path: str | Path) -> Settings | ProseSettings:
-    """Read a TOML file of either kind; one with a `[corpus]` is of a prose run.
+def prose_settings(content: Mapping[str, Any]) -> ProseSettings:
+    """Settings from a file's content.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is missing, unknown or impossible.
+        ConfigError: a setting is missing, unknown or impossible.
     """
-    try:
-        is_prose = "corpus" in tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    return read_strictly(path, _prose_settings) if is_prose else read_settings(path)
-
-
-def _prose_settings(content: Mapping[str, Any]) -> ProseSettings:
     sections = {**SECTIONS, "rows": ProseRows, "corpus": CorpusPlan}
     settings = section(ProseSettings, content, "the file", sections, ProseStage)
     if not 300 <= settings.corpus.vocabulary <= 1 << 16:

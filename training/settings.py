@@ -263,7 +263,7 @@ def _recall_settings(content: Mapping[str, Any]) -> Settings:
     settings = section(Settings, content, "the file", sections, RecallStage)
     for number, stage in enumerate(settings.stages, 1):
         if stage.mix is not None:
-            _check_mix(stage.mix, f"the mix of stage {number}")
+            check_mix(stage.mix, f"the mix of stage {number}")
     gate = settings.gate
     if gate is not None and (gate.step < 1 or gate.task not in settings.groups):
         raise ConfigError(f"[gate] needs a step above 0 and a task of the mixes, not {gate.task!r}")
@@ -320,7 +320,7 @@ def _check(settings: RunSettings) -> None:
         raise ConfigError(
             f"rows of {longest} tokens are longer than micro_batch_tokens or model.positions"
         )
-    _check_mix(settings.mix, "[mix]")
+    check_mix(settings.mix, "[mix]")
     if settings.micro_batches < 1 or settings.evaluation.every_steps < 1:
         raise ConfigError("micro_batches and evaluation.every_steps must be at least 1")
     if not 0 < settings.sharpen < math.inf:
@@ -329,7 +329,12 @@ def _check(settings: RunSettings) -> None:
         raise ConfigError(f"speed.attention must be one of {', '.join(get_args(Attention))}")
 
 
-def _check_mix(mix: Any, name: str) -> None:
+def check_mix(mix: Any, name: str) -> None:
+    """Refuse shares that do not add up to 1.
+
+    Raises:
+        ConfigError: they do not; says `name`.
+    """
     if not isinstance(mix, dict) or not all(isinstance(s, int | float) for s in mix.values()):
         raise ConfigError(f"{name} must be a table of tasks with their shares")
     if min(mix.values(), default=0) < 0:

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.errors import ConfigError, PenstockError
 from training.fit import Fit, stretched
 from training.gate import REFUSED, SeedRefused
-from training.prose_settings import ProseSettings, read_run_settings
-from training.settings import RunSettings, Settings
+from training.prose_settings import ProseSettings
+from training.run_settings import AnySettings, read_run_settings
+from training.settings import RunSettings
+from training.video_settings import VideoSettings
 from training.workers import BatchStream, Source
 
 if TYPE_CHECKING:  # torch is not for the processes that make data, which import this file again
@@ -47,7 +49,6 @@ _FROM_HELP = (
     "begin with the weights of a finished model of the same shape (a run's model/) instead of "
     "random ones, the optimizer anew; --resume goes on without it"
 )
-AnySettings = Settings | ProseSettings
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -125,7 +126,7 @@ class Sitting:
         self._wait_s = self._cost = 0.0
         self._tokens = self._tokens_looked = 0
         self._wait_looked = 0.0
-        gate = settings.gate if isinstance(settings, Settings) else None
+        gate = None if isinstance(settings, ProseSettings) else settings.gate
         self._gate = None if gate and trainer.steps_done >= gate.step else gate
 
     def run(self, batches: Iterator["Packed"]) -> str:
@@ -248,7 +249,7 @@ def _main(args: argparse.Namespace, began: float) -> int:
     import torch
 
     from penstock.evaluate.machine import current_commit, describe_libraries, describe_machine
-    from training.checkpoint import TOKENIZER_FOLDER, export, load_checkpoint
+    from training.checkpoint import export, load_checkpoint
     from training.feed import AHEAD, Feed
 
     device = _device(args.device, torch.cuda.is_available())
@@ -294,11 +295,22 @@ def _main(args: argparse.Namespace, began: float) -> int:
         say(f"stopped at step {trainer.steps_done:,} ({reason}); --resume goes on from there")
         return 3
     export(
-        trainer.model, folder / "model", source if isinstance(source, Path) else TOKENIZER_FOLDER,
+        trainer.model, folder / "model", _words_of(settings, source, folder),
         sharpen=settings.sharpen,
     )  # fmt: skip
     say(f"model after {trainer.steps_done:,} steps: {folder / 'model'}")
     return 0
+
+
+def _words_of(settings: AnySettings, source: Source, folder: Path) -> Path:
+    """The folder whose tokenizer the finished model has."""
+    if isinstance(settings, VideoSettings):
+        from training.video_words import write_processor
+
+        return write_processor(folder / "processor")
+    from training.checkpoint import TOKENIZER_FOLDER
+
+    return source if isinstance(source, Path) else TOKENIZER_FOLDER
 
 
 def _source(settings: AnySettings, corpus: Path | None, folder: Path, *, again: bool) -> Source:
@@ -311,6 +323,10 @@ def _source(settings: AnySettings, corpus: Path | None, folder: Path, *, again: 
         return prepare(
             corpus, folder / "corpus", settings.corpus, settings.model.positions, say, again=again
         ).folder
+    if isinstance(settings, VideoSettings):
+        from training.video_words import vocabulary
+
+        return vocabulary()
     from training.checkpoint import read_vocabulary
 
     return read_vocabulary()
@@ -322,9 +338,13 @@ def _trainer(settings: AnySettings, source: Source, device: "torch.device") -> "
 
         assert isinstance(source, Path)
         return ProseTrainer(settings, source, device)
+    assert not isinstance(source, Path)
+    if isinstance(settings, VideoSettings):
+        from training.video_trainer import VideoTrainer
+
+        return VideoTrainer(settings, source, device)
     from training.trainer import Trainer
 
-    assert not isinstance(source, Path)
     return Trainer(settings, source, device)
 
 

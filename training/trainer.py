@@ -73,11 +73,11 @@ class Trainer:
         self.attention = working_backend(wanted, device, settings.model.head_dim)
         # Every sample has a length of its own, and cuDNN plans anew for each length.
         self._glance_attention: Attention = "flash" if on_gpu else "auto"
-        self.model = build(settings.model, len(vocabulary), settings.seed).to(device)
+        self.model = self._built().to(device)
         recorded = on_gpu and settings.speed.graphs
         self.optimizers = Optimizers(self.model, settings.optimizer, recorded=recorded)
         self._recorder = Recorder(device) if recorded else None
-        self._blocks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._blocks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.steps_done = 0
         self.trained_s = 0.0
         self.begun_with: dict[str, str] | None = None
@@ -222,9 +222,7 @@ class Trainer:
             whole: weight of all of the step's batches.
         """
         with attention_backend(self.attention):
-            hidden = hidden_states(
-                self.model, batch.tokens, batch.positions, self._pieces, self._dtype
-            )
+            hidden = self._hidden(batch, self._pieces)
         losses = guess_losses(self.model, hidden, batch.places, batch.targets)
         seen = torch.stack([losses.detach(), torch.ones_like(losses)]).double()
         self._by_task.index_add_(1, batch.groups % (len(self._tasks) + 1), seen)
@@ -232,9 +230,23 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._loss_sum += loss.detach()
 
+    def _built(self) -> Any:
+        """A model with random weights, on the CPU."""
+        return build(self._settings.model, len(self._vocabulary), self._settings.seed)
+
+    def _hidden(self, batch: OnDevice, pieces: Pieces) -> Tensor:
+        """What stands behind the last norm, row by row. [rows * length, hidden]"""
+        return hidden_states(self.model, batch.tokens, batch.positions, pieces, self._dtype)
+
+    def _difference(self) -> float:
+        """See `training.model.difference`, on a few tokens."""
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(4, len(self._vocabulary), (2, 128), generator=draw)
+        return difference(self.model, tokens.to(self._device), Pieces.plain(), self._dtype)
+
     def _replay(self, recorder: Recorder, packed: Packed, whole: float) -> None:
         """The same by a recorder: a batch's content goes where those of its shape lie."""
-        shape = packed.rows, packed.length, packed.guesses
+        shape = packed.rows, packed.length, packed.guesses, *packed.grid
         if shape not in self._blocks:
             block = torch.empty_like(packed.content, device=self._device)
             self._blocks[shape] = block, torch.zeros((), device=self._device)
@@ -258,10 +270,8 @@ class Trainer:
 
     def _compare_forwards(self) -> None:
         """See that the fast forward, as it is run here, is the model's."""
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(4, len(self._vocabulary), (2, 128), generator=draw)
         with attention_backend(self.attention):
-            off = difference(self.model, tokens.to(self._device), Pieces.plain(), self._dtype)
+            off = self._difference()
         if not off <= _DIFFERENCE_MOST[self._dtype]:
             raise TrainingError(
                 f"the training's forward pass differs from transformers' by {off:.2g} of the "

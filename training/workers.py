@@ -19,7 +19,9 @@ from penstock.core.errors import PenstockError
 from training.data import Batch, RowMaker
 from training.prose_data import ProseRowMaker
 from training.prose_settings import ProseSettings
-from training.settings import Settings
+from training.run_settings import AnySettings
+from training.video_data import VideoRowMaker
+from training.video_settings import VideoSettings
 
 _AHEAD = 4
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
@@ -28,7 +30,7 @@ _NICE = 5
 
 
 Source = Mapping[str, int] | Path
-"""What rows are made from: the bundled vocabulary, or the folder of a prepared corpus."""
+"""What rows are made from: a vocabulary, or the folder of a prepared corpus."""
 
 
 class BatchMaker(Protocol):
@@ -39,7 +41,7 @@ class BatchMaker(Protocol):
         ...
 
 
-def batch_maker(settings: Settings | ProseSettings, source: Source) -> BatchMaker:
+def batch_maker(settings: AnySettings, source: Source) -> BatchMaker:
     """The one that a run's settings ask for.
 
     Raises:
@@ -49,6 +51,8 @@ def batch_maker(settings: Settings | ProseSettings, source: Source) -> BatchMake
         assert isinstance(source, Path)
         return ProseRowMaker(settings, source)
     assert not isinstance(source, Path)
+    if isinstance(settings, VideoSettings):
+        return VideoRowMaker(settings, source)
     return RowMaker(settings, source)
 
 
@@ -64,7 +68,7 @@ class BatchStream:
     """
 
     def __init__(
-        self, settings: Settings | ProseSettings, source: Source, *, first: int, last: int,
+        self, settings: AnySettings, source: Source, *, first: int, last: int,
         workers: int,
     ) -> None:  # fmt: skip
         self._numbers = range(first, last)
@@ -136,9 +140,7 @@ def _widen(pipe: Connection) -> None:
         fcntl(pipe.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
 
-def _produce(
-    settings: Settings | ProseSettings, source: Source, numbers: range, given: Connection
-) -> None:
+def _produce(settings: AnySettings, source: Source, numbers: range, given: Connection) -> None:
     """Make batches until all are made or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     if hasattr(os, "nice"):

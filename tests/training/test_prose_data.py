@@ -28,8 +28,9 @@ from training.prose_data import (
     RowTokenizer,
     weigh,
 )
-from training.prose_settings import ProseSettings, read_run_settings
+from training.prose_settings import ProseSettings
 from training.prose_tasks import KNOWN, draw_task
+from training.run_settings import read_run_settings
 from training.workers import BatchStream
 
 CONFIGS = Path(training.__file__).parent / "configs"

@@ -18,8 +18,9 @@ from training.checkpoint import load_checkpoint
 from training.corpus import Corpus
 from training.fit import Fit, stretched
 from training.prose_data import ProseRowMaker
-from training.prose_settings import ProseSettings, read_run_settings
+from training.prose_settings import ProseSettings
 from training.prose_trainer import ProseTrainer
+from training.run_settings import read_run_settings
 from training.trainer import Trainer
 
 CONFIGS = Path(training.__file__).parent / "configs"
