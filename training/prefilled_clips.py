@@ -16,6 +16,7 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import tokens_of
+from penstock.models.row_positions import blocks_of
 from penstock.workloads.prefilled import EXACT_TAIL
 from training.clips import Cast
 from training.video_data import Grid, video_positions
@@ -92,6 +93,8 @@ class PrefilledClips:
         self._cache: Any = DynamicCache(config=model.config)
         self._call(self._cache, embeds[:, :-EXACT_TAIL], positions[:, :, :-EXACT_TAIL])
         self._tokens = embeds.shape[1]
+        # Clips of a batch are alike in size: so are the rows' positions.
+        self._blocks = blocks_of(positions[:, 0, :-EXACT_TAIL].cpu(), start=0, text=0)
 
     def answered(
         self, prompts: Sequence[Prompt], setting: Setting, store: str
@@ -113,6 +116,7 @@ class PrefilledClips:
         ) as cache:  # fmt: skip
             for tier, layer in enumerate(self._tiered):
                 cache.tiers.append(tier, *tokens_of(self._cache, layer), None)
+            cache.decoder_calls.positions.hold([self._blocks] * len(prompts))
             guesses = [self._call(cache, *self._tail)]
             position = self._tail[1][:, :, -1:]
             embedding = self._model.get_input_embeddings()
