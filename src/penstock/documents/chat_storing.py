@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.core.errors import ConfigError, DocumentDamagedError, DocumentFormatError
-from penstock.documents.chat_history import CHAT, ChatHistory, common_beginning
+from penstock.documents.chat_history import CHAT, ChatHistory, shared_beginning
 from penstock.documents.contents import About
 from penstock.documents.document import Document
 from penstock.documents.opened import OpenDocument
@@ -20,6 +20,7 @@ from penstock.documents.stored_states import former_states
 from penstock.documents.storing import OnBytes, document_shape, store_cache
 from penstock.engine.index_fit import SAMPLE_TOKENS
 from penstock.engine.stored_past import SECTOR_BYTES
+from penstock.generation.prompts import TokenIds, first_tokens
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.loader import lasting_name
@@ -77,7 +78,8 @@ def _open(reader: Reader, path: Path, history: ChatHistory, max_tokens: int | No
                 f"the document in {path} is a text and no chat: ask it with penstock doc ask, or "
                 "begin a chat and read the text in"
             )
-        history.load(opened.stored.blob(CHAT), opened.tokens + opened.about.pending)
+        tokens = [*opened.tokens, *opened.about.pending]
+        history.load(opened.stored.blob(CHAT), TokenIds(tokens, visuals=opened.tokens.visuals))
         if max_tokens is not None:
             history.max_tokens = max_tokens
     except BaseException:
@@ -153,10 +155,10 @@ def save_chat(
     """
     require_documents()
     length = cache.get_seq_length()
-    tokens, pending = history.tokens[:length], history.tokens[length:]
+    tokens, pending = first_tokens(history.tokens, length), history.tokens[length:]
     if former is not None and _is_same(former.folder, path):
         about, held = former.about, former.groups
-        same = common_beginning(former.tokens, tokens) if keeps_units else 0
+        same = shared_beginning(former.tokens, tokens) if keeps_units else 0
         held = held[: same // about.group_tokens]
         states = former_states(former.stored.blob_names, same)
         writer = DocumentWriter.extend(

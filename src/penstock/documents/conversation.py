@@ -1,6 +1,6 @@
 """Conversation: a chat on one KV cache that grows from turn to turn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from penstock.core.errors import (
     PromptError,
 )
 from penstock.core.ledger import MemoryReport
-from penstock.documents.chat_history import ChatHistory, common_beginning
+from penstock.documents.chat_history import ChatHistory, shared_beginning
 from penstock.documents.chat_storing import open_chat, save_chat
 from penstock.documents.creating import prefill
 from penstock.documents.opened import OpenDocument
@@ -27,12 +27,14 @@ from penstock.generation.cache_choices import CacheChoices
 from penstock.generation.chat_template import ChatTemplate
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
+from penstock.generation.prompts import TokenIds, first_tokens
 from penstock.generation.sampling import SamplingParams
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import named_policy
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
+from penstock.models.processing import Media, draw
 from penstock.storage.store import Sealing
 
 T = TypeVar("T")
@@ -240,9 +242,9 @@ class Conversation:
         self._history.set_system(text)
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens that the cache holds."""
-        return self._history.tokens[: self._cache.get_seq_length()]
+    def tokens(self) -> TokenIds:
+        """The tokens that the cache holds, and the pictures among them."""
+        return first_tokens(self._history.tokens, self._cache.get_seq_length())
 
     @property
     def cache(self) -> TieredCache:
@@ -258,6 +260,7 @@ class Conversation:
 
     def ask(
         self, text: str, sampling_params: SamplingParams | None = None, *,
+        images: Sequence[Any] = (), videos: Sequence[Any] = (),
         on_text: Callable[[str], object] = lambda piece: None, on_tokens: OnTokens = _unseen,
         on_index: Callable[[float], object] = _unheard,
         should_stop: Callable[[], bool] = lambda: False,
@@ -271,18 +274,23 @@ class Conversation:
         Args:
             sampling_params: None: as the model's own generation config has them; `max_tokens` is
                 cut to what fits the chat.
+            images, videos: for a model that sees, in front of the text: files, folders of frames,
+                images of Pillow, or arrays (see `LLM.chat`).
             on_text: called with each piece of the answer.
             on_tokens: called with the tokens prefilled so far and all that are to be.
             on_index: called with the share of the index that is made, by policies that make one.
             should_stop: asked behind each token; true ends the answer.
 
         Raises:
-            PromptError: the message is no text, or the chat is full.
+            PromptError: the message is no text, a picture cannot be read, or the chat is full.
             ConfigError: `sampling_params` ask for several answers.
             StorageError: the disk is full, or failed.
         """
-        message = self._history.message_of(text)
-        prompt, ids = self._history.render(message)
+        media = [Media("image", each) for each in images]
+        media += [Media("video", each) for each in videos]
+        drawn = [draw(self._loaded, each) for each in media]
+        message = self._history.message_of(text, drawn)
+        prompt, ids = self._history.render(message, drawn)
         params = self._fitting(sampling_params or self._llm.get_default_sampling_params(), ids)
         before, is_shown = replace(self.counts), False
 
@@ -310,7 +318,7 @@ class Conversation:
         finally:
             self._on_tokens, self._on_index = _unseen, _unheard
         new = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-        self._history.answered(message, output.text, prompt, ids, list(new))
+        self._history.answered(message, output.text, prompt, ids, list(new), drawn)
         self.counts.turns += 1
         total = len(ids) + len(output.token_ids)
         return ChatTurn(
@@ -380,12 +388,12 @@ class Conversation:
 
     # The cache --------------------------------------------------------------------------------
 
-    def _take_in(self, ids: list[int], work: Callable[[int], T]) -> T:
+    def _take_in(self, ids: TokenIds, work: Callable[[int], T]) -> T:
         """Go back to what the cache holds of `ids`, let `work` take in the rest, and count.
 
         A step that fails leaves what is sound of the prompt; damage leaves nothing.
         """
-        start = self._go_back(common_beginning(ids, self.tokens))
+        start = self._go_back(shared_beginning(ids, self.tokens))
         self._cache.checkpoint()
         self._read_before = self._read_bytes()
         try:
@@ -403,7 +411,7 @@ class Conversation:
                 prefilled = min(held, len(ids)) - start
                 self.counts.prefilled_tokens += prefilled
                 self.counts.decoded_tokens += held - start - prefilled
-                self._history.holds(ids[:held])
+                self._history.holds(first_tokens(ids, held))
             else:
                 self._count_dropped(start)
 
@@ -426,7 +434,7 @@ class Conversation:
     def _count_dropped(self, before: int) -> None:
         held = self._cache.get_seq_length()
         self.counts.dropped_tokens += before - held
-        self._history.holds(self._history.tokens[:held])
+        self._history.holds(first_tokens(self._history.tokens, held))
 
     def _read_bytes(self) -> int:
         stats = self._cache.stats

@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from penstock.core.errors import ConfigError
 from penstock.documents.contents import About
@@ -19,13 +17,14 @@ from penstock.documents.settings import (
     unit_tokens,
 )
 from penstock.documents.storing import OnBytes, document_shape, store_cache
-from penstock.generation.prompts import Prompt, make_batch, single_prompt
+from penstock.generation.chunked_prefill import prefill as read
+from penstock.generation.prompts import Prompt, make_batch, padded, single_prompt, visuals_in
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_argument import cache_argument
 from penstock.models.identity import require_same
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
+from penstock.models.visuals import common_beginning
 from penstock.storage.documents import DocumentWriter
 
 
@@ -79,7 +78,13 @@ def create_document(
             before_storing()
             none = np.empty(0, dtype=np.int64)
             store_cache(
-                cache, writer, tokens, none, identity=identity, about=about, progress=on_bytes
+                cache,
+                writer,
+                tokens,
+                none,
+                identity=identity,
+                about=about,
+                progress=on_bytes,
             )
         return writer.written_bytes
 
@@ -90,9 +95,8 @@ def shared_tokens(base: OpenDocument, tokens: Sequence[int]) -> int:
     Raises:
         DocumentDamagedError: the stored tokens are not what they were.
     """
-    pairs = enumerate(zip(base.tokens, tokens, strict=False))
-    most = min(len(base.tokens), len(tokens))
-    shared = next((i for i, (a, b) in pairs if a != b), most)
+    known = base.tokens
+    shared = common_beginning(tokens, visuals_in(tokens), known, known.visuals)
     if base.state_lengths is not None:
         places = {each for each in base.state_lengths if each <= shared} - {len(tokens) - 1}
         shared = max(places, default=0)
@@ -106,14 +110,9 @@ def prefill(
     loaded: LoadedModel, cache: TieredCache, tokens: Sequence[int], chunk: int, progress: OnTokens
 ) -> None:
     """Prefill what the cache does not hold yet."""
-    model: Any = loaded.model
-    chunk = max(2, chunk)  # a single token would be a decode step over a selection
-    done = cache.get_seq_length()
-    progress(done, len(tokens))
-    while done < len(tokens):
-        size = chunk + 1 if len(tokens) - done == chunk + 1 else chunk
-        part = torch.tensor([tokens[done : done + size]], device=model.device)
-        with torch.no_grad():
-            model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-        done += part.shape[1]
-        progress(done, len(tokens))
+    done, total = cache.get_seq_length(), len(tokens)
+    progress(done, total)
+    if done < total:
+        chunk = max(2, chunk)  # a single token would be a decode step over a selection
+        batch = padded([None], [tokens if isinstance(tokens, list) else list(tokens)], 0)
+        read(loaded.model, cache, batch, chunk, on_chunk=lambda done: progress(done, total))

@@ -34,7 +34,7 @@ from penstock.documents.storing import OnBytes, store_cache
 from penstock.generation.batch_run import OnText
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
-from penstock.generation.prompts import Prompt
+from penstock.generation.prompts import Prompt, TokenIds, first_tokens, visuals_in
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import named_policy
@@ -275,7 +275,10 @@ class Document:
     ) -> RequestOutput:  # fmt: skip
         opened, params = self._opened, question.params
         ids = [*opened.about.pending, *question.token_ids]  # first what a kept answer left
-        batch = llm.batch_of([[*opened.tokens, *ids]], params)
+        at = len(opened.tokens) + len(opened.about.pending)
+        new = [each.moved(at) for each in visuals_in(question.token_ids)]
+        whole = TokenIds([*opened.tokens, *ids], visuals=[*opened.tokens.visuals, *new])
+        batch = llm.batch_of([whole], params)
         batch = replace(batch, texts=[question.text])
         with ExitStack() as stack:
             writer = stack.enter_context(self._extend()) if keep else None  # or refused at once
@@ -287,7 +290,8 @@ class Document:
                     recomputed_tokens=min(recomputed, opened.about.tokens),
                 )  # fmt: skip
                 if writer is not None:
-                    self._keep(writer, cache, [*batch.token_ids[0], *output.token_ids])
+                    kept = [*batch.token_ids[0], *output.token_ids]
+                    self._keep(writer, cache, TokenIds(kept, visuals=whole.visuals))
         if keep:
             self._reopen()
         return output
@@ -311,14 +315,14 @@ class Document:
             opened.folder, key=opened.settings.key, generation=opened.stored.generation
         )
 
-    def _keep(self, writer: DocumentWriter, cache: TieredCache, tokens: list[int]) -> None:
+    def _keep(self, writer: DocumentWriter, cache: TieredCache, tokens: TokenIds) -> None:
         """Append what a cache holds behind the text, all or nothing."""
         opened, length = self._opened, cache.get_seq_length()
         held = opened.groups[: opened.about.tokens // opened.about.group_tokens]
         about = replace(opened.about, tokens=length, pending=tokens[length:])
         store_cache(
-            cache, writer, tokens[:length], held, identity=opened.identity, about=about,
-            progress=_unseen,
+            cache, writer, first_tokens(tokens, length), held, identity=opened.identity,
+            about=about, progress=_unseen,
             keep_blobs=former_states(opened.stored.blob_names, opened.about.tokens),
         )  # fmt: skip
         self.written_bytes += writer.written_bytes

@@ -21,7 +21,9 @@ from penstock.documents.contents import (
 )
 from penstock.documents.settings import STORED, DocumentSettings, Memory, Reader
 from penstock.documents.stored_states import restore_states, state_lengths
+from penstock.documents.stored_visuals import StoredVisuals, hold_positions, read_visuals
 from penstock.engine.stored_past import StoredPast
+from penstock.generation.prompts import TokenIds
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.identity import require_same
@@ -87,10 +89,21 @@ class OpenDocument:
         return self.reader.settings
 
     @cached_property
-    def tokens(self) -> list[int]:
-        """Token ids of the text; read when they are first asked for."""
+    def tokens(self) -> TokenIds:
+        """Token ids of the text, and its pictures; read when they are first asked for."""
         vocabulary = self.loaded.model.get_input_embeddings().weight.shape[0]
-        return read_tokens(self.stored, self.about.tokens, vocabulary)
+        ids = read_tokens(self.stored, self.about.tokens, vocabulary)
+        return TokenIds(ids, visuals=self.pictures.visuals)
+
+    @cached_property
+    def pictures(self) -> StoredVisuals:
+        """The pictures of the text, and where they stand.
+
+        Raises:
+            DocumentDamagedError: they are not what was stored.
+            DocumentMismatchError: the model sees otherwise.
+        """
+        return read_visuals(self.stored, self.loaded.model, self.about.tokens)
 
     @property
     def state_lengths(self) -> list[int] | None:
@@ -135,8 +148,10 @@ class OpenDocument:
 
     def restore_beside(self, cache: TieredCache) -> None:
         """Give a cache that holds tokens of the text what is not in tiers: sliding windows behind
-        all of it, recurrent states where there are some; closes it if that fails."""
+        all of it, recurrent states where there are some, and where its tokens stand; closes it if
+        that fails."""
         try:
+            hold_positions(cache, self.pictures.blocks)
             if self.about.has_windows:
                 restore_windows(self.stored, cache, self.about.tokens)
             restore_states(self.stored, cache, cache.get_seq_length())

@@ -19,6 +19,7 @@ from penstock.documents.contents import (
 )
 from penstock.documents.opened import OpenDocument
 from penstock.documents.stored_states import restore_states, states_blob, states_name
+from penstock.documents.stored_visuals import VISUALS, hold_positions, require_text
 from penstock.documents.storing import OnBytes, store_groups
 from penstock.methods import KVSwap
 from penstock.models.cache_adapter import TieredCache
@@ -74,8 +75,9 @@ class Ranges:
         Raises:
             DocumentDamagedError: the tokens themselves are damaged.
         """
-        if TOKENS in damage.blobs or damage.seals:
-            what = "tokens" if TOKENS in damage.blobs else "seals"
+        known = [name for name in (TOKENS, VISUALS) if name in damage.blobs]
+        if known or damage.seals:
+            what = known[0] if known else "seals"
             raise DocumentDamagedError(
                 f"the document's {what} are damaged, so that nothing can be prefilled again; add "
                 "the text anew",
@@ -131,6 +133,8 @@ def mend(
     ) as writer:
         groups, fresh = opened.groups, dict[str, bytes]()
         if ranges.groups:
+            spans = [ranges.tokens(*each) for each in ranges.groups]
+            require_text(spans, opened.pictures.visuals)
             with _exact_cache(opened, ranges) as cache:
                 restore_states(stored, cache, cache.get_seq_length())
                 _recompute(opened, cache, ranges, on_tokens)
@@ -196,11 +200,16 @@ def _recompute(
         start, stop = ranges.tokens(first, end)
         if cache.get_seq_length() < start:
             cache.tiers.restore(1, start)
+        hold_positions(cache, opened.pictures.blocks)
         for begin in range(start, stop, chunk):
             part = torch.tensor([opened.tokens[begin : min(begin + chunk, stop)]])
+            given = {}
+            if cache.decoder_calls is not None:  # or those of the newest prompt are made
+                given["position_ids"] = torch.arange(begin, begin + part.shape[1])[None]
             with torch.no_grad():
                 model(
                     part.to(model.device),
+                    **given,
                     **cache_argument(model, cache),
                     use_cache=True,
                     logits_to_keep=1,

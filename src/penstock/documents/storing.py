@@ -17,7 +17,9 @@ from penstock.documents.contents import (
     windows_blob,
 )
 from penstock.documents.stored_states import states_blob
+from penstock.documents.stored_visuals import visuals_blob
 from penstock.engine.stored_past import READ_BYTES, padded_units
+from penstock.generation.prompts import visuals_in
 from penstock.models.cache_adapter import TieredCache
 from penstock.storage.documents import DocumentWriter, Shape
 
@@ -67,7 +69,7 @@ def store_cache(
     held: NDArray[np.int64], *, identity: Mapping[str, str], about: About, progress: OnBytes,
     more_blobs: Mapping[str, bytes] = MappingProxyType({}), keep_blobs: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Commit what a cache holds of `tokens`, units, index, windows and recurrent states.
+    """Commit what a cache holds of `tokens`, units, index, windows, recurrent states and pictures.
 
     Args:
         tokens: all of the text; the cache holds as many.
@@ -84,6 +86,7 @@ def store_cache(
     blobs = {TOKENS: tokens_blob(tokens), GROUPS: groups_blob(np.concatenate([held, fresh]))}
     if about.has_index:
         blobs |= index_blobs(cache, writer.shape.layers)
-    blobs |= windows_blob(cache) | states_blob(cache) | dict(more_blobs)
+    blobs |= windows_blob(cache) | states_blob(cache)
+    blobs |= visuals_blob(cache, visuals_in(tokens), len(tokens)) | dict(more_blobs)
     kept = [name for name in keep_blobs if name not in blobs]
     writer.commit(identity=identity, about=about.as_json(), blobs=blobs, keep_blobs=kept)

@@ -175,6 +175,12 @@ def visuals_in(ids: Sequence[int]) -> tuple[Visual, ...]:
     return getattr(ids, "visuals", ())
 
 
+def first_tokens(ids: Sequence[int], count: int) -> TokenIds:
+    """The first `count` tokens with the pictures that begin among them."""
+    visuals = [each for each in visuals_in(ids) if each.start < count]
+    return TokenIds(ids[:count], visuals=visuals)
+
+
 def _in_mapping(given: Mapping[str, Any]) -> list[str | Sequence[int]]:
     """The prompts of a mapping: several where it is what a tokenizer makes of several texts.
 

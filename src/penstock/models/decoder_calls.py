@@ -52,6 +52,7 @@ class DecoderCalls:
 
         self.positions = RowPositions()
         """Where the tokens of each row stand."""
+        self.config = model.config
         self.has_axes = has_axes(model)
         """Whether that is to be said to the model, and does not follow from their places."""
         self._given: GivenInputs | None = None

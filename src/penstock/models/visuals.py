@@ -1,6 +1,7 @@
 """Visual: a picture or video in a prompt: its tokens, its identity, and what the model needs."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,6 +128,15 @@ def common_beginning(
     for visual in (*visuals[same:], *other_visuals[same:]):
         common = min(common, visual.start)
     return whole_visuals(visuals, common)
+
+
+def encoder_digest(config: Any) -> str:
+    """Of all of a model's configuration but the text decoder's: what its pictures depend on beside
+    weights and pixels."""
+    said = config.to_dict()
+    for name in ("text_config", "_name_or_path", "transformers_version", "dtype", "architectures"):
+        said.pop(name, None)
+    return digest_of([json.dumps(said, sort_keys=True, default=str).encode()])
 
 
 def whole_visuals(visuals: Sequence[Visual], count: int) -> int:

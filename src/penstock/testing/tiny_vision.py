@@ -70,6 +70,9 @@ class FrameProcessor:
         """Settings, as a processor of transformers gives them."""
         return dict(self._images.to_dict())
 
+    def __repr__(self) -> str:
+        return "FrameProcessor()"
+
 
 class _Metadata:
     def __init__(self, total_num_frames: int, fps: float, frames_indices: list[int]) -> None:
@@ -225,6 +228,8 @@ def tiny_vision_model(family: str, seed: int = 0) -> LoadedModel:
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
                 weight.normal_(0.0, 0.1, generator=draw)
+        special = [ids[token] for token in (*tokenizer.all_special_tokens, *_TOKENS)]
+        model.get_output_embeddings().weight[special] = 0  # an answer begins no picture
     return LoadedModel(model=model, tokenizer=tokenizer, name=f"tiny-{family}", processor=processor)
 
 
