@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
-
 from penstock.core.errors import DocumentDamagedError, DocumentMismatchError
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.loader import CausalLM
 from penstock.models.row_positions import Block
 from penstock.models.visuals import Visual, encoder_digest
 from penstock.storage.documents import StoredDocument
@@ -40,7 +39,7 @@ def visuals_blob(cache: TieredCache, visuals: Sequence[Visual], length: int) -> 
     return {VISUALS: json.dumps(content).encode()}
 
 
-def read_visuals(stored: StoredDocument, model: PreTrainedModel, length: int) -> StoredVisuals:
+def read_visuals(stored: StoredDocument, model: CausalLM, length: int) -> StoredVisuals:
     """The pictures in a document of `length` tokens; none where it has none.
 
     Raises:
