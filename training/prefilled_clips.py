@@ -116,6 +116,7 @@ class PrefilledClips:
         ) as cache:  # fmt: skip
             for tier, layer in enumerate(self._tiered):
                 cache.tiers.append(tier, *tokens_of(self._cache, layer), None)
+            assert cache.decoder_calls is not None
             cache.decoder_calls.positions.hold([self._blocks] * len(prompts))
             guesses = [self._call(cache, *self._tail)]
             position = self._tail[1][:, :, -1:]
