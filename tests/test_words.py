@@ -53,6 +53,7 @@ EXCEPTIONS = (
     ("group", "engine/*.py", "[Gg]roup*[Ss]election", KVSWAP),
     ("group", "engine/*.py", "[Gg]roup*[Ff]etch", KVSWAP),
     ("group", "kernels/key_*.py", "group*", QUANTISED),
+    ("group", "kernels/packed_weights.py", "*", QUANTISED),
     (
         "option",
         "core/renamed_options.py",

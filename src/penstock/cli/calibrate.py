@@ -8,7 +8,7 @@ import typer
 from penstock.cli.console import PlainConsole
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
-from penstock.cli.options import DeviceOption, DtypeOption, ModelArgument
+from penstock.cli.options import DeviceOption, DtypeOption, ModelArgument, WeightsOption
 from penstock.cli.output_file import ForceOption, check_writable, written
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def calibrate_command(
     window: WindowOption = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     trust_remote_code: TrustOption = False,
@@ -80,7 +81,7 @@ def calibrate_command(
         check_writable(output, "--output", ADAPTER, force=force)
     contents = {str(path): read_text_file(path, "text file") for path in text or ()}
     source = ModelSource(revision, offline, trust_remote_code)
-    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
+    loaded = load_model(console, model, dtype=dtype, weights=weights, device=device, source=source)
     target = output or _own_place(loaded, force=force)
     window = window or (DEFAULT_WINDOW_TOKENS if contents else SHIPPED_TOKENS)
     texts = _encoded(loaded, contents) if contents else _shipped(console, loaded, window)

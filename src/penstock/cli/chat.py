@@ -34,6 +34,8 @@ from penstock.cli.options import (
     TopPOption,
     TunedPolicyOption,
     VerifyOption,
+    Weights,
+    WeightsOption,
     unescaped,
 )
 from penstock.core.errors import ConfigError, DocumentKeyError
@@ -89,7 +91,8 @@ def chat_command(
     temperature: TemperatureOption = 0.0, top_p: TopPOption = 1.0,
     top_k: TopKOption = 0, seed: SeedOption = None, stop: StopOption = None,
     seal: SealOption = None, key: KeyOption = None, chunk: ChunkOption = 1024,
-    device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,
+    device: DeviceOption = "cpu", dtype: DtypeOption = None,
+    weights: WeightsOption = None, revision: RevisionOption = None,
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
 ) -> None:  # fmt: skip
     """Chat with a model; each turn prefills what is new in it alone.
@@ -114,9 +117,10 @@ def chat_command(
     begun = _begun(resume, session)
     given = {name for name in context.params if _is_typed(context, name)}
     if begun is not None:
-        called, stored_dtype = _model_of(begun, key_of(key))
+        called, stored_dtype, stored_weights = _model_of(begun, key_of(key))
         model = model if "model" in given else called
         dtype = dtype if "dtype" in given else stored_dtype
+        weights = weights if "weights" in given else stored_weights
         _check_stored(given, disk)
     if model is None:
         raise ConfigError("give a MODEL: a folder, a name on the hub; or --resume a stored chat")
@@ -129,7 +133,7 @@ def chat_command(
     }  # fmt: skip
     loaded = load_model(
         console, model, dtype=None if dtype is None else dtype.value, device=device,
-        source=ModelSource(revision, offline, trust_remote_code),
+        weights=weights, source=ModelSource(revision, offline, trust_remote_code),
     )  # fmt: skip
 
     def open_stored(path: Path, on_tokens: Callable[[int, int], None]) -> Conversation:
@@ -207,13 +211,14 @@ def _check_stored(given: set[str], disk: str) -> None:
         )
 
 
-def _model_of(path: Path, key: bytes | None) -> tuple[str, Dtype | None]:
-    """What the model of a stored chat was called, and the type that it was loaded in.
+def _model_of(path: Path, key: bytes | None) -> tuple[str, Dtype | None, Weights | None]:
+    """What the model of a stored chat was called, the type and the bits that it was loaded in.
 
     Raises:
         DocumentError: there is none.
         DocumentKeyError: it is encrypted, and there is no key.
     """
+    from penstock.models.identity import weights_of
     from penstock.storage.documents import read_summary
 
     summary = read_summary(path, key)
@@ -221,7 +226,9 @@ def _model_of(path: Path, key: bytes | None) -> tuple[str, Dtype | None]:
         raise DocumentKeyError(f"the chat in {path} is encrypted; give its --key")
     dtype = summary.identity.get("dtype")
     known = Dtype(dtype) if dtype in list(Dtype) else None
-    return str(summary.about.get("model")), known
+    bits = weights_of(summary.identity)
+    weights = Weights(bits) if bits in list(Weights) else None
+    return str(summary.about.get("model")), known, weights
 
 
 def _variables(text: str | None) -> dict[str, Any]:

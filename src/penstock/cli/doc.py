@@ -47,6 +47,7 @@ from penstock.cli.options import (
     TopKOption,
     TopPOption,
     VerifyOption,
+    WeightsOption,
     memory_option,
     sampling_params,
 )
@@ -105,6 +106,7 @@ def add_command(
     disk: DiskOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     trust_remote_code: TrustOption = False,
@@ -118,7 +120,7 @@ def add_command(
     limits = _limits_of(max_disk, max_writes)
     text = _read_text(file)
     source = ModelSource(revision, offline, trust_remote_code)
-    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
+    loaded = load_model(console, model, dtype=dtype, weights=weights, device=device, source=source)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
     with _told_removed(console) as on_removed, AddProgress(console) as progress:
@@ -167,6 +169,7 @@ def ask_command(
     seed: SeedOption = None, stop: StopOption = None, adapter: AdapterOption = None,
     chunk: ChunkOption = 1024, disk: DiskOption = "auto", device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     revision: RevisionOption = None, offline: OfflineOption = False,
     trust_remote_code: TrustOption = False, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -185,7 +188,7 @@ def ask_command(
     shelf = open_shelf(library, key, disk=disk, adapter=adapter, prefill_chunk_size=chunk)
     source = ModelSource(revision, offline, trust_remote_code)
     called, loaded = load_model_of(
-        shelf, name, model, console, device=device, dtype=dtype, source=source
+        shelf, name, model, console, device=device, dtype=dtype, weights=weights, source=source
     )
     with (
         _collected(called, loaded if as_json else None) as outputs,

@@ -98,13 +98,13 @@ def open_shelf(
 
 def load_model_of(
     shelf: "DocumentLibrary", name: str, model: str | None, console: Console, *, device: str,
-    dtype: str | None, source: ModelSource | None = None,
+    dtype: str | None, weights: str | None = None, source: ModelSource | None = None,
 ) -> "tuple[str, LoadedModel]":  # fmt: skip
     """The model of a document, and what it is called.
 
     Args:
         model: what was given with --model; None: as the document says.
-        dtype: what was given with --dtype; None: as the document says.
+        dtype, weights: what was given with --dtype and --weights; None: as the document says.
 
     Raises:
         ModelLoadError: it cannot be loaded.
@@ -116,6 +116,7 @@ def load_model_of(
             console,
             called,
             dtype=dtype or shelf.dtype_of(name),
+            weights=weights or shelf.weights_of(name),
             device=device,
             source=source or ModelSource(),
         )

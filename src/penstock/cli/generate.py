@@ -40,6 +40,7 @@ from penstock.cli.options import (
     TraceOption,
     TunedPolicyOption,
     VerifyOption,
+    WeightsOption,
     sampling_params,
 )
 from penstock.cli.output_file import ForceOption, check_writable, written
@@ -64,9 +65,9 @@ def generate_command(
     repetition_penalty: RepetitionOption = 1.0, seed: SeedOption = None, stop: StopOption = None,
     ignore_end: IgnoreEndOption = False,
     seal: SealOption = None, chunk: ChunkOption = 1024, device: DeviceOption = "cpu",
-    dtype: DtypeOption = None, revision: RevisionOption = None, offline: OfflineOption = False,
-    trust_remote_code: TrustOption = False, as_json: JsonOption = False, trace: TraceOption = None,
-    force: ForceOption = False,
+    dtype: DtypeOption = None, weights: WeightsOption = None, revision: RevisionOption = None,
+    offline: OfflineOption = False, trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False, trace: TraceOption = None, force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Answer a prompt, by the model's chat template where it has one.
 
@@ -90,6 +91,7 @@ def generate_command(
         llm = LLM(
             model, policy=policy, memory=memory, store=disk, exact=exact, verify=verify,
             adapter=adapter, dtype=None if dtype is None else dtype.value, device=device,
+            quantization=None if weights is None else weights.value,
             config=config, prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
             revision=revision, offline=offline or None, trust_remote_code=trust_remote_code,
             on_bytes=progress.update,

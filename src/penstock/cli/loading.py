@@ -29,14 +29,15 @@ class ModelSource(NamedTuple):
 
 
 def load_model(
-    console: Console, model: str, *, dtype: str | None, device: str, source: ModelSource
-) -> "LoadedModel":
+    console: Console, model: str, *, dtype: str | None, device: str, source: ModelSource,
+    weights: str | None = None,
+) -> "LoadedModel":  # fmt: skip
     """`penstock.load`, with its progress on the console."""
     from penstock.models.loader import load
 
     with loading(console, model) as progress:
         loaded = load(
-            model, dtype=dtype, device=device, revision=source.revision,
+            model, dtype=dtype, weights=weights, device=device, revision=source.revision,
             offline=source.offline or None, trust_remote_code=source.trust_remote_code,
             on_bytes=progress.update,
         )  # fmt: skip

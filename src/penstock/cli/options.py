@@ -32,6 +32,18 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Weights(StrEnum):
+    """What `--weights` takes."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        """Of a weight in the decoder's layers."""
+        return int(self.value.removeprefix("int"))
+
+
 def _policies() -> list[str]:
     return list(POLICY_NAMES)
 
@@ -91,6 +103,13 @@ ModelArgument = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache; as stored when left out.")
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        help="Pack the weights into 8 or 4 bits while they are read (CPU), and keep them in the "
+        "user's cache; as stored when left out."
+    ),
 ]
 
 # The KV cache ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`penstock plan`: what to expect of a model on a machine that need not be present."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import PlainConsole
-from penstock.cli.options import JsonOption, memory_option
+from penstock.cli.options import JsonOption, WeightsOption, memory_option
 from penstock.cli.tables import print_table
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
@@ -54,7 +54,7 @@ def plan_command(
             help="Share of a selection that was there a step before (default: KVSwap's paper's).",
         ),
     ] = None,
-    as_json: JsonOption = False,
+    weights: WeightsOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict speed and memory on a machine that is not here."""
     from penstock.devices.presets import PRESETS
@@ -66,11 +66,12 @@ def plan_command(
 
     if disk not in PRESETS:
         raise ConfigError(f"--disk {disk} is not known; choose from {', '.join(PRESETS)}")
-    if group < 0:
-        raise ConfigError(f"--group {group} must be at least 1")
-    if context < 1 or batch < 1:
-        raise ConfigError(f"--context {context} and --batch {batch} must be at least 1")
-    sizes, where = model_sizes(model), hardware(machine)
+    if group < 0 or context < 1 or batch < 1:
+        raise ConfigError(
+            f"--group {group}, --context {context} and --batch {batch} must be at least 1"
+        )
+    sizes = replace(model_sizes(model), bits=None if weights is None else weights.bits)
+    where = hardware(machine)
     full = sizes.shape.full_cache_bytes(batch, context)
     free = max(0, where.memory_bytes - sizes.weight_bytes)
     load = Workload(

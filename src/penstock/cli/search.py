@@ -27,6 +27,7 @@ from penstock.cli.options import (
     StopOption,
     TopKOption,
     TopPOption,
+    WeightsOption,
     memory_option,
     unescaped,
 )
@@ -134,8 +135,9 @@ def search_command(
     strategy: _Strategy = Strategy.SCHEDULED,
     no_overlap: _NoOverlap = False, no_balance: _NoBalance = False,
     no_prefetch: _NoPrefetch = False, no_share: _NoShare = False, block_tokens: _Block = 16,
-    device: DeviceOption = "cpu", dtype: DtypeOption = None, revision: RevisionOption = None,
-    offline: OfflineOption = False, trust_remote_code: TrustOption = False, tree: _Tree = None,
+    device: DeviceOption = "cpu", dtype: DtypeOption = None, weights: WeightsOption = None,
+    revision: RevisionOption = None, offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False, tree: _Tree = None,
     as_json: JsonOption = False, force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Answer a prompt by step-wise beam search.
@@ -164,7 +166,7 @@ def search_command(
         block_tokens=block_tokens,
     )  # fmt: skip
     source = ModelSource(revision, offline, trust_remote_code)
-    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
+    loaded = load_model(console, model, dtype=dtype, weights=weights, device=device, source=source)
     searcher = BeamSearcher(loaded, scorer=rates, memory=kept)
     quiet = as_json and not console.is_terminal
     output = _search(searcher, text, params, None if quiet else console, model, as_json)

@@ -21,6 +21,7 @@ from penstock.cli.options import (
     DtypeOption,
     JsonOption,
     ModelArgument,
+    WeightsOption,
     memory_option,
 )
 from penstock.cli.output_file import ForceOption, check_writable
@@ -123,13 +124,11 @@ def tune_command(
     adapter: AdapterOption = None,
     floor: FloorOption = None,
     device: DeviceOption = "cpu",
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-    offline: OfflineOption = False,
+    dtype: DtypeOption = None, weights: WeightsOption = None,
+    revision: RevisionOption = None, offline: OfflineOption = False,
     trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    force: ForceOption = False,
-) -> None:
+    as_json: JsonOption = False, force: ForceOption = False,
+) -> None:  # fmt: skip
     """Find the best settings for a model, a disk and a budget.
 
     The config that comes out is for `penstock generate --config`. Measurements are kept beside it
@@ -143,7 +142,7 @@ def tune_command(
     journal = _check_outputs(output, save_tables, force=force)
     names = list(POLICIES) if policies == "all" else _names(policies)
     source = ModelSource(revision, offline, trust_remote_code)
-    loaded = load_model(console, model, dtype=dtype, device=device, source=source)
+    loaded = load_model(console, model, dtype=dtype, weights=weights, device=device, source=source)
     with TuneProgress(console) as progress, _kept(console, journal):
         tuned = tune(
             loaded, max_context=max_context, max_batch=max_batch, memory=memory, disk=disk,

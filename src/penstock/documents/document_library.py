@@ -29,6 +29,7 @@ from penstock.documents.storing import OnBytes, document_shape
 from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.methods import SelectionPolicy
 from penstock.models.cache_settings import named_policy
+from penstock.models.identity import weights_of
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.storage.documents import DocumentWriter, read_summary
@@ -238,6 +239,16 @@ class DocumentLibrary:
         """
         identity = read_summary(self.documents.find(name), self.settings.key).identity
         return None if identity is None else identity.get("dtype")
+
+    def weights_of(self, name: str) -> str | None:
+        """The bits of the weights that a document was read with, as `load` takes them; None: as
+        stored, or it is encrypted and there is no key.
+
+        Raises:
+            As for `model_of`.
+        """
+        identity = read_summary(self.documents.find(name), self.settings.key).identity
+        return None if identity is None else weights_of(identity)
 
     def _longest(
         self, loaded: LoadedModel, tokens: Sequence[int]

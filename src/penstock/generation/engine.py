@@ -91,7 +91,9 @@ class LLM:
             where AES is fast. `RunReport.store` says which.
         max_model_len: most tokens of a prompt and its answer; default: the model's positions.
             A longer prompt is refused, an answer ends there ("length").
-        quantization: the format of the weights, to be sure of it; None: whatever it is.
+        quantization: "int8" or "int4": pack a model's weights so while it is loaded, as `load` does
+            with its `weights`. Any other: the format of the weights, to be sure of it. None:
+            whatever it is.
         revision, hf_token, offline, trust_remote_code, on_bytes: of a model that is loaded here, as
             `load` has them (`hf_token` is its `token`).
         seed: makes answers repeatable whose settings have no seed; None: torch's global generator.

@@ -9,12 +9,14 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.models.fetch import OnBytes
 from penstock.models.loader import (
+    WEIGHTS,
     CausalLM,
     LoadedModel,
     Tokenizer,
     check_own_tokenizer,
     load,
 )
+from penstock.models.packed.quantizer import PackedConfig
 from penstock.models.tokenizer_loading import load_tokenizer
 
 _KERNELS = "_marlin"
@@ -37,6 +39,7 @@ def chosen_model(
         ConfigError: a tokenizer object was given where the model brings one, a revision of what is
             loaded already, or `quantization` is not that of the model.
     """
+    weights = quantization if quantization in WEIGHTS else None
     hub: dict[str, Any] = {
         "token": hf_token, "offline": offline, "trust_remote_code": trust_remote_code
     }  # fmt: skip
@@ -47,7 +50,8 @@ def chosen_model(
         check_own_tokenizer(model, tokenizer)
     if isinstance(model, str | Path):
         loaded = load(
-            model, dtype=dtype, device=device, revision=revision, on_bytes=on_bytes, **hub
+            model, dtype=dtype, weights=weights, device=device, revision=revision,
+            on_bytes=on_bytes, **hub,
         )  # fmt: skip
     elif revision is not None:
         raise ConfigError(f"revision={revision!r} is for names of models; this one is loaded")
@@ -73,6 +77,8 @@ def _check_quantization(loaded: LoadedModel, wanted: str | None) -> None:
         said, "quant_method", None
     )  # fmt: skip
     found = None if method is None else str(getattr(method, "value", method))
+    if isinstance(said, PackedConfig):
+        found = f"int{said.bits}"
     if found != wanted.removesuffix(_KERNELS):
         has = "weights that are not quantised" if found is None else f"{found} weights"
         raise ConfigError(

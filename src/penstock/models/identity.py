@@ -14,6 +14,7 @@ from penstock.core.errors import DocumentMismatchError
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import LowRankAdapter
 from penstock.models.model_shape import decoder_config, inspect_model
+from penstock.models.packed.quantizer import PackedConfig
 from penstock.models.weight_access import readable_weights
 
 FIELDS = ("weights", "configuration", "rope", "dtype", "layout", "tokenizer", "adapter")
@@ -90,12 +91,7 @@ def require_same(stored: Mapping[str, str], present: Mapping[str, str], what: st
     differs = [name for name in FIELDS if stored.get(name) != present.get(name)]
     if not differs:
         return
-    changed = [
-        f"{name} ({stored.get(name)} there, {present.get(name)} here)"
-        if name in ("dtype", "layout")
-        else name
-        for name in differs
-    ]
+    changed = [_change(name, stored.get(name), present.get(name)) for name in differs]
     raise DocumentMismatchError(
         f"{what} was stored with other settings: {', '.join(changed)}; give the model that it was "
         "added with, or add the text again"
@@ -107,6 +103,13 @@ def _widths(shape: KVShape) -> str:
     values = "" if shape.is_even else f" with values of {shape.value_width}"
     inside = " in them" if shape.values_in_keys else ""
     return f"{shape.num_kv_heads} x {shape.head_dim}{values}{inside}"
+
+
+def _change(name: str, there: str | None, here: str | None) -> str:
+    if name == "weights" and there is not None and here is not None:
+        there, here = _said_of(there), _said_of(here)
+        return name if there == here else f"{name} ({there} there, {here} here)"
+    return f"{name} ({there} there, {here} here)" if name in ("dtype", "layout") else name
 
 
 def _digest(value: object) -> str:
@@ -125,12 +128,26 @@ def _as_loaded(model: PreTrainedModel, names: Sequence[str]) -> dict[str, object
     return {name: getattr(decoder, name, None) for name in names}
 
 
+def weights_of(identity: Mapping[str, str]) -> str | None:
+    """The bits of packed weights that an identity names, as `load` takes them; None: plain ones."""
+    bits, _, digest = identity.get("weights", "").partition(" ")
+    return bits if digest else None
+
+
+def _said_of(weights: str) -> str:
+    """What a person can tell of weights: their bits."""
+    return weights_of({"weights": weights}) or "plain weights"
+
+
 def _weights(model: PreTrainedModel) -> str:
+    """A digest; of packed weights with their bits before it."""
+    packed: Any = getattr(model.config, "quantization_config", None)
+    bits = f"int{packed.bits} " if isinstance(packed, PackedConfig) else ""
     digest = xxhash.xxh3_128()
     for name, weight in readable_weights(model):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         _update(digest, weight)
-    return digest.hexdigest()
+    return bits + digest.hexdigest()
 
 
 def _update(digest: "xxhash.xxh3_128", weight: torch.Tensor) -> None:

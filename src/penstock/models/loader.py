@@ -31,6 +31,7 @@ from penstock.models.load_errors import said_of
 from penstock.models.model_class import auto_class, generates_text, load_processor
 from penstock.models.model_config import read_config
 from penstock.models.model_shape import drop_idle_window, inspect_model
+from penstock.models.packed.kept import PackedSource, kept_model
 from penstock.models.released import BUNDLED_NAME, released_models
 
 BUNDLED = "recall"
@@ -44,6 +45,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+WEIGHTS = {"int8": 8, "int4": 4}
+"""Bits by the name that `load` takes."""
 _OTHER_NAMES = {"float": "float32", "half": "float16"}
 
 
@@ -68,6 +71,7 @@ def load(
     name_or_path: str | Path = BUNDLED,
     *,
     dtype: torch.dtype | str | None = None,
+    weights: str | None = None,
     device: torch.device | str = "cpu",
     revision: str | None = None,
     token: str | bool | None = None,
@@ -85,6 +89,8 @@ def load(
         dtype: of weights and KV cache: a torch dtype, its name ("half" and "float" too), or "auto"
             or None for as stored. Quantised weights stay what the folder's `quantization_config`
             says.
+        weights: "int8" or "int4": packed into so many bits while they are read, for a CPU, and kept
+            in the user's cache; embeddings and output layer in 8 bits. None: as stored.
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
         revision: of a name on the hub: a branch, a tag or a commit. None: "main".
         token: for the hub; None: the one of `hf auth login` or HF_TOKEN; False: none.
@@ -103,16 +109,30 @@ def load(
     """
     target = find_device(device)
     wanted = _dtype(dtype)
+    bits = _bits(weights, target)
     name = str(name_or_path)
     hub = HubModel(
         name=name, revision=revision, token=token, offline=bool(offline), own_code=trust_remote_code
     )
-    folder, notices = _find_folder(hub, on_bytes or (lambda what, done, total: None))
+    folder, notices = _find_folder(hub, on_bytes or _unheard)
     config = _checked_config(folder, name, own_code=trust_remote_code)
     if not any((folder / file).is_file() for file in TOKENIZERS):
         raise ModelLoadError(f"{name}: the folder has no tokenizer files ({TOKENIZERS[0]})")
     with _as_load_error(name), _no_progress_bars():
-        tokenizer, model = _read(folder, config, wanted, own_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        if bits is None:
+            model = _read(folder, config, wanted, own_code=trust_remote_code)
+        else:
+            _check_plain(config, weights)
+            model, kept = kept_model(
+                PackedSource(
+                    folder=folder, config=config, dtype=wanted, bits=bits,
+                    own_code=trust_remote_code, on_bytes=on_bytes or _unheard,
+                )
+            )  # fmt: skip
+            notices = (*notices, kept) if kept else notices
     model = model.to(target).eval()
     processor, said = load_processor(folder, config, own_code=trust_remote_code)
     return LoadedModel(
@@ -197,10 +217,7 @@ def _as_load_error(name: str) -> Iterator[None]:
 
 def _read(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype | str, *, own_code: bool
-) -> tuple[Tokenizer, CausalLM]:
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=own_code
-    )
+) -> CausalLM:
     model, info = auto_class(config).from_pretrained(
         folder,
         config=config,
@@ -215,7 +232,36 @@ def _read(
         raise ModelLoadError(
             f"the weights are incomplete, {len(missing)} tensors are missing ({missing[0]}, ...)"
         )
-    return tokenizer, model
+    found: CausalLM = model
+    return found
+
+
+def _unheard(what: str, done: int, total: int) -> None:
+    """Progress that is not shown."""
+
+
+def _bits(weights: str | None, device: torch.device) -> int | None:
+    if weights is None:
+        return None
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights={weights!r} is not one of {', '.join(WEIGHTS)}")
+    if device.type != "cpu":
+        raise ConfigError(
+            f"weights={weights!r} are for a CPU; leave it out on {device}, or give a model that "
+            "was quantised for a GPU"
+        )
+    return WEIGHTS[weights]
+
+
+def _check_plain(config: PretrainedConfig, weights: str | None) -> None:
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    raise ConfigError(
+        f"its weights are quantised already ({method}); leave weights={weights!r} out, or take "
+        "the model before it was"
+    )
 
 
 @contextlib.contextmanager

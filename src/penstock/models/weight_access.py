@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.models.packed.modules import PackedModule, packed_modules
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -55,13 +56,19 @@ def readable_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Every entry of a model's state by name, in order of name, one at a time.
 
     What accelerate has offloaded is read from where it is; what a quantiser packed comes as the
-    plain tensors that it is made of, their names behind its own.
+    plain tensors that it is made of, their names behind its own. So do our packed weights, in an
+    order of their codes that is the same on every machine.
 
     Raises:
         UnsupportedModelError: an entry cannot be read; names it.
     """
     offloaded: dict[str, tuple[Any, str]] | None = None
+    packed = packed_modules(model)
     for name, weight in sorted(_state_of(model).items()):
+        path, _, own = name.rpartition(".")
+        if path in packed and own in packed[path].forms:
+            yield from _packed_parts(name, packed[path], own)
+            continue
         if not isinstance(weight, Tensor):
             raise UnsupportedModelError(
                 f"{name} of {type(model).__name__} is no tensor ({type(weight).__name__}), so that "
@@ -143,6 +150,13 @@ def _four_bit_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
         scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
     yield f"{name}.codes", codes.view(torch.uint8).reshape(-1, 1)
     yield f"{name}.scales", scales.reshape(-1, 1).to(torch.bfloat16)
+
+
+def _packed_parts(name: str, module: PackedModule, own: str) -> Iterator[tuple[str, Tensor]]:
+    for which, matrix in enumerate(module.matrices(own)):
+        codes, scales = matrix.content()
+        yield f"{name}.{which}.int{matrix.bits}", codes
+        yield f"{name}.{which}.scales", scales
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -36,6 +36,7 @@ def largest_smaller_model(best: Prediction, load: Workload) -> tuple[ModelSizes,
     room = load.model.weight_bytes + best.resident_bytes
     for model in sorted(known_models().values(), key=lambda known: -known.weights):
         cache = model.shape.full_cache_bytes(load.batch, load.context)
+        model = replace(model, bits=load.model.bits)
         if model.weights < load.model.weights and model.weight_bytes + cache <= room:
             smaller = replace(load, model=model, limit_bytes=cache)
             return model, predict(make_policy("full"), smaller)

@@ -46,7 +46,7 @@ def circumstances(
     folder = None if place == "memory" else os.path.realpath(find_directory(place))
     return {
         **asked, "disk": disk, "folder": folder, "fingerprint": fingerprint(loaded.model),
-        "dtype": str(weight.dtype), "machine": _machine(weight.device),
+        "dtype": str(loaded.model.dtype), "machine": _machine(weight.device),
         "texts": [_digest(piece.to(torch.int64).numpy().tobytes()) for piece in pieces],
         "adapter": _digest_found(loaded) if adapter is None else _digest_of(adapter),
         "tables": _digest_of(tables),

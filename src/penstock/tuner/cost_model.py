@@ -161,7 +161,7 @@ def block_s(work: StepWork, load: Workload) -> float:
     model, shape, batch = load.model, load.model.shape, load.batch
     size = shape.dtype.itemsize
     activations = batch * (8 * model.hidden + 3 * model.intermediate)
-    moved = (model.layer_weights + activations) * size
+    moved = model.layer_bytes(model.layer_weights) + activations * size
     moved += batch * work.attended_tokens * shape.token_bytes
     flops = 2.0 * batch * model.layer_weights + batch * work.rebuild_flops
     flops += 4.0 * batch * work.attended_tokens * shape.num_query_heads * shape.head_dim
@@ -177,7 +177,7 @@ def rank_s(work: StepWork, load: Workload) -> float:
         return 0.0
     moved = load.batch * work.scanned_bytes
     if work.is_prefetched:
-        moved += load.model.query_weights * load.model.shape.dtype.itemsize
+        moved += load.model.layer_bytes(load.model.query_weights)
     return _memory_s(moved, load) + load.batch * load.hardware.reuse_unit_s * work.reused_units
 
 
@@ -195,7 +195,7 @@ def io_s(work: StepWork, load: Workload) -> float:
 
 def head_s(load: Workload) -> float:
     """The output layer, once a step."""
-    return _memory_s(load.model.head_weights * load.model.shape.dtype.itemsize, load)
+    return _memory_s(load.model.head_bytes(load.model.head_weights), load)
 
 
 def prefill_s(load: Workload) -> float:

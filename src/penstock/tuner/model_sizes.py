@@ -13,6 +13,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.core.regular_file import read_regular_text
 from penstock.core.shape import KVShape
+from penstock.kernels.packed_weights import GROUP
 
 _TABLE = Path(__file__).parent / "model_sizes.toml"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,6 +42,8 @@ class ModelSizes:
     vocabulary: int
     tied: bool
     """The output layer is the embedding."""
+    bits: int | None = None
+    """Of packed weights; None: they are in the dtype of the cache."""
 
     @property
     def layer_weights(self) -> int:
@@ -67,8 +70,20 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, in the dtype of the cache."""
-        return self.weights * self.shape.dtype.itemsize
+        """Bytes of all weights."""
+        ends = self.weights - self.shape.num_layers * self.layer_weights
+        layers = self.layer_bytes(self.shape.num_layers * self.layer_weights)
+        return int(layers + self.head_bytes(ends))
+
+    def layer_bytes(self, weights: int) -> float:
+        """Bytes of so many weights of the layers; in 4 bits with their scales and offsets."""
+        if self.bits == 4:
+            return weights * (0.5 + 2 * self.shape.dtype.itemsize / GROUP)
+        return float(weights * (self.shape.dtype.itemsize if self.bits is None else 1))
+
+    def head_bytes(self, weights: int) -> int:
+        """Bytes of so many weights of embedding and output layer: 8 bits where any are packed."""
+        return weights * (self.shape.dtype.itemsize if self.bits is None else 1)
 
     @property
     def _query_width(self) -> int:

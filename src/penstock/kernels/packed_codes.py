@@ -1,0 +1,68 @@
+"""best_codes(): 4-bit codes of groups of weights, with the scale and offset of the least error."""
+
+import torch
+from torch import Tensor
+
+_SHARES = (1.0, 0.92, 0.84)
+"""Of a group's range, tried as the range of its codes: outliers cost the others their precision."""
+_ROUNDS = 2
+"""Of: the best scale and offset for the codes, the best codes for these."""
+
+
+def best_codes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0 to 15, scales and offsets: weight = (code - 8) * scale + offset.
+
+    Alternating least squares from several ranges, the best of which is taken. It is the search of
+    llama.cpp's `make_qkx2_quants`, without weights of importance.
+
+    Args:
+        weight: float32 [..., group]
+        dtype: that scales and offsets are rounded to, before codes are chosen for them.
+
+    Returns:
+        uint8 [..., group]; scales and offsets in `dtype` [...].
+    """
+    low, high = weight.amin(dim=-1), weight.amax(dim=-1)
+    middle, range_ = (low + high) / 2, high - low
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    least = torch.full_like(low, torch.inf)
+    for share in _SHARES:
+        scale, offset = _rounded(range_ * (share / 15), middle, dtype)
+        codes = _nearest(weight, scale, offset)
+        for _ in range(_ROUNDS):
+            scale, offset = _rounded(*_fit(weight, codes, scale, offset), dtype)
+            codes = _nearest(weight, scale, offset)
+        wrong = codes.mul(scale[..., None]).add_(offset[..., None]).sub_(weight).square_()
+        error = wrong.sum(dim=-1)
+        if best is None:
+            best, least = (codes, scale, offset), error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best = (
+            torch.where(better[..., None], codes, best[0]),
+            torch.where(better, scale, best[1]),
+            torch.where(better, offset, best[2]),
+        )
+    assert best is not None
+    return best[0].add_(8).to(torch.uint8), best[1].to(dtype), best[2].to(dtype)
+
+
+def _rounded(scale: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return scale.clamp_min(1e-8).to(dtype).float(), offset.to(dtype).float()
+
+
+def _nearest(weight: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Codes less 8, as floats."""
+    return weight.sub(offset[..., None]).div_(scale[..., None]).round_().clamp_(-8, 7)
+
+
+def _fit(weight: Tensor, codes: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and offset of the least squared error for codes; as they were for equal codes."""
+    count = weight.shape[-1]
+    mean_code, mean = codes.mean(dim=-1), weight.mean(dim=-1)
+    spread = codes.square().mean(dim=-1) - mean_code.square()
+    slope = (codes * weight).mean(dim=-1).sub_(mean_code * mean).div_(spread.clamp_min(1e-6))
+    usable = (spread * count > 1e-3) & (slope > 0)
+    slope = torch.where(usable, slope, scale)
+    return slope, torch.where(usable, mean - slope * mean_code, offset)

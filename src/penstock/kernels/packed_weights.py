@@ -1,0 +1,296 @@
+"""Int8Matrix and Int4Matrix: a linear layer's weights in few bits, packed for a CPU's products.
+
+Each is one uint8 tensor [rows, bytes]: the codes of the whole matrix in its first bytes, the scales
+in its last. One tensor has one name in a model's state, and a file that holds it can be mapped.
+
+Two ways give a product. A few tokens (a decode step) go through torch's packed operators, which
+read the codes alone. More of them (a prompt) go through plain matrices of a tile of rows at a time:
+the packed operators take 2 to 3 times as long there as the plain matrix does.
+"""
+
+import functools
+import sys
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.native.compiled import kernel
+from penstock.kernels.packed_codes import best_codes
+
+GROUP = 32
+"""Input columns that share a scale in 4 bits, unless a file says otherwise."""
+GROUP_SIZES = (32, 64, 128, 256)
+"""What torch's 4-bit operator takes."""
+BLOCK = 64
+"""Rows that its codes are interleaved by where vectors have 512 bits; it is also asked of others,
+so that a matrix fits everywhere or nowhere."""
+FEW_ROWS = 8
+"""Tokens up to which the packed operators are faster."""
+_TILE_ELEMENTS = 1 << 20
+"""Of a plain tile: it stays in a second-level cache, and is long enough for a product."""
+_PACKING_ELEMENTS = 1 << 22
+
+
+class Int8Matrix:
+    """One scale per row, symmetric, rounded to the nearest."""
+
+    bits: ClassVar[int] = 8
+
+    def __init__(self, packed: Tensor, width: int, dtype: torch.dtype) -> None:
+        """Look at packed weights.
+
+        Args:
+            packed: uint8 [rows, row_bytes(width, dtype)], as `pack` gives.
+            width: input columns.
+            dtype: of the scales, and of the plain tiles.
+        """
+        self.rows, self.width, self.dtype = packed.shape[0], width, dtype
+        flat = packed.reshape(-1)
+        size = self.rows * width
+        self.codes = flat[:size].view(torch.int8).view(self.rows, width)
+        """int8 [rows, width]"""
+        self.scales = flat[size:].view(dtype)
+        """[rows]"""
+
+    @staticmethod
+    def fits(rows: int, width: int) -> bool:
+        """Whether a matrix of these sizes can be kept so."""
+        return width % 32 == 0 and rows % 4 == 0
+
+    @staticmethod
+    def row_bytes(width: int, dtype: torch.dtype) -> int:
+        """Bytes of a row with its scale."""
+        return width + dtype.itemsize
+
+    @classmethod
+    def pack(cls, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A plain matrix as packed weights.
+
+        Args:
+            weight: [rows, width], of any float dtype.
+            dtype: of the scales.
+
+        Returns:
+            uint8 [rows, row_bytes]
+        """
+        rows, width = weight.shape
+        packed = torch.empty(rows, cls.row_bytes(width, dtype), dtype=torch.uint8)
+        made = cls(packed, width, dtype)
+        step = max(1, _PACKING_ELEMENTS // width)
+        for first in range(0, rows, step):
+            wide = weight[first : first + step].float()
+            scale = (wide.abs().amax(dim=1) / 127).clamp_min(torch.finfo(dtype).tiny).to(dtype)
+            codes = (wide / scale.float()[:, None]).round_().clamp_(-127, 127)
+            made.codes[first : first + step] = codes.to(torch.int8)
+            made.scales[first : first + step] = scale
+        return packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x @ weight.T`.
+
+        Args:
+            x: [tokens, width] in `dtype`.
+
+        Returns:
+            [tokens, rows]
+        """
+        if x.device.type != "cpu":
+            return self.twin(x)
+        if len(x) <= FEW_ROWS:
+            few: Tensor = torch.ops.aten._weight_int8pack_mm(
+                x.contiguous(), self.codes, self.scales
+            )
+            return few
+        return _by_tiles(self, x)
+
+    def plain(self, first: int, end: int) -> Tensor:
+        """Some rows as a plain matrix. [end - first, width]"""
+        return self.codes[first:end].to(self.dtype).mul_(self.scales[first:end, None])
+
+    def transposed(self, first: int, end: int) -> Tensor:
+        """As `plain`, turned. [width, end - first]"""
+        return self.plain(first, end).t()
+
+    def twin(self, x: Tensor) -> Tensor:
+        """The meaning of a call in plain torch."""
+        return torch.nn.functional.linear(x.float(), self.plain(0, self.rows).float()).to(x.dtype)
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales in an order that is the same on every machine."""
+        return self.codes, self.scales
+
+
+class Int4Matrix:
+    """A scale and an offset per group of input columns: weight = (code - 8) * scale + offset."""
+
+    bits: ClassVar[int] = 4
+
+    def __init__(self, packed: Tensor, width: int, dtype: torch.dtype, group: int = GROUP) -> None:
+        """Look at packed weights.
+
+        Args:
+            packed: uint8 [rows, row_bytes(width, dtype, group)], as `pack` gives.
+            width: input columns.
+            dtype: of scales and offsets, and of the plain tiles.
+            group: input columns that share them.
+        """
+        self.rows, self.width, self.dtype, self.group = packed.shape[0], width, dtype, group
+        flat = packed.reshape(-1)
+        size = self.rows * width // 2
+        self.codes = flat[:size].view(self.rows, width // 2)
+        """Two codes a byte, interleaved as torch's operator of this machine wants it."""
+        self.scales = flat[size:].view(dtype).view(width // group, self.rows, 2)
+        """Scale and offset. [groups, rows, 2]"""
+
+    @staticmethod
+    def fits(rows: int, width: int, group: int = GROUP) -> bool:
+        """Whether a matrix of these sizes can be kept so."""
+        return rows % BLOCK == 0 and width % group == 0 and group in GROUP_SIZES
+
+    @staticmethod
+    def row_bytes(width: int, dtype: torch.dtype, group: int = GROUP) -> int:
+        """Bytes of a row with its scales and offsets."""
+        return width // 2 + width // group * 2 * dtype.itemsize
+
+    @classmethod
+    def pack(cls, weight: Tensor, dtype: torch.dtype, group: int = GROUP) -> Tensor:
+        """A plain matrix as packed weights, with the scales that leave the least squared error.
+
+        Args:
+            weight: [rows, width], of any float dtype.
+            dtype: of scales and offsets.
+            group: input columns that share them.
+
+        Returns:
+            uint8 [rows, row_bytes]
+        """
+        rows, width = weight.shape
+        packed = torch.empty(rows, cls.row_bytes(width, dtype, group), dtype=torch.uint8)
+        made = cls(packed, width, dtype, group)
+        step = max(BLOCK, _PACKING_ELEMENTS // width // BLOCK * BLOCK)
+        for first in range(0, rows, step):
+            wide = weight[first : first + step].float()
+            made.put(first, *best_codes(wide.view(len(wide), -1, group), dtype))
+        return packed
+
+    def put(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor) -> None:
+        """Write rows of codes that are known already, such as another format's.
+
+        Args:
+            first: row; divides by `BLOCK`, and so does their number.
+            codes: 0 to 15. [rows, groups, group]
+            scale, offset: [rows, groups]
+        """
+        end = first + len(codes)
+        plain = codes.flatten(1).to(torch.int32)
+        self.codes[first:end] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(plain, 1)
+        self.scales[:, first:end, 0] = scale.t().to(self.dtype)
+        self.scales[:, first:end, 1] = offset.t().to(self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x @ weight.T`.
+
+        Args:
+            x: [tokens, width] in `dtype`.
+
+        Returns:
+            [tokens, rows]
+        """
+        if x.device.type != "cpu":
+            return self.twin(x)
+        if len(x) <= FEW_ROWS:
+            few: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), self.codes, self.group, self.scales
+            )
+            return few
+        return _by_tiles(self, x)
+
+    def transposed(self, first: int, end: int) -> Tensor:
+        """Some rows as a plain matrix, turned; the compiled form of `transposed_twin`.
+
+        Args:
+            first, end: rows; both divide by `BLOCK`.
+
+        Returns:
+            [width, end - first]
+        """
+        compiled = kernel("unpack_int4")
+        fits = self.dtype == torch.bfloat16 and code_order() == _NATIVE_ORDER
+        if compiled is None or not fits or self.codes.device.type != "cpu":
+            return self.transposed_twin(first, end)
+        out = torch.empty(self.width, end - first, dtype=self.dtype)
+        compiled(
+            self.codes.data_ptr(), self.scales.data_ptr(), self.rows, self.width, self.group, first,
+            end, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def transposed_twin(self, first: int, end: int) -> Tensor:
+        """The meaning of `transposed` in plain torch."""
+        codes = self.codes_of(first, end).t().float().sub_(8)
+        codes = codes.reshape(-1, self.group, end - first)
+        scales = self.scales[:, None, first:end]
+        weight = codes.mul_(scales[..., 0]).add_(scales[..., 1])
+        return weight.to(self.dtype).view(self.width, end - first)
+
+    def codes_of(self, first: int, end: int) -> Tensor:
+        """Codes of some rows in their plain order, one a byte. [end - first, width]"""
+        count = (end - first) // BLOCK
+        packed = self.codes[first:end].reshape(-1, self.width, BLOCK // 2)
+        both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(2)
+        order = torch.tensor(code_order(), device=both.device)
+        plain = torch.empty_like(both).index_copy_(2, order, both)
+        return plain.transpose(1, 2).reshape(count * BLOCK, self.width)
+
+    def plain(self, first: int, end: int) -> Tensor:
+        """Some rows as a plain matrix; both ends divide by `BLOCK`. [end - first, width]"""
+        return self.transposed(first, end).t()
+
+    def twin(self, x: Tensor) -> Tensor:
+        """The meaning of a call in plain torch."""
+        weight = self.transposed_twin(0, self.rows).float()
+        return (x.float() @ weight).to(x.dtype)
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales in an order that is the same on every machine."""
+        return self.codes_of(0, self.rows), self.scales
+
+
+PackedMatrix: TypeAlias = Int8Matrix | Int4Matrix
+
+
+def _by_tiles(matrix: PackedMatrix, x: Tensor) -> Tensor:
+    """A product through plain tiles."""
+    out = torch.empty(len(x), matrix.rows, dtype=x.dtype)
+    step = max(BLOCK, _TILE_ELEMENTS // matrix.width // BLOCK * BLOCK)
+    for first in range(0, matrix.rows, step):
+        end = min(first + step, matrix.rows)
+        torch.mm(x, matrix.transposed(first, end), out=out[:, first:end])
+    return out
+
+
+_NATIVE_ORDER = tuple(row for half in range(BLOCK // 2) for row in (half, half + BLOCK // 2))
+
+
+@functools.cache
+def code_order() -> tuple[int, ...]:
+    """The row of each code of a block, low half of a byte first, as torch interleaves them here.
+
+    Torch keeps the order to itself, and it depends on the processor's vectors: so it is asked,
+    by packing each row's number in two parts.
+    """
+    rows = torch.arange(BLOCK, dtype=torch.int32)[:, None].expand(BLOCK, GROUP)
+    found = torch.zeros(BLOCK, dtype=torch.int64)
+    for shift in (0, 4):
+        part = (rows >> shift & 15).contiguous()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1)
+        first = packed.reshape(-1, BLOCK // 2)[0].to(torch.int64)
+        found += torch.stack([first & 15, first >> 4], dim=-1).flatten() << shift
+    return tuple(found.tolist())
+
+
+def packing() -> str:
+    """Names how codes are packed on this machine; files of another packing are made again."""
+    order = "".join(map(chr, code_order())).encode().hex()
+    return f"{sys.byteorder}-{order[:8]}-{order[-8:]}"

@@ -1,0 +1,94 @@
+"""Weights in 8 and 4 bits: each way to a product says what the plain matrix of the codes says."""
+
+import pytest
+import torch
+
+from penstock.kernels.native.compiled import kernel
+from penstock.kernels.packed_weights import (
+    BLOCK,
+    FEW_ROWS,
+    Int4Matrix,
+    Int8Matrix,
+    code_order,
+    packing,
+)
+
+ROWS, WIDTH = 2 * BLOCK, 96
+
+
+def drawn(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+@pytest.mark.parametrize("kind", [Int8Matrix, Int4Matrix])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_both_ways_are_the_twin(
+    kind: type[Int8Matrix] | type[Int4Matrix], dtype: torch.dtype
+) -> None:
+    weight = drawn(ROWS, WIDTH)
+    packed = kind.pack(weight, dtype)
+    assert packed.shape == (ROWS, kind.row_bytes(WIDTH, dtype))
+    matrix = kind(packed, WIDTH, dtype)
+    assert (matrix.plain(0, ROWS).float() - weight).abs().max() < (0.05 if kind.bits == 8 else 0.5)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for tokens in (1, FEW_ROWS, FEW_ROWS + 1):
+        x = drawn(tokens, WIDTH).to(dtype)
+        twin = matrix.twin(x).float()
+        torch.testing.assert_close(
+            matrix(x).float(), twin, rtol=tolerance, atol=tolerance * float(twin.abs().max())
+        )
+
+
+def test_errors_are_those_of_the_best_scales() -> None:
+    weight = drawn(ROWS, 256) ** 3  # outliers, as weights have them
+    made = Int4Matrix(Int4Matrix.pack(weight, torch.float32), 256, torch.float32)
+    groups = weight.view(ROWS, -1, 32)
+    scale = ((groups.amax(2) - groups.amin(2)) / 15)[..., None]
+    nearest = (groups - groups.amin(2, keepdim=True)).div(scale).round()
+    plain = nearest * scale + groups.amin(2, keepdim=True)
+    to_the_nearest = (plain - groups).square().mean()
+    assert (made.plain(0, ROWS) - weight).square().mean() < 0.9 * to_the_nearest
+
+
+def test_equal_and_extreme_weights() -> None:
+    weight = torch.zeros(BLOCK, 64)
+    weight[1], weight[2], weight[3, ::2], weight[4, 5] = 0.25, -3.0, 1e4, 1e-6
+    for kind in (Int8Matrix, Int4Matrix):
+        made = kind(kind.pack(weight, torch.float32), 64, torch.float32).plain(0, BLOCK)
+        torch.testing.assert_close(made, weight, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_known_codes_are_put_and_read_back(group: int) -> None:
+    draw = torch.Generator().manual_seed(group)
+    codes = torch.randint(0, 16, (ROWS, 256 // group, group), generator=draw, dtype=torch.uint8)
+    scale, offset = drawn(ROWS, 256 // group).abs(), drawn(ROWS, 256 // group)
+    packed = torch.empty(ROWS, Int4Matrix.row_bytes(256, torch.float32, group), dtype=torch.uint8)
+    matrix = Int4Matrix(packed, 256, torch.float32, group)
+    for first in (0, BLOCK):
+        rows = slice(first, first + BLOCK)
+        matrix.put(first, codes[rows], scale[rows], offset[rows])
+    plain = (codes.float() - 8) * scale[..., None] + offset[..., None]
+    torch.testing.assert_close(matrix.plain(0, ROWS), plain.flatten(1))
+    assert torch.equal(matrix.codes_of(BLOCK, ROWS), codes.flatten(1)[BLOCK:])
+    assert torch.equal(matrix.content()[0], codes.flatten(1))
+
+
+def test_the_kernel_is_its_twin() -> None:
+    matrix = Int4Matrix(Int4Matrix.pack(drawn(ROWS, WIDTH), torch.bfloat16), WIDTH, torch.bfloat16)
+    for first, end in ((0, ROWS), (BLOCK, ROWS)):
+        unpacked = matrix.transposed(first, end)
+        assert torch.equal(unpacked, matrix.transposed_twin(first, end))
+    if kernel("unpack_int4") is None:
+        pytest.skip("the twin stood in for the kernel")
+
+
+def test_what_fits() -> None:
+    assert [Int4Matrix.fits(*size) for size in ((64, 32), (80, 32), (64, 48))] == [
+        True,
+        False,
+        False,
+    ]
+    assert [Int8Matrix.fits(*size) for size in ((4, 32), (5, 32))] == [True, False]
+    assert sorted(code_order()) == list(range(BLOCK))
+    assert packing() == packing()

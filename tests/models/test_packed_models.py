@@ -1,0 +1,166 @@
+"""Models with weights in 8 and 4 bits: loaded, kept, found again, run, and told apart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from penstock import LLM, KVSwap, SamplingParams, TieredCache, load
+from penstock.core.errors import ConfigError, DocumentMismatchError
+from penstock.kernels.int8_linear import Int8Linear
+from penstock.models.cache_argument import cache_argument
+from penstock.models.fingerprint import fingerprint
+from penstock.models.identity import ModelIdentity, require_same, weights_of
+from penstock.models.model_config import read_config
+from penstock.models.packed import kept
+from penstock.models.packed.kept import PackedSource, kept_model
+from penstock.models.packed.modules import packed_modules
+from penstock.testing.tiny_chat import tiny_chat_model
+
+SIZES: Any = {
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "head_dim": 32, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES = {
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "turned experts": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+IDS = torch.arange(3, 43)[None]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept, "weights_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "chat"
+    tiny_chat_model(folder=folder)
+    return folder
+
+
+def source_of(folder: Path, bits: int) -> PackedSource:
+    return PackedSource(
+        folder=folder, config=read_config(folder, "tiny"), dtype="auto", bits=bits, own_code=False,
+        on_bytes=lambda what, done, total: None,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_kept_is_what_was_made(config: PreTrainedConfig, bits: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    source = source_of(tmp_path / "plain", bits)
+    made = source.make()
+    written, said = kept_model(source)
+    found, silent = kept_model(source)
+    assert "int" in said
+    assert silent == ""
+    layers = packed_modules(made)
+    assert {each.forms[name].bits for each in layers.values() for name in each.forms} == {8, bits}
+    for ids in (IDS, IDS[:, :3]):  # through plain tiles, and through packed products
+        logits, packed = plain(ids).logits, made(ids).logits
+        assert torch.equal(packed, written(ids).logits)
+        assert torch.equal(packed, found(ids).logits)
+        assert (packed - logits).norm() < (0.04 if bits == 8 else 0.4) * logits.norm()
+    size = sum(each.nbytes for each in found.parameters())
+    assert size < (0.3 if bits == 8 else 0.25) * sum(each.nbytes for each in plain.parameters())
+
+
+def test_a_folder_is_packed_once(folder: Path, cache: Path) -> None:
+    first = load(folder, weights="int8")
+    assert "packed to int8" in first.notices[0]
+    assert load(folder, weights="int8").notices == ()
+    assert first.model.name_or_path == str(folder)
+    known = fingerprint(first.model)
+    [place] = (each for each in cache.iterdir() if each.is_dir())
+    with (place / "model.safetensors").open("r+b") as file:
+        file.seek(-9, 2)
+        file.write(b"\0\xff\x7f")
+    again = load(folder, weights="int8")
+    assert "packed to int8" in again.notices[0], "a damaged file was used"
+    assert fingerprint(again.model) == known
+    assert known != fingerprint(load(folder).model)
+
+
+def test_without_room_to_keep_it_works(folder: Path, cache: Path) -> None:
+    cache.write_text("no folder")
+    loaded = load(folder, weights="int4")
+    assert "could not be kept" in loaded.notices[0]
+    assert packed_modules(loaded.model)
+
+
+def test_answers_are_those_of_the_packed_model(folder: Path) -> None:
+    llm = LLM(folder, quantization="int4", policy="kvswap", memory=1.0, store="memory")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [answer] = llm.generate([{"prompt_token_ids": list(range(3, 60))}], params, use_tqdm=False)
+    out: Any = llm.model.generate(
+        torch.arange(3, 60)[None], max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    assert list(answer.outputs[0].token_ids) == out[0, 57:].tolist()
+    with pytest.raises(ConfigError, match="int4 weights"):
+        LLM(llm._loaded, quantization="int8")
+
+
+def test_what_cannot_be(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="not one of int8, int4"):
+        load(folder, weights="int5")
+
+
+def test_an_identity_names_the_bits(folder: Path) -> None:
+    identities = {}
+    for weights in (None, "int8", "int4"):
+        loaded = load(folder, weights=weights)
+        of = ModelIdentity.of(loaded.model, None)
+        identities[weights] = of.stored(None, group_tokens=4)
+        assert weights_of(identities[weights]) == weights
+    for there, here, said in (
+        ("int4", "int8", r"weights \(int4 there, int8 here\)"),
+        (None, "int4", r"weights \(plain weights there, int4 here\)"),
+    ):
+        with pytest.raises(DocumentMismatchError, match=said):
+            require_same(identities[there], identities[here], "a text")
+
+
+@torch.no_grad()
+def test_predictions_read_8_bit_weights_in_place(folder: Path) -> None:
+    model = load(folder, weights="int8").model
+    layer: Any = model.model.layers[1]
+    if not Int8Linear.serves(torch.device("cpu"), 64):
+        pytest.skip("no compiled kernel here")
+    policy = KVSwap(window_tokens=8, selected_tokens=16, reuse_tokens=16, rank=16, index_bits=8)
+    with TieredCache(model, policy, store="memory", max_tokens=200) as cache:
+        assert cache.plan.predictor_bytes == 4 * 64, "scales of layer 1"
+        model(IDS, **cache_argument(model, cache))
+        for token in (5, 6, 7):
+            model(torch.tensor([[token]]), **cache_argument(model, cache))
+        assert cache._hooks is not None
+        projection = cache._hooks._projection
+        copy = projection._copies[1]
+        assert copy is not None
+        assert copy._linear.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+        hidden = torch.randn(1, 1, 64)
+        kwargs = {"position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[43]]))}
+        predicted, exact = (
+            project(1, hidden, kwargs)
+            for project in (projection.project, projection.project_exactly)
+        )
+        assert predicted is not None
+        assert exact is not None
+        torch.testing.assert_close(predicted, exact, rtol=1e-4, atol=1e-4)
