@@ -123,20 +123,18 @@ def load(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         if bits is None:
-            model = _read(folder, config, wanted, own_code=trust_remote_code)
+            model, kept = _read(folder, config, wanted, own_code=trust_remote_code), ""
         else:
             _check_plain(config, weights)
-            model, kept = kept_model(
-                PackedSource(
-                    folder=folder, config=config, dtype=wanted, bits=bits,
-                    own_code=trust_remote_code, on_bytes=on_bytes or _unheard,
-                )
-            )  # fmt: skip
-            notices = (*notices, kept) if kept else notices
+            model, kept = kept_model(PackedSource(
+                folder=folder, config=config, dtype=wanted, bits=bits, own_code=trust_remote_code,
+                on_bytes=on_bytes or _unheard,
+            ))  # fmt: skip
     model = model.to(target).eval()
     processor, said = load_processor(folder, config, own_code=trust_remote_code)
+    notices = tuple(filter(None, (*notices, kept, *said)))
     return LoadedModel(
-        model=model, tokenizer=tokenizer, name=name, notices=(*notices, *said), processor=processor
+        model=model, tokenizer=tokenizer, name=name, notices=notices, processor=processor
     )
 
 

@@ -27,8 +27,9 @@ from penstock.models.query_projection import decoder_layers
 
 METHOD = "penstock"
 """Of `quantization_config`."""
-_PLAIN_NAMES = ("gate", "router")
-"""Linear layers that choose experts: small, and a wrong choice costs more than their bytes."""
+_PLAIN_NAMES = ("gate", "router", "kv_b_proj")
+"""Linear layers that choose experts: small, and a wrong choice costs more than their bytes. And the
+one whose weights `models.latents` reads."""
 
 
 @register_quantization_config(METHOD)
