@@ -23,7 +23,7 @@ from penstock.documents.stored_visuals import VISUALS, hold_positions, require_t
 from penstock.documents.storing import OnBytes, store_groups
 from penstock.methods import KVSwap
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_argument import cache_argument
+from penstock.models.cache_argument import cache_argument, position_argument
 from penstock.storage.documents import Damage, DocumentWriter
 
 OnTokens = Callable[[int, int], None]
@@ -195,6 +195,8 @@ def _recompute(
     """Prefill damaged ranges behind what is stored in front of them."""
     model: Any = opened.loaded.model
     chunk, done = opened.settings.prefill_chunk_size, 0
+    if not cache.takes_chunks:
+        chunk = ranges.length
     progress(0, ranges.num_tokens)
     for first, end in ranges.groups:
         start, stop = ranges.tokens(first, end)
@@ -211,6 +213,7 @@ def _recompute(
                     part.to(model.device),
                     **given,
                     **cache_argument(model, cache),
+                    **position_argument(model, cache, begin, begin + part.shape[1]),
                     use_cache=True,
                     logits_to_keep=1,
                 )

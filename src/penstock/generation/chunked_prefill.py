@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.generation.prompts import PromptBatch
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_argument import cache_argument
+from penstock.models.cache_argument import cache_argument, position_argument
 from penstock.models.decoder_inputs import BatchInputs, row_inputs
 from penstock.models.loader import CausalLM
 from penstock.models.visuals import model_arguments
@@ -35,7 +35,7 @@ def read_ahead(model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: i
         chunk: tokens per forward pass, at least 2: a single one would be a decode step.
     """
     called = _Forward(model, cache, batch)
-    for begin, end in _chunks(cache.get_seq_length(), batch.padded_tokens, chunk):
+    for begin, end in _chunks(cache, batch.padded_tokens, chunk):
         if end < batch.padded_tokens:
             called(begin, end)
 
@@ -63,7 +63,7 @@ def prefill(
     """
     called = _Forward(model, cache, batch)
     last = torch.empty(0)
-    for begin, end in _chunks(cache.get_seq_length(), batch.padded_tokens, chunk):
+    for begin, end in _chunks(cache, batch.padded_tokens, chunk):
         logits = called(begin, end, keeps_all=on_logits is not None)
         if on_logits is not None:
             on_logits(begin, logits)
@@ -73,9 +73,12 @@ def prefill(
     return last
 
 
-def _chunks(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Parts of a range, of which the last may be a token longer."""
+def _chunks(cache: TieredCache, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """What a cache does not hold, in parts, of which the last may be a token longer."""
     assert chunk >= 2, chunk
+    begin = cache.get_seq_length()
+    if not cache.takes_chunks:
+        chunk = max(chunk, end)
     while end - begin > chunk + 1:
         yield begin, begin + chunk
         begin += chunk
@@ -95,7 +98,7 @@ class _Forward:
         has_axes = self._calls is not None and self._calls.has_axes
         self._gives_positions = has_axes or not bool(self._mask.all())
         self._takes_last = "logits_to_keep" in inspect.signature(self._called.forward).parameters
-        self._cache = cache_argument(model, cache)
+        self._tiered, self._cache = cache, cache_argument(model, cache)
         self._inputs = _visual_inputs(model, cache, batch)
 
     def __call__(self, begin: int, end: int, *, keeps_all: bool = False) -> Tensor:
@@ -104,6 +107,8 @@ class _Forward:
         if self._gives_positions:
             options["attention_mask"] = self._mask[:, :end]
             options["position_ids"] = self._positions[:, begin:end]
+        else:
+            options |= position_argument(self._called, self._tiered, begin, end)
         if self._takes_last and not keeps_all:
             options["logits_to_keep"] = 1
         ids = self._ids[:, begin:end]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DummyLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from penstock.core.byte_size import format_bytes
 from penstock.core.closing import DeferredInterrupts, close_all
@@ -40,7 +40,7 @@ from penstock.models.attention_adapter import (
 )
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.budget_advice import add_advice
-from penstock.models.cache_layers import TieredCacheLayer, WindowLayer
+from penstock.models.cache_layers import EmptyLayer, TieredCacheLayer, WindowLayer
 from penstock.models.cache_settings import (
     find_basis,
     find_rotations,
@@ -222,7 +222,8 @@ class TieredCache(RecurrentCache):
 
     def _make_states(self, model: PreTrainedModel, shape: ModelShape, checkpoints: int) -> int:
         """Have the recurrent layers; returns what they take of a row's memory, in bytes."""
-        sizes, self._room = measure_states(model, shape), checkpoints
+        sizes, self.takes_chunks = measure_states(model, shape)
+        self._room = checkpoints
         self._states = {i: StateLayer(count, sizes[i]) for i, count in shape.states.items()}
         return (HELD_STATES + checkpoints) * sum(sizes.values())
 
@@ -230,7 +231,7 @@ class TieredCache(RecurrentCache):
         layers: dict[int, Any] = dict(self._states)
         layers |= {i: WindowLayer(window) for i, window in shape.windows.items()}
         layers |= {i: TieredCacheLayer(self, t) for t, i in enumerate(shape.tiered_layers)}
-        return [layers.get(i) or DummyLayer() for i in range(len(shape.layer_types))]
+        return [layers.get(i) or EmptyLayer() for i in range(len(shape.layer_types))]
 
     # The seam ---------------------------------------------------------------------------------
 
@@ -273,6 +274,7 @@ class TieredCache(RecurrentCache):
         """Refuse what cannot be taken in, before any layer with keys and values has."""
         try:
             self._runtime.check_step(keys.shape[0], keys.shape[2])
+            self._require_chunks(keys.shape[2])
         except BaseException:
             self._take_back()
             raise

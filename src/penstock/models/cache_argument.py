@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
@@ -18,6 +19,15 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {_name_of(model.__class__): cache}
 
 
+def position_argument(model: Any, cache: Any, begin: int, end: int) -> dict[str, Any]:
+    """Positions of the tokens from `begin` to `end` of unpadded rows, as a keyword argument of
+    `model(...)`, where a hybrid model takes some: Bamba would begin each pass at 0 again."""
+    axes = getattr(cache.decoder_calls, "has_axes", False)
+    if not cache.is_recurrent or axes or "position_ids" not in _parameters(model.__class__):
+        return {}
+    return {"position_ids": torch.arange(begin, end, device=cache.device)[None]}
+
+
 def cache_name_in(kwargs: dict[str, Any]) -> str:
     """The name under which a model or a layer that was called with `kwargs` got its cache."""
     return next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
@@ -26,6 +36,12 @@ def cache_name_in(kwargs: dict[str, Any]) -> str:
 @functools.cache
 def _name_of(model_class: Any) -> str:
     """Which of the names the class's `forward` takes; that of outputs where it does not say."""
+    names = _parameters(model_class)
+    return next((n for n in (OUTPUT_NAME, *CACHE_NAMES) if n in names), OUTPUT_NAME)
+
+
+@functools.cache
+def _parameters(model_class: Any) -> frozenset[str]:
+    """The names of what the class's `forward` takes."""
     forward = getattr(model_class, "forward", model_class)
-    parameters = inspect.signature(forward).parameters
-    return next((n for n in (OUTPUT_NAME, *CACHE_NAMES) if n in parameters), OUTPUT_NAME)
+    return frozenset(inspect.signature(forward).parameters)

@@ -4,6 +4,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from typing_extensions import override
 
@@ -11,6 +12,9 @@ from penstock.core.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from penstock.models.cache_adapter import TieredCache
+
+
+_Dummy: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -96,6 +100,12 @@ class TieredCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def prefetch(self) -> None:
         """Nothing to do: that is what the tiers are for."""
+
+
+class EmptyLayer(_Dummy):  # type: ignore[misc]
+    """A layer that keeps nothing (experts or an MLP alone)."""
+
+    is_sliding = False
 
 
 class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from penstock.core.errors import CacheStateError
+from penstock.core.errors import CacheStateError, UnsupportedModelError
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_layers import WindowLayer
 from penstock.models.recurrent_layers import StateLayer, StateStep
@@ -23,6 +23,8 @@ class RecurrentCache(Cache):  # type: ignore[misc]
     """What holds tokens beside the tiers."""
     _states: dict[int, StateLayer]
     """The recurrent layers, by layer of the model."""
+    takes_chunks = True
+    """Whether a forward pass of several tokens may come behind others."""
     _room = 0
     """Checkpoints that the budget has room for."""
     _step = StateStep(0, 0)
@@ -54,6 +56,19 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         state = self._states[layer]
         state.begin(self._step)
         return state
+
+    def _require_chunks(self, count: int) -> None:
+        """Refuse tokens of which the model's own code would forget what came before.
+
+        Raises:
+            UnsupportedModelError: says how they can be read.
+        """
+        if count > 1 and self._step.start > 0 and not self.takes_chunks:
+            raise UnsupportedModelError(
+                "the recurrent layers of this model forget their state where several tokens come "
+                "behind others (so does transformers' own cache); pass a prompt whole, and what is "
+                "behind it token by token"
+            )
 
     # What models call -------------------------------------------------------------------------
 

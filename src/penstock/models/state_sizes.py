@@ -1,6 +1,6 @@
-"""measure_states(): what the recurrent layers of a model hold, seen before planning."""
+"""measure_states(): what a model's recurrent layers hold and heed, seen before planning."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         super().__init__(config=model.config)
         self._last = last
 
+    def stop_behind(self, last: int) -> None:
+        """Stop the next pass elsewhere."""
+        self._last = last
+
     def _pass(self, layer: int) -> None:
         if layer > self._last:
             raise _Seen
@@ -42,23 +46,38 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         return state
 
 
-def measure_states(model: PreTrainedModel, shape: ModelShape) -> dict[int, int]:
+def measure_states(model: PreTrainedModel, shape: ModelShape) -> tuple[dict[int, int], bool]:
     """Run two tokens through the first recurrent layer of each kind; those of a kind are alike,
-    and a layer that is not is refused when it has more.
+    and a layer that is not is refused when it has more. Two more show whether it heeds its state:
+    Jamba's and Zamba's begin anew where several tokens come at once.
 
     Returns:
-        Bytes of the states of one row, by layer; empty for a model without recurrent layers.
+        Bytes of the states of one row, by layer, empty for a model without recurrent layers; and
+        whether several tokens may come behind others.
 
     Raises:
         UnsupportedModelError: the model keeps its states elsewhere than in its cache.
     """
     if not shape.states:
-        return {}
+        return {}, True
     first: dict[tuple[str, int], int] = {}
     for layer, count in shape.states.items():
         first.setdefault((shape.layer_types[layer], count), layer)
     name = type(model).__name__
     cache = _Watched(model, max(first.values()))
+    _pass_two(model, cache)
+    sizes = {kind: _row_bytes(cache.layers[layer]) for kind, layer in first.items()}
+    if not all(sizes.values()):
+        raise UnsupportedModelError(
+            f"{name} keeps its recurrent states elsewhere than in its cache; use this model "
+            "without Penstock"
+        )
+    held = {layer: sizes[shape.layer_types[layer], count] for layer, count in shape.states.items()}
+    return held, _heeds_state(model, cache, min(first.values()))
+
+
+def _pass_two(model: PreTrainedModel, cache: _Watched) -> None:
+    """Run two more tokens."""
     ids = torch.ones(1, 2, dtype=torch.int64, device=model_device(model))
     try:
         with torch.no_grad():
@@ -68,16 +87,20 @@ def measure_states(model: PreTrainedModel, shape: ModelShape) -> dict[int, int]:
     except (ValueError, TypeError, AttributeError, LookupError) as fault:
         said = " ".join(str(fault).split())[:200]
         raise UnsupportedModelError(
-            f"{name} does not run with a cache of transformers ({type(fault).__name__}: {said}); "
-            "use this model without Penstock"
+            f"{type(model).__name__} does not run with a cache of transformers "
+            f"({type(fault).__name__}: {said}); use this model without Penstock"
         ) from fault
-    sizes = {kind: _row_bytes(cache.layers[layer]) for kind, layer in first.items()}
-    if not all(sizes.values()):
-        raise UnsupportedModelError(
-            f"{name} keeps its recurrent states elsewhere than in its cache; use this model "
-            "without Penstock"
-        )
-    return {layer: sizes[shape.layer_types[layer], count] for layer, count in shape.states.items()}
+
+
+def _heeds_state(model: PreTrainedModel, cache: _Watched, layer: int) -> bool:
+    """Whether what is not a number in the state of a layer is in its next one too."""
+    states: dict[int, Tensor | None] = cast(Any, cache.layers[layer]).recurrent_states
+    held = [state.fill_(torch.nan) for state in states.values() if state is not None]
+    if not held:
+        return True
+    cache.stop_behind(layer)
+    _pass_two(model, cache)
+    return all(bool(state.isnan().any()) for state in states.values() if state is not None)
 
 
 def _row_bytes(layer: Any) -> int:

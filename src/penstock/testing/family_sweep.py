@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from penstock.core.errors import BudgetError, UnsupportedModelError
 from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.testing.family_life import LIFE, family_life
 from penstock.testing.tiny_families import VOCABULARY, decoder_families, tiny_family
 
 Setting = Literal["fetched", "exact", "full"]
@@ -45,6 +46,8 @@ class FamilyResult:
     """The class of the model."""
     policies: tuple[str, ...] = ()
     """Those that work, in every setting."""
+    life: dict[str, str] = field(default_factory=dict)
+    """What became of turns, of going back, of drafts, of a stored document; see `family_life`."""
 
 
 def sweep(
@@ -58,9 +61,14 @@ def sweep(
 
 
 def sweep_family(
-    family: str, policies: tuple[str, ...], settings: tuple[Setting, ...] = SETTINGS
-) -> FamilyResult:
-    """Run policies over one family; never raises for what the family does."""
+    family: str, policies: tuple[str, ...], settings: tuple[Setting, ...] = SETTINGS, *,
+    lives: bool = True,
+) -> FamilyResult:  # fmt: skip
+    """Run policies over one family; never raises for what the family does.
+
+    Args:
+        lives: use a cache in turns, documents and so on too.
+    """
     try:
         model = tiny_family(family)
         expected = _generate(model, DynamicCache(config=model.config))
@@ -90,7 +98,11 @@ def sweep_family(
                 return FamilyResult(family, "fails", f"{policy}, {setting}: {wrong}", name)
         worked.append(policy)
     if not refusals:
-        return FamilyResult(family, "works", "", name, tuple(worked))
+        try:
+            life = family_life(model) if lives else {}
+        except Exception as error:
+            return FamilyResult(family, "fails", _in_one_line(error), name, tuple(worked))
+        return FamilyResult(family, "works", "", name, tuple(worked), life)
     if len(refusals) == 1 and _refuses_at_once(model):
         return FamilyResult(family, "refused", refusals.pop(), name)
     return FamilyResult(family, "fails", f"refused late, or in part: {sorted(refusals)}", name)
@@ -175,7 +187,10 @@ def _in_one_line(error: Exception) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Sweep and write what was found; 1 where a family fails."""
     parser = argparse.ArgumentParser(prog="family_sweep", description=__doc__)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY",
+        help="default: all; of others the results in --json stay",
+    )  # fmt: skip
     parser.add_argument("--policy", action="append", choices=tuple(POLICIES), help="default: all")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--table", type=Path, help="where to write them as Markdown")
@@ -195,11 +210,19 @@ def main(arguments: list[str] | None = None) -> int:
         "policies": list(policies), "settings": list(SETTINGS),
         "families": [asdict(result) for result in results],
     }  # fmt: skip
+    if args.families and args.json is not None and args.json.exists():
+        found = _merged(json.loads(args.json.read_text(encoding="utf-8")), found)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.table is not None:
         args.table.write_text(table(found), encoding="utf-8")
     return int(any(result.outcome == "fails" for result in results))
+
+
+def _merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What was found of some families, and what is known of the others."""
+    results = {each["family"]: each for each in (*known["families"], *found["families"])}
+    return found | {"families": [results[name] for name in sorted(results)]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -216,6 +239,13 @@ def table(found: dict[str, Any]) -> str:
         "of them padded. Exact and full give the plain model's tokens, and its logits to a "
         f"relative {TOLERANCE:g}. `make sweep` writes this page."
     )
+    lived = [each for each in kinds["works"] if each.get("life")]
+    used = (
+        f"Of {len(lived)} families that work a cache was used as its users do: a padded batch of "
+        "three in chunks, a second turn, `crop`, prompt lookup, a reopened document. All gave the "
+        "plain model's tokens and logits, or were refused. These refuse something:"
+    )
+    bounded = [each for each in lived if set(each["life"].values()) != {"right"}]
     lines = [
         "# Model families", "", intro, "",
         "| outcome | families |", "| --- | ---: |",
@@ -224,6 +254,13 @@ def table(found: dict[str, Any]) -> str:
         ", ".join(f"`{each['family']}`" for each in kinds["works"]) + ".", "",
         "## Refused by `UnsupportedModelError`", "", "| family | words |", "| --- | --- |",
         *(f"| `{each['family']}` | {_cell(each['words'])} |" for each in kinds["refused"]),
+        "", "## Turns, going back, drafts, documents", "",
+        used, "",
+        "| family | turns | crop | lookup | document |", "| --- | --- | --- | --- | --- |",
+        *(
+            f"| `{e['family']}` | " + " | ".join(e["life"].get(k, "") for k in LIFE) + " |"
+            for e in bounded
+        ),
         "", "## Not built", "",
         "The plain model itself could not be made small, or could not generate.", "",
         "| family | why |", "| --- | --- |",

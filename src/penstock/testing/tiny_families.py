@@ -88,11 +88,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "roc_bert": {"shape_vocab_size": VOCABULARY, "pronunciation_vocab_size": VOCABULARY},
     "xlm": {"n_words": VOCABULARY, "emb_dim": 64},
     "xmod": {"default_language": "en_XX", "adapter_reduction_factor": 2},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 128,
+        "attention_head_dim": 32, "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 128,
+        "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Of single families: fields that must be otherwise."""
 
-_MOST_WEIGHTS = 4_000_000
+_MOST_WEIGHTS = 5_000_000
 
 
 def decoder_families() -> tuple[str, ...]:
