@@ -28,6 +28,7 @@ POLICIES: dict[str, SelectionPolicy] = {
     "quest-reuse": Quest(group_tokens=8, reuse_tokens=56, **BUDGET),
     "arkvale": ArkVale(group_tokens=4, reuse_tokens=40, **BUDGET),
     "kvswap": KVSwap(reuse_tokens=48, rank=8, predict=False, **BUDGET),
+    "kvswap-keep": KVSwap(keep=2.0, rank=8, **{**BUDGET, "selected_tokens": 48}),
     "louiskv": LouisKV(tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET),
     "louiskv-spread": LouisKV(
         tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, summary="mean+spread", **BUDGET

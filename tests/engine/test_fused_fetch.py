@@ -66,16 +66,19 @@ def require_direct(runtime: TieredRuntime) -> None:
 
 
 @needs
-@pytest.mark.parametrize("batch", [1, 3])
-def test_as_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    runtime = open_runtime(tmp_path, limit_bytes=batch << 21)
+@pytest.mark.parametrize(("batch", "keep"), [(1, None), (3, 2.0)])
+def test_as_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, keep: float | None
+) -> None:
+    policy = replace(POLICY, keep=keep)
+    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21)
     require_direct(runtime)
     fused = run(runtime, batch)
     assert is_fused(runtime)
     assert fused[1] > 0
     runtime.close()
     monkeypatch.setattr(RetrievalLayer, "may_fuse", False)
-    runtime = open_runtime(tmp_path, limit_bytes=batch << 21)
+    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21)
     stepwise = run(runtime, batch)
     assert not is_fused(runtime)
     runtime.close()

@@ -32,8 +32,9 @@ class Case:
     """One layer twice: fetched in one call, and step by step."""
 
     def __init__(
-        self, batch: int, slots: int, stored: NDArray[np.int64], *, turned: bool = False
-    ) -> None:
+        self, batch: int, slots: int, stored: NDArray[np.int64], *, turned: bool = False,
+        resident_factor: float = 1.0,
+    ) -> None:  # fmt: skip
         heads, kv_heads, dim, rank = 4, 2, 32, 16
         codes = torch.randint(-127, 128, (batch, 4, 2, 64, rank), dtype=torch.int8)
         basis = torch.randn(kv_heads * dim, rank)
@@ -49,7 +50,7 @@ class Case:
             slot_of=self.tables[0].slot_of, unit_in=self.tables[0].unit_in,
             heads=self.clocks[0].heads, stored=stored, slots_per_row=SLOTS_PER_ROW,
             buffer=self.buffer.address, slot_bytes=UNIT, buffer_slots=self.buffer.num_slots,
-            run_units=RUN, descriptor=DESCRIPTOR,
+            run_units=RUN, descriptor=DESCRIPTOR, resident_factor=resident_factor,
         )  # fmt: skip
         self.call = GroupFetch(self.selection, self.arrays)
         self.shape = (batch, heads, dim)
@@ -57,7 +58,8 @@ class Case:
     def step(self, first: int, end: int, wanted: int) -> tuple[Fetched, FetchPlan]:
         query = torch.randn(self.shape)
         fetched = self.call.submit(query, (first, end), wanted, context=0, room=0, key=KEY)
-        chosen = self.selection.best(query, first, end, wanted)
+        resident = (self.tables[1].unit_in, self.arrays.resident_factor)
+        chosen = self.selection.best(query, first, end, wanted, *resident)
         np.testing.assert_array_equal(fetched.chosen, chosen)
         plan = plan_fetch_twin(Selection(chosen), self.tables[1], self.clocks[1])
         np.testing.assert_array_equal(fetched.slots, plan.selected_slots)
@@ -79,7 +81,8 @@ def test_as_step_by_step(data: st.DataObject) -> None:
     stored = np.arange(batch * GROUPS).reshape(batch, GROUPS)
     if data.draw(st.booleans()):  # holes, so that less is merged
         stored = stored * 2
-    case = Case(batch, slots, stored, turned=data.draw(st.booleans()))
+    factor = data.draw(st.sampled_from([1.0, 3.0]))
+    case = Case(batch, slots, stored, turned=data.draw(st.booleans()), resident_factor=factor)
     for _ in range(4):
         first, end = data.draw(st.integers(0, 5)), data.draw(st.integers(60, GROUPS))
         fetched, plan = case.step(first, end, data.draw(st.integers(1, 20)))

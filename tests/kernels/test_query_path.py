@@ -72,6 +72,9 @@ def test_group_selection(
     fast, slow = best.best(query, first, end, wanted), best.twin(query, first, end, wanted)
     assert fast.shape == (batch, min(wanted, end - first))
     np.testing.assert_array_equal(fast, slow)
+    resident = np.array([[-1, first, end - 1, end + 1], [end, first + 5, -1, 0]], dtype=np.int32)
+    fast, slow = (each(query, first, end, wanted, resident, 3.0) for each in (best.best, best.twin))
+    np.testing.assert_array_equal(fast, slow)
     assert best.best(query, end, end, wanted).shape == (batch, 0)
 
 

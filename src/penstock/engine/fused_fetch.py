@@ -51,21 +51,25 @@ class FusedFetch:
     admission, reads that land where they are attended to, out of a file on native AIO.
     """
 
-    def __init__(self, policy: SelectionPolicy, transfer: SlotTransfer, slots_per_row: int) -> None:
+    def __init__(
+        self, policy: SelectionPolicy, transfer: SlotTransfer, slots_per_row: int,
+        resident_factor: float,
+    ) -> None:  # fmt: skip
         """Look at what does not change.
 
         Args:
+            resident_factor: what the policy says.
             slots_per_row: slots of the pool for one row, sinks and window included.
         """
         self._transfer, self._slots_per_row = transfer, slots_per_row
-        chooses = type(policy).select is SelectionPolicy.select and "select" not in vars(policy)
         region, buffer = transfer.region, transfer.buffer
         # Whole sectors, at whole sectors of memory: no read needs another look.
         sectors = region.padded_bytes % region.file.sector_bytes == 0
-        self._is_possible = chooses and sectors and buffer is not None
+        self._is_possible = policy.selects_best and sectors and buffer is not None
         if buffer is not None:
             self._is_possible &= buffer.address % region.file.sector_bytes == 0
             self._is_possible &= buffer.slot_bytes == region.padded_bytes
+        self._resident_factor = resident_factor
         self._prepared: _PreparedFetch | None = None
 
     def begin(
@@ -124,6 +128,7 @@ class FusedFetch:
             slots_per_row=self._slots_per_row, buffer=buffer.address,
             slot_bytes=region.padded_bytes, buffer_slots=buffer.num_slots,
             run_units=region.run_units, descriptor=descriptor,
+            resident_factor=self._resident_factor,
         )  # fmt: skip
         call = GroupFetch(selection, to)
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)

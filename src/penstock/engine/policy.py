@@ -181,11 +181,26 @@ class SelectionPolicy(ABC):
         return ScoredUnits(
             self.make_index(request), rows=request.batch, max_units=request.max_units,
             wanted=request.selected_units, device=request.device,
+            resident_factor=self.resident_factor(request.selected_units),
         )  # fmt: skip
 
     def make_replacement(self, batch: int, num_slots: int) -> ReplacementPolicy:
         """Make one layer's replacement policy; FIFO unless a method says otherwise."""
         return FIFO(batch, num_slots)
+
+    @property
+    def selects_best(self) -> bool:
+        """Whether `select` is this class's own."""
+        return type(self).select is SelectionPolicy.select and "select" not in vars(self)
+
+    def resident_factor(self, selected_units: int) -> float:
+        """Factor on the scores of units that are in slots when the next ones are selected, so that
+        what comes in is worth its bytes; of methods whose `select` is this one.
+
+        Args:
+            selected_units: of a selection.
+        """
+        return 1.0
 
     @property
     def predicts(self) -> bool:
@@ -223,6 +238,19 @@ class SelectionPolicy(ABC):
             if chosen is not None:
                 return Selection(chosen)
         scores = index.score(query, end_unit)
+        return top_units(scores, first_unit, wanted)
+
+    def select_keeping(
+        self, index: KeyIndex, query: Tensor, first_unit: NDArray[np.int64], end_unit: int,
+        wanted: int, slot_of: NDArray[np.int32], factor: float,
+    ) -> Selection:  # fmt: skip
+        """As `select`, by scores of which those of what slots hold count `factor` times.
+
+        Args:
+            slot_of: slot of each unit, -1 where it is absent. [batch, at least end_unit]
+        """
+        scores, resident = index.score(query, end_unit), slot_of[:, :end_unit] >= 0
+        scores = kernels.favour_resident(scores, resident, factor)
         return top_units(scores, first_unit, wanted)
 
 

@@ -57,7 +57,9 @@ class RetrievalLayer(LayerCache):
         self._may_use_kernel = compact is None and setup.shape.is_even
         self._set_first_units(np.full(plan.batch, plan.sink_slots, dtype=np.int64))
         self._fetch: Fetch | None = None
-        self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row)
+        factor = policy.resident_factor(plan.selected_units) if policy.selects_best else 1.0
+        self._resident_factor = factor
+        self._fused = FusedFetch(policy, self.transfer, self.pool.slots_per_row, factor)
         self._slots_full = False
         self._visible: Tensor | None = None
         self._fit = IndexFit()
@@ -122,9 +124,13 @@ class RetrievalLayer(LayerCache):
         )  # fmt: skip
 
     def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
-        selection = self.policy.select(
-            self.index, query, self._first_unit, end_unit, self.setup.plan.selected_units
-        )
+        asked = (self.index, query, self._first_unit, end_unit, self.setup.plan.selected_units)
+        if self._resident_factor != 1:
+            selection = self.policy.select_keeping(
+                *asked, self.table.slot_of, self._resident_factor
+            )
+        else:
+            selection = self.policy.select(*asked)
         self.update_replacement()
         plan = plan_fetch(selection, self.table, self.replacement)
         return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
@@ -141,13 +147,18 @@ class RetrievalLayer(LayerCache):
         """Tell the replacement policy what the slots hold, where it wants to know."""
 
     def read_missing(self, plan: FetchPlan) -> PendingRead:
-        """Submit the reads of what a selection misses."""
+        """Submit the reads of what a selection misses; what one transfer cannot bring with the rest
+        has landed then."""
         table = self.setup.units.table
         self.transfer.drain()
-        if len(table) == 1:
-            return self.transfer.read(table[0].take(plan.units), plan.slots)
-        units = table[plan.rows, plan.units]
-        return self.transfer.read(units, plan.rows * self.pool.slots_per_row + plan.slots)
+        units, slots = table[plan.rows, plan.units], plan.slots
+        if len(table) > 1:
+            slots = plan.rows * self.pool.slots_per_row + slots
+        most = self.transfer.max_units
+        while most is not None and len(units) > most:
+            self._land(self.transfer.read(units[:most], slots[:most]))
+            units, slots = units[most:], slots[most:]
+        return self.transfer.read(units, slots)
 
     def _all_resident(self, end_unit: int) -> bool:
         first = self._lowest_unit

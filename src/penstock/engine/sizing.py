@@ -110,10 +110,12 @@ def make_plan(
     index_bytes: int,
     scratch_bytes: int,
     score_tokens: int = 0,
+    read_units: int | None = None,
 ) -> SlotPlan:
     """Price one division of the memory; pure arithmetic.
 
     Args:
+        read_units: of a row that a step usually misses, at most; None: all that it selects.
         window_slots: made at least 2, a closed unit beside the unfinished one.
     """
     window_slots = max(2, window_slots)
@@ -131,7 +133,8 @@ def make_plan(
     mask_bytes = mask_slots * group_tokens * shape.dtype.itemsize
     staging_slots = 0
     if not (request.is_direct(group_tokens) or request.device_tier):
-        staging_slots = batch * max(selected_units, num_slots // 2, 1)
+        read_units = selected_units if read_units is None else read_units
+        staging_slots = batch * max(read_units, num_slots // 2, 1)
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_units
     staging_bytes = 3 * staging_slots * request.padded_bytes(group_tokens)
     if request.device_is_cpu:
@@ -169,7 +172,7 @@ def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_units
 def _device_table_bytes(batch: int, num_slots: int, max_units: int, selected: int) -> int:
     """One layer's tables of the device tier: slots and units, the lists, the selection."""
     tables = SlotTable.num_bytes(batch, num_slots, max_units) + 4 * batch
-    selection = ScoredUnits.num_bytes(rows=batch, max_units=max_units, wanted=selected)
+    selection = ScoredUnits.num_bytes(rows=batch, wanted=selected)
     return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
 
 

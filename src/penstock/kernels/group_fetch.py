@@ -30,6 +30,7 @@ class _Slots(ctypes.Structure):
             "max_units", "num_slots", "max_stored", "slots_per_row", "buffer", "slot_bytes",
             "buffer_slots", "run_units", "descriptor",
         )),
+        ("resident_factor", ctypes.c_double),
     )  # fmt: skip
 
 
@@ -55,6 +56,8 @@ class SlotArrays:
     """Most units in one read."""
     descriptor: int
     """Of the file."""
+    resident_factor: float = 1.0
+    """On the scores of the units in the slots, see `GroupSelection.best`."""
 
 
 class Fetched(NamedTuple):
@@ -112,6 +115,7 @@ class GroupFetch:
             address(to.slot_of), address(to.unit_in), address(to.heads), address(to.stored),
             to.slot_of.shape[1], to.unit_in.shape[1], to.stored.shape[1], to.slots_per_row,
             to.buffer, to.slot_bytes, to.buffer_slots, to.run_units, to.descriptor,
+            to.resident_factor,
         )  # fmt: skip
         self._slots_address = ctypes.addressof(self._slots)
 

@@ -19,7 +19,7 @@ from penstock.kernels.key_rotation import KeyTurns
 from penstock.kernels.low_rank import fits_compiled, fits_turned, project_queries
 from penstock.kernels.native.compiled import address, kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.top_units import top_units
+from penstock.kernels.top_units import favour_resident, top_units
 
 
 class _Codes(ctypes.Structure):
@@ -116,26 +116,34 @@ class GroupSelection:
             scores += self._compiled_turns.scratch_bytes(self._rank)
         return 4 * self._heads * self._rank + 8 * num_groups + scores
 
-    def best(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
+    def best(
+        self, query: Tensor, first: int, num_groups: int, wanted: int,
+        resident: NDArray[np.int32] | None = None, resident_factor: float = 1.0,
+    ) -> NDArray[np.int64]:  # fmt: skip
         """The highest-scoring groups among [first, num_groups); the compiled form of `twin`.
 
         Args:
             query: [batch, heads, head_dim]
             wanted: at least 1; all are taken where there are fewer.
+            resident: groups whose scores are multiplied by `resident_factor`, -1 for none.
+                [batch, any number]
 
         Returns:
             Ascending in each row. [batch, min(wanted, num_groups - first)]
         """
         count = min(wanted, num_groups - first)
         if self._kernel is None or count <= 0 or query.dtype != self._basis.dtype:
-            return self.twin(query, first, num_groups, wanted)
+            return self.twin(query, first, num_groups, wanted, resident, resident_factor)
         self.require(query, first, num_groups)
         query = query.contiguous()
         chosen = np.empty((len(query), count), dtype=np.int64)
         scratch = np.empty(self.scratch_bytes(num_groups), dtype=np.uint8)
+        known = None if resident is None else np.ascontiguousarray(resident, dtype=np.int32)
+        assert known is None or len(known) == len(query), "one row of them for each of queries"
         self._kernel(
             self._address, query.data_ptr(), len(query), first, num_groups, count,
-            address(scratch), address(chosen),
+            None if known is None else address(known), 0 if known is None else known.shape[1],
+            resident_factor, address(scratch), address(chosen),
         )  # fmt: skip
         return chosen
 
@@ -173,14 +181,26 @@ class GroupSelection:
         assert len(query) <= self._rows, query.shape
         assert 0 <= first <= num_groups <= self._most_groups, (first, num_groups)
 
-    def twin(self, query: Tensor, first: int, num_groups: int, wanted: int) -> NDArray[np.int64]:
+    def twin(
+        self, query: Tensor, first: int, num_groups: int, wanted: int,
+        resident: NDArray[np.int32] | None = None, resident_factor: float = 1.0,
+    ) -> NDArray[np.int64]:  # fmt: skip
         """The meaning of `best`: one step after the other."""
+        scores = self._scores_in_steps(query, num_groups)
+        if resident is not None:
+            is_resident = np.zeros((len(resident), num_groups + 1), dtype=np.bool_)
+            known = np.where((resident < 0) | (resident >= num_groups), num_groups, resident)
+            np.put_along_axis(is_resident, known, True, axis=1)
+            scores = favour_resident(scores, is_resident[:, :-1], resident_factor)
+        return top_units(scores, first, wanted)
+
+    def _scores_in_steps(self, query: Tensor, num_groups: int) -> Tensor:
         if self._turns is not None:
             blocks, block_groups = -(-num_groups // self._codes.shape[3]), self._codes.shape[3]
             end = blocks * block_groups // self._block_groups
             parts = self._turns.queries(query, self._basis, self._kv_heads, self._factor, 0, end)
             logits = group_products(self._codes[: len(query), :blocks], parts, self._bits)
-            return top_units(sum_of_softmaxes(logits, num_groups), first, wanted)
+            return sum_of_softmaxes(logits, num_groups)
         low_rank = project_queries(query, self._basis, self._kv_heads, self._factor)
         codes = self._codes[: len(query)]
-        return top_units(group_scores(codes, low_rank, self._bits, num_groups), first, wanted)
+        return group_scores(codes, low_rank, self._bits, num_groups)

@@ -1,4 +1,4 @@
-"""top_units(): the highest-scoring units of each row, in ascending order of unit."""
+"""top_units(): the highest-scoring units of each row, ascending; favour_resident()."""
 
 import numpy as np
 import torch
@@ -46,3 +46,19 @@ def top_units_twin(scores: Tensor, first: int, wanted: int) -> NDArray[np.int64]
     ids = torch.topk(candidates, count, dim=1, sorted=False).indices.add_(first)
     chosen: NDArray[np.int64] = np.sort(ids.cpu().numpy(), axis=1)
     return chosen
+
+
+def favour_resident(scores: Tensor, resident: NDArray[np.bool_], factor: float) -> Tensor:
+    """Scores of which those of units in memory count for more; negative ones are not known here.
+
+    Args:
+        scores: shares, 0 or more. float [batch, units]
+        resident: whether a unit is in memory. [batch, units]
+        factor: on the scores of those.
+
+    Returns:
+        As `scores`.
+    """
+    if factor == 1:
+        return scores
+    return torch.where(torch.from_numpy(resident).to(scores.device), scores * factor, scores)

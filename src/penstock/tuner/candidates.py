@@ -15,6 +15,7 @@ from penstock.methods.search_space import settings_of
 from penstock.tuner.block_profile import Work, work_of
 from penstock.tuner.fetch_survey import FetchSetting
 from penstock.tuner.lookup_tables import LookupTables
+from penstock.tuner.step_work import missing_by_factor
 
 
 class Tables(Protocol):
@@ -137,9 +138,11 @@ def candidates(
 def _made_explicit(policy: KVSwap, plan: SlotPlan) -> KVSwap:
     """The same setting with what its plan decided as fields, so that it can be told from others."""
     reuse = 0 if plan.shared_pools else plan.num_slots * plan.group_tokens
+    factor = policy.resident_factor(plan.selected_units)
     return replace(
-        policy, reuse_tokens=reuse, selected_tokens=plan.selected_units * plan.group_tokens
-    )
+        policy, reuse_tokens=reuse, selected_tokens=plan.selected_units * plan.group_tokens,
+        keep=policy.keep if factor == 1 else factor,
+    )  # fmt: skip
 
 
 def _candidate(
@@ -149,6 +152,7 @@ def _candidate(
     selected = plan.selected_units * plan.group_tokens
     capacity = 0 if plan.shared_pools else plan.num_slots * plan.group_tokens
     hits = tables.reuse_rate(plan.group_tokens, selected, capacity) if capacity else 0.0
+    hits = 1 - (1 - hits) * missing_by_factor(policy.resident_factor(plan.selected_units))
     work = work_of(
         plan, rows_per_sequence=request.rows_per_sequence, num_layers=seat.shape.num_layers,
         context=context, hit_rate=hits,

@@ -95,6 +95,7 @@ def work_of(
     if not plan.shared_pools:
         # A larger buffer misses less in proportion, or still less (research/notes, 2026-11-26).
         missing = (1.0 - reuse_rate) * min(1.0, plan.selected_units / plan.num_slots)
+        missing *= missing_by_factor(policy.resident_factor(plan.selected_units))
     slots = plan.selected_units
     if isinstance(policy, KVSwap) and policy.attend == "resident":
         slots = plan.num_slots
@@ -118,3 +119,9 @@ def work_of(
         selects=True,
         reused_units=0 if plan.shared_pools else plan.selected_units * rows,
     )
+
+
+def missing_by_factor(factor: float) -> float:
+    """Of what the slots would miss of a selection of their size, what they do with a factor on the
+    scores of those that are there (research/notes/2026-11-26-which-slots-stay.md)."""
+    return float(factor**-0.75)

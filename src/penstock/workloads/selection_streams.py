@@ -133,6 +133,11 @@ class StreamedPolicy(SelectionPolicy):
     stream: SelectionStream
 
     @override
+    def resident_factor(self, selected_units: int) -> float:
+        """Scores do not say who wins."""
+        return 1.0
+
+    @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:
         """The policy of each cache counts its own layers."""
         policy, plan = super().plan(request)  # type: ignore[safe-super]

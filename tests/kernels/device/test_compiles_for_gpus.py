@@ -57,6 +57,11 @@ KERNELS = [
         {"PADDED": 4096, "PADDED_BUDGET": 512, "STEPS": 12, "UPKEEP": True,
          "HEADS": 7, "PADDED_HEADS": 8}, 16,
     ),
+    (
+        "rank_units_triton", "_rank",
+        {"scores": "*fp32", "first": "*i32", "end": "*i64", "slot_of": "*i32", "out": "*fp32",
+         "units": "i32", "resident_factor": "fp32"}, {"BLOCK": 1024, "RESIDENT": True}, 4,
+    ),
     ("slots_triton", "_gather", TABLES, {**UNIT_SIZES, "ENTRIES": 8, "TILES": 16}, 4),
     (
         "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.errors import BudgetError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
@@ -166,3 +166,20 @@ def test_columns_by_the_width_of_the_keys() -> None:
     assert list(column_choices(1024, 32, 128)) == [64, 32]
     assert list(column_choices(1024, 32, 20)) == [20]
     assert list(column_choices(16, 8, 16)) == [16, 8]
+
+
+def test_a_step_selects_what_the_slots_hold() -> None:
+    """A factor of 1, or a stated selection, is the paper's: the oldest slots are let go."""
+    factors = []
+    for tokens in (30_000, 60_000):
+        policy, plan = KVSwap().plan(asked(tokens, 13))
+        assert plan.selected_units == plan.num_slots
+        factors.append(policy.resident_factor(plan.selected_units))
+    assert 1 < factors[0] < factors[1], "more slots, and yet no more reads"
+    for former in (KVSwap(keep=1), KVSwap(selected_tokens=200, reuse_tokens=800)):
+        policy, plan = former.plan(asked(30_000, 13))
+        assert policy.resident_factor(plan.selected_units) == 1
+        assert plan.selected_units < plan.num_slots
+    for faulty in (0.5, 2000.0):
+        with pytest.raises(ConfigError, match="keep="):
+            KVSwap(keep=faulty)

@@ -115,6 +115,13 @@ class DeviceIndex(ABC):
     def see_start(self, first_unit: NDArray[np.int64]) -> None:  # noqa: B027 - optional
         """Learn where each row begins; arguments as in `KeyIndex.see_start`."""
 
+    def see_slots(self, slot_of: Tensor) -> None:  # noqa: B027 - optional
+        """Know what slots hold: the tensor changes from step to step, and stays where it is.
+
+        Args:
+            slot_of: slot of each unit, -1 for none. int32 [rows, units]
+        """
+
     @abstractmethod
     def take(self, keys: Tensor, first_token: int) -> None:
         """Take in a prompt's keys, whole units.

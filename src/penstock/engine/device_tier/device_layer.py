@@ -91,6 +91,8 @@ class DeviceLayer(Layer):
         size = (plan.batch, plan.max_units)
         self.slot_of = torch.full(size, -1, dtype=torch.int32, device=device)
         """Slot of each unit, -1 for none. [rows, units]"""
+        if index is not None:
+            index.see_slots(self.slot_of)
         self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
         wanted = max(1, plan.selected_units)
         self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)

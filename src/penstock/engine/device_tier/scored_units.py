@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
 from penstock.engine.key_index import KeyIndex
+from penstock.kernels.device.rank_units import rank_units
 
 
 class ScoredUnits(DeviceIndex):
@@ -17,12 +18,18 @@ class ScoredUnits(DeviceIndex):
     """
 
     def __init__(
-        self, index: KeyIndex, *, rows: int, max_units: int, wanted: int, device: torch.device
-    ) -> None:
-        """Wrap `index`, whose `put` takes a unit's number from the device."""
+        self, index: KeyIndex, *, rows: int, max_units: int, wanted: int, device: torch.device,
+        resident_factor: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Wrap `index`, whose `put` takes a unit's number from the device.
+
+        Args:
+            resident_factor: see `SelectionPolicy.resident_factor`.
+        """
         self.index = index
         self._max_units = max_units
-        self._numbers = torch.arange(max_units, dtype=torch.int32, device=device)
+        self._resident_factor = resident_factor
+        self._slot_of: Tensor | None = None
         self._wanted = Wanted(
             torch.zeros(rows, wanted, dtype=torch.int32, device=device),
             torch.zeros(rows, wanted, dtype=torch.bool, device=device),
@@ -30,9 +37,9 @@ class ScoredUnits(DeviceIndex):
         )
 
     @staticmethod
-    def num_bytes(*, rows: int, max_units: int, wanted: int) -> int:
+    def num_bytes(*, rows: int, wanted: int) -> int:
         """Bytes of what stands beside the wrapped index, for the ledger."""
-        return 4 * max_units + rows * (5 * wanted + 1)
+        return rows * (5 * wanted + 1)
 
     @property
     @override
@@ -66,17 +73,20 @@ class ScoredUnits(DeviceIndex):
         self.index.see_start(first_unit)
 
     @override
+    def see_slots(self, slot_of: Tensor) -> None:
+        self._slot_of = slot_of if self._resident_factor != 1 else None
+
+    @override
     def take(self, keys: Tensor, first_token: int) -> None:
         self.index.append(keys, first_token)
 
     @override
     def select(self, query: Tensor, clock: StepClock) -> Wanted:
-        scores = self.index.score_before(
-            query, self._max_units, clock.end_unit, clock.start_unit
-        ).float()
-        hidden = self._numbers >= clock.end_unit
-        hidden = hidden | (self._numbers < clock.first_unit[:, None])
-        best = scores.masked_fill(hidden, -torch.inf).topk(self._wanted.ids.shape[1], dim=1)
+        scores = self.index.score_before(query, self._max_units, clock.end_unit, clock.start_unit)
+        ranked = rank_units(
+            scores, clock.first_unit, clock.end_unit, self._slot_of, self._resident_factor
+        )
+        best = ranked.topk(self._wanted.ids.shape[1], dim=1, sorted=False)
         last = self._max_units
         # In ascending order, as the host's fetch plan has them; those that are none come last.
         found = torch.where(best.values > -torch.inf, best.indices, last).sort(dim=1).values

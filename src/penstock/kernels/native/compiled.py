@@ -35,7 +35,9 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
     "unpack_int4": (*2 * (_ADDRESS,), *5 * (_COUNT,), _ADDRESS),
     "predict_query": (*4 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
-    "select_groups": (*2 * (_ADDRESS,), *4 * (_COUNT,), *2 * (_ADDRESS,)),
+    "select_groups": (
+        *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS, _COUNT, _FACTOR, *2 * (_ADDRESS,),
+    ),
     "fetch_groups": (*3 * (_ADDRESS,), *7 * (_COUNT,), *2 * (_ADDRESS,)),
     "plan_reads": (*2 * (_ADDRESS,), *5 * (_COUNT,), *2 * (_ADDRESS,)),
     "fill_iocbs": (*3 * (_ADDRESS,), *3 * (_COUNT,), *2 * (_ADDRESS,)),

@@ -82,7 +82,8 @@ PENSTOCK_EXPORT void penstock_fetch_groups(const penstock_codes *index, const pe
     int64_t *places = lists + PLACES * size, *reads = lists + READS * size;
     int64_t *iocbs = lists + IOCBS * size;
     memset(out, 0, 8 * sizeof(int64_t));
-    penstock_select_groups(index, query, batch, first, num_groups, wanted, scratch, lists);
+    penstock_select_groups(index, query, batch, first, num_groups, wanted, to->unit_in,
+                           to->num_slots, (float)to->resident_factor, scratch, lists);
     penstock_plan_fifo_fetch(lists, NULL, batch, wanted, to->max_units, to->num_slots, to->slot_of,
                              to->unit_in, to->heads, (uint8_t *)scratch, lists + SLOTS * size,
                              rows, units, victims, out);

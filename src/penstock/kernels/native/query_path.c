@@ -34,6 +34,13 @@ AVX512 static void round_rows(const float *x, const float *bias, int64_t rows, i
     EACH_KIND(ROUND)
 }
 
+/* What is in memory counts for more: a group that comes in has to be so much better. */
+static void favour(float *scores, const int32_t *resident, int64_t num_resident, int64_t num_groups,
+                   float factor) {
+    for (int64_t i = 0; i < num_resident; i++)
+        if (resident[i] >= 0 && resident[i] < num_groups) scores[resident[i]] *= factor;
+}
+
 #endif
 
 /* Norm, int8 projection, norm per head (where it has weights) and rotary embedding.
@@ -64,35 +71,40 @@ PENSTOCK_EXPORT void penstock_predict_query(const penstock_projection *layer, co
  *
  * query: [batch][heads][dim] of `kind`; groups [first, num_groups) may be chosen
  * wanted: 1 .. num_groups - first
+ * resident: int32 [batch][num_resident], groups whose scores are multiplied by `factor`, -1 for
+ *     none; not looked at where that is 1
  * scratch: 4 * heads * rank + 8 * num_groups bytes, then what group_scores or turned_scores asks
  *     for
  * chosen: int64 [batch][wanted] */
 PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,
                                             int64_t batch, int64_t first, int64_t num_groups,
-                                            int64_t wanted, char *scratch, int64_t *chosen) {
+                                            int64_t wanted, const int32_t *resident,
+                                            int64_t num_resident, float factor, char *scratch,
+                                            int64_t *chosen) {
 #ifdef PENSTOCK_X86
     const int64_t heads = index->kv_heads * index->share;
     const int64_t query_bytes = heads * index->dim * (index->kind == 0 ? 4 : 2);
     float *low_rank = (float *)scratch, *scores = low_rank + heads * index->rank;
     int32_t *keys = (int32_t *)(scores + num_groups);
+    const int64_t favoured = factor == 1 ? 0 : num_resident;
     for (int64_t row = 0; row < batch; row++) {
         const char *asked = query + row * query_bytes;
         const uint8_t *codes = index->codes + row * index->row_bytes;
         if (index->turns != NULL) {
             penstock_turned_scores(index, codes, asked, 0, num_groups, keys + num_groups, scores);
-            penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);
-            continue;
+        } else {
+            penstock_low_rank(asked, heads * index->dim, 1, index->kv_heads, index->share,
+                              index->dim, index->basis, index->rank, index->kind, index->factor,
+                              low_rank);
+            penstock_group_scores(codes, index->group_tokens, index->block_groups, index->width,
+                                  index->bits, low_rank, index->rank, heads, 0, num_groups,
+                                  keys + num_groups, scores);
         }
-        penstock_low_rank(asked, heads * index->dim, 1, index->kv_heads,
-                          index->share, index->dim, index->basis, index->rank, index->kind,
-                          index->factor, low_rank);
-        penstock_group_scores(codes, index->group_tokens,
-                              index->block_groups, index->width, index->bits, low_rank,
-                              index->rank, heads, 0, num_groups, keys + num_groups, scores);
+        favour(scores, resident + row * favoured, favoured, num_groups, factor);
         penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);
     }
 #else
     (void)index, (void)query, (void)batch, (void)first, (void)num_groups, (void)wanted;
-    (void)scratch, (void)chosen;
+    (void)resident, (void)num_resident, (void)factor, (void)scratch, (void)chosen;
 #endif
 }

@@ -49,6 +49,7 @@ typedef struct {
     int64_t slots_per_row; /* of the buffer, from a row to the next */
     int64_t buffer, row_bytes, num_rows, run_units; /* as plan_reads has them */
     int64_t descriptor;
+    double resident_factor; /* as select_groups has it, of the groups in `unit_in` */
 } penstock_slots;
 
 PENSTOCK_EXPORT void penstock_rms_norm(const char *x, const char *weight, float epsilon,
@@ -73,7 +74,9 @@ PENSTOCK_EXPORT void penstock_top_units(const float *scores, int64_t first, int6
                                         int64_t wanted, int32_t *scratch, int64_t *chosen);
 PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const char *query,
                                             int64_t batch, int64_t first, int64_t num_groups,
-                                            int64_t wanted, char *scratch, int64_t *chosen);
+                                            int64_t wanted, const int32_t *resident,
+                                            int64_t num_resident, float factor, char *scratch,
+                                            int64_t *chosen);
 PENSTOCK_EXPORT void penstock_plan_fifo_fetch(const int64_t *wanted, const uint8_t *valid,
                                               int64_t batch, int64_t width, int64_t max_units,
                                               int64_t num_slots, int32_t *slot_of,

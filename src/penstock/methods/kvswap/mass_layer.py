@@ -1,7 +1,6 @@
 """MassLayer: a layer that reads until enough of the attention is there, and says how much is."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,6 @@ from penstock.engine.fetch_plan import FetchPlan, plan_fetch
 from penstock.engine.fused_fetch import Fetch
 from penstock.engine.layer import Layer
 from penstock.engine.retrieval_layer import RetrievalLayer
-from penstock.engine.slot_transfer import PendingRead
 from penstock.engine.value_sum import ValueSum
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.kvswap.mass import Chosen, MassEstimate, MassMeter, selection_of
@@ -86,16 +84,6 @@ class MassLayer(RetrievalLayer):
         chosen.left = resident & self._resident(end_unit) & ~chosen.best
         self._chosen = chosen
         return Fetch(selection, plan, self.read_missing(plan) if len(plan.rows) else None)
-
-    @override
-    def read_missing(self, plan: FetchPlan) -> PendingRead:
-        """All slots may be read into, which can be more than one transfer brings."""
-        most, count = self.transfer.max_units, len(plan.rows)
-        while most is not None and count > most:
-            first = _part_of(plan, slice(0, most))
-            self._land(super().read_missing(first))
-            plan, count = _part_of(plan, slice(most, count)), count - most
-        return super().read_missing(plan)
 
     def _resident(self, end_unit: int) -> Tensor:
         """Units in slots. bool [rows, end_unit]"""
@@ -274,11 +262,6 @@ class MassLayer(RetrievalLayer):
         self._meter.reset()
         if self._values is not None:
             self._values.reset()
-
-
-def _part_of(plan: FetchPlan, part: slice) -> FetchPlan:
-    """A plan with some of its reads alone."""
-    return replace(plan, rows=plan.rows[part], units=plan.units[part], slots=plan.slots[part])
 
 
 def _joined(first: FetchPlan, then: FetchPlan) -> FetchPlan:

@@ -27,6 +27,8 @@ SMALLEST_CHUNK_TOKENS = 1024
 CHUNK_SHARE = 50
 """Larger chunks may take one part in so many of the budget."""
 
+MOST_KEEP = 1000
+"""More, and nothing that is in a slot ever leaves it."""
 MOST_BLOCK_TOKENS = 1024
 """Keys whose offsets are further apart are no easier to compress than post-RoPE ones."""
 PAPER_SELECTED_TOKENS = 400
@@ -47,6 +49,11 @@ REUSE_PAYS = 0.95
 ones would: less, and a larger budget would be the worse one."""
 WANTS_REUSE = 0.01
 """The same where `reuse_tokens` is stated."""
+KEPT_TOKENS, KEEPS = 300, 4 / 3
+"""`keep` for slots of so many tokens is 1, and grows by this power, so that a step reads what the
+paper's does: 0.23 of 400 tokens. A factor f leaves 0.305 / f ** (1 / KEEPS) of the slots to be read
+(research/notes/2026-11-26-which-slots-stay.md)."""
+LARGEST_KEEP = 16
 MORE_BITS = 1.5
 """Columns of 4 bits that find as much as one of 8."""
 
@@ -59,9 +66,9 @@ class KVSwap(SelectionPolicy):
 
     Differences, measured in docs/methods/kvswap.md: the newest tokens stay resident by a window of
     `window_tokens` beside the paper's unfinished group; `sink_tokens` are resident; everything that
-    the reuse buffer holds is attended to, not only what was selected; index components are stored
-    in 8 or 4 bits where memory is short, and divided among the layers by what each needs
-    (`layer_ranks`).
+    the reuse buffer holds is attended to, and all of it is selected anew at each step, where the
+    paper selects less and lets the oldest go (`keep`); index components are stored in 8 or 4 bits
+    where memory is short, and divided among the layers by what each needs (`layer_ranks`).
     """
 
     name: ClassVar[str] = "kvswap"
@@ -71,8 +78,8 @@ class KVSwap(SelectionPolicy):
     group_tokens: int = 4
     """Tokens per group, the paper's G: 4 for NVMe, 8 for eMMC."""
     selected_tokens: int | None = None
-    """Tokens selected per step, the paper's MG; None: a third of what the slots hold, at least
-    400 of them or all, so that a larger budget selects more."""
+    """Tokens selected per step, the paper's MG; None: as many as the slots hold, of which those
+    that are there count more (`keep`); with `keep` 1 a third of them, at least 400 or all."""
     reuse_tokens: int | None = None
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
     one selection where its size is given, which is what the next step's overlap can hit, else as
@@ -94,6 +101,11 @@ class KVSwap(SelectionPolicy):
     or all the same, as in the paper."""
     head_reduction: HeadReduction = "softmax"
     """How scores of the heads become one: "softmax" per head before the sum, or the raw "sum"."""
+    keep: float | None = None
+    """Factor on the scores of the groups in the slots when a step selects, so that what comes in is
+    worth its bytes; 1: as the paper, where slots are first in, first out. None: by the number of
+    slots, so that a step reads what the paper's does, where `selected_tokens` is None, too, and all
+    that the slots hold is selected; else 1."""
     attend: Literal["resident", "selected"] = "resident"
     """Attend to all that the slots hold, or to this step's selection alone."""
     mass: float | None = None
@@ -158,6 +170,8 @@ class KVSwap(SelectionPolicy):
                 raise ConfigError("tail=mean and mass= do not go together; give one")
         elif self.tail != "none":
             raise ConfigError(f"tail={self.tail} must be mean or none")
+        if self.keep is not None and not 1 <= self.keep <= MOST_KEEP:
+            raise ConfigError(f"keep={self.keep} must be between 1 and {MOST_KEEP:,}")
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
 
@@ -192,6 +206,25 @@ class KVSwap(SelectionPolicy):
     @override
     def trusts_prediction(self, cosine: float) -> bool:
         return cosine >= self.min_prediction_cosine
+
+    @property
+    def _selects_all(self) -> bool:
+        """Whether a step selects as many groups as there are slots."""
+        return self.selected_tokens is None and self._may_keep and self.keep != 1
+
+    @property
+    def _may_keep(self) -> bool:
+        """Raw sums of logits have no factor that means more; `mass` has rules of its own."""
+        return self.head_reduction == "softmax" and self.mass is None
+
+    @override
+    def resident_factor(self, selected_units: int) -> float:
+        if self.keep is not None and self._may_keep:
+            return self.keep
+        if not self._selects_all:
+            return 1.0
+        slots = selected_units * self.group_tokens / KEPT_TOKENS
+        return float(min(LARGEST_KEEP, max(1.0, slots**KEEPS)))
 
     # Sizing -----------------------------------------------------------------------------------
 
@@ -350,6 +383,10 @@ class KVSwap(SelectionPolicy):
         )
         num_slots = selected if num_slots is None else num_slots
         num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
+        read_units = None
+        if self._selects_all:
+            selected = num_slots
+            read_units = num_slots if shared else num_slots // 2
         sizes = {
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
@@ -380,7 +417,7 @@ class KVSwap(SelectionPolicy):
             shared_pools=shared,
             compact=self.attend == "selected" and num_slots > selected,
             index_bytes=shape.num_layers * per_layer + table, scratch_bytes=scratch,
-            score_tokens=score_tokens,
+            score_tokens=score_tokens, read_units=read_units,
         )  # fmt: skip
 
     def _widest(self, request: SizingRequest) -> int:
