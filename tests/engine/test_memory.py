@@ -86,11 +86,15 @@ def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRunt
     }  # fmt: skip
     runtime = TieredRuntime(RuntimeSettings(**{**settings, **options}), BATCH)
     for count in (600, 1, 1):
-        for layer in range(SHAPE.num_layers):
-            query = torch.randn(BATCH, 8, count, 32).bfloat16()
-            keys = torch.randn(BATCH, 4, count, 32).bfloat16()
-            runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.2))
+        step(runtime, count)
     return runtime
+
+
+def step(runtime: TieredRuntime, count: int) -> None:
+    for layer in range(SHAPE.num_layers):
+        query = torch.randn(BATCH, 8, count, 32).bfloat16()
+        keys = torch.randn(BATCH, 4, count, 32).bfloat16()
+        runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.2))
 
 
 def near_temporary_bytes(policy: HillInfer, plan: SlotPlan) -> int:
@@ -177,4 +181,38 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     keys = torch.randn(BATCH, 4, 1, 32).bfloat16()
     for layer in range(SHAPE.num_layers):
         runtime.attend(layer, AttentionCall(keys.repeat(1, 2, 1, 1), keys, keys, 0.2))
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KVSwap(selected_tokens=2000, reuse_tokens=2000),
+        KVSwap(selected_tokens=2000, reuse_tokens=0, group_tokens=5),
+    ],
+    ids=["direct", "shared-staged"],
+)
+def test_slots_lend_a_prompt_their_memory(policy: SelectionPolicy) -> None:
+    """No byte more is held, and the next decode step has them back, empty."""
+    runtime = used_runtime(policy, {})
+    decoding = runtime.report()
+    assert "prompt workspace" not in decoding.items
+    assert runtime._setup is not None
+    pool = runtime._setup.workspace._pools[-1]
+    pool.tensor.fill_(1)
+    step(runtime, 40)
+    reading, blocks = runtime.report(), runtime._setup.workspace.blocks
+    assert blocks is not None
+    assert blocks.units * runtime.plan.group_tokens > 1200, "of large blocks"
+    lent = reading.items["prompt workspace"]
+    # Slots lend whole pages.
+    unit = runtime.plan.unit_bytes
+    needed = blocks.num_bytes(BATCH, blocks.units, unit, runtime._setup.store.padded_bytes)
+    assert needed <= lent < needed + 4096 * len(runtime.layers) * BATCH
+    held = decoding.items["slots and window"] - reading.items["slots and window"]
+    assert held == lent - (reading.used_bytes - decoding.used_bytes)
+    assert reading.peak_bytes <= reading.limit_bytes
+    assert int((pool.tensor == 0).sum()) > 0.9 * min(held, pool.tensor.numel()), "given back"
+    step(runtime, 1)
+    assert runtime.report().items == decoding.items
     runtime.close()

@@ -6,6 +6,8 @@ from torch.nn.functional import pad
 
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY, attention_twin
 
+_FEW_QUERIES = 64
+"""A GPU's attention takes so many queries of a head at once, whether they are there or not."""
 _TWIN_QUERY_ROWS = 256
 """The plain-torch path makes a float32 [.., rows, tokens] matrix; this bounds its rows."""
 
@@ -57,10 +59,7 @@ def attention_block(
             return _cpu_causal(query, keys, values, scaling, key_mask)
         return _cpu_grouped(query, keys, values, scaling, key_mask, never_empty)
     if softcap is None and key_mask is None and _flash_on_cuda(query):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, keys, values, 0.0, causal, False, scale=scaling
-        )[:2]
-        return out, lse
+        return _cuda_flash(query, keys, values, scaling, causal=causal)
     return _plain(query, keys, values, scaling, key_mask, causal, softcap)
 
 
@@ -82,10 +81,26 @@ def _flash_on_cuda(query: Tensor) -> bool:
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[2] > 1
         and query.shape[3] % 8 == 0
         and query.shape[3] <= 256
     )
+
+
+def _cuda_flash(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The GPU's own attention; few queries of a KV head are rows of one problem there too."""
+    batch, num_heads, num_queries, head_dim = query.shape
+    few = num_queries < _FEW_QUERIES and not causal
+    if few:
+        query = query.reshape(batch, keys.shape[1], -1, head_dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, keys, values, 0.0, causal, False, scale=scaling
+    )[:2]
+    if few:
+        out = out.reshape(batch, num_heads, num_queries, head_dim)
+        lse = lse.reshape(batch, num_heads, num_queries)
+    return out, lse
 
 
 def _cpu_grouped(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attention_block
+from penstock.kernels.device.available import uses_triton
 from penstock.kernels.native.compiled import Kernel, address, kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
 
@@ -79,7 +80,7 @@ def add_block_twin(
         query, keys, values, scaling=scaling, key_mask=key_mask, causal=causal, softcap=softcap
     )
     if so_far is None:
-        return out.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format), lse
+        return out.transpose(1, 2).float().contiguous(), lse.contiguous()
     return merge_into(so_far, out, lse)
 
 
@@ -90,6 +91,16 @@ def merge_into(so_far: Softmax, out: Tensor, lse: Tensor) -> Softmax:
         out: of the block, any floating dtype. [batch, num_heads, queries, value_width]
         lse: float32 [batch, num_heads, queries]
     """
+    if uses_triton(so_far[0]):
+        from penstock.kernels.device.merge_triton import merge_into_triton
+
+        merge_into_triton(*so_far, out, lse)
+        return so_far
+    return merge_into_twin(so_far, out, lse)
+
+
+def merge_into_twin(so_far: Softmax, out: Tensor, lse: Tensor) -> Softmax:
+    """The meaning of `merge_into` in plain torch."""
     total = torch.logaddexp(so_far[1], lse)
     safe = torch.where(total.isinf(), 0.0, total)
     mine, theirs = (

@@ -82,6 +82,13 @@ KERNELS = [
         {**TURNED, "KV_HEADS": 8, "TOKENS": 4, "TOKENS_WIDE": 4, "LEFT_WIDE": 1, "WIDTH": 32,
          "BITS": 4, "FINE": 4, "PER_TURN": 16, "COLUMNS": 2}, 4,
     ),
+    (
+        "merge_triton", "_merge",
+        {**dict.fromkeys(("out_ptr", "lse_ptr", "other_lse_ptr"), "*fp32"), "other_ptr": "*bf16",
+         **dict.fromkeys(("count", "heads", "queries", "dim"), "i32"),
+         **dict.fromkeys(("other_row", "other_head", "other_query"), "i32")},
+        {"ROWS": 16, "WIDE": 64}, 4,
+    ),
     *parts("bf16"), *parts("fp32"),
 ]  # fmt: skip
 PROGRAM = """

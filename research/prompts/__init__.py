@@ -1,0 +1,1 @@
+"""How long prompts take beside the plain model."""
