@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training import card_prose
+from training import card_prose, card_video
 from training.card_sittings import begins_of
 
 Record = Mapping[str, Any]
@@ -21,7 +21,7 @@ def recipes(logs: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
-    model, plan, rows = settings["model"], settings["optimizer"], settings["rows"]
+    model, plan = settings["model"], settings["optimizer"]
     done, told = steps[-1]["step"], []
     for stage in settings["stages"]:  # with --fit the last one is as long as the time allowed
         told.append(f"{min(stage['steps'], done):,} steps of {_listed(stage['lengths'])}")
@@ -37,10 +37,11 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
     own = [str(at) for at, stage in enumerate(settings["stages"], 1) if stage.get("mix")]
     but = f" (not of stage {', '.join(own)}: see the settings)" if own else ""
     batch = settings["micro_batch_tokens"] * settings["micro_batches"]
+    kind = "Qwen3-VL" if "vision" in settings else "Qwen3"
     by = settings.get("sharpen", 1)  # what ran before there was such a setting has none
     lines = [
         (
-            f"Qwen3: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} query "
+            f"{kind}: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} query "
             f"and {model['kv_heads']} KV heads of {model['head_dim']}, feed-forward "
             f"{model['feed_forward']}, RoPE theta {model['rope_theta']:g}, "
             f"{model['positions']:,} positions, tied embeddings."
@@ -52,11 +53,20 @@ def _recipe(settings: Record, begin: Record, steps: Sequence[Record]) -> str:
             f"{plan['matrix_decay']}) on matrices, AdamW {plan['other_rate']} on the rest; "
             f"{plan['warmup_steps']} steps of warm-up, {shape} decay {decay}."
         ),
-        *(card_prose.recipe(settings) if "corpus" in settings else [_recall_rows(rows)]),
+        *_own(settings),
         *([f"Attention's logits times {by:g} at the end."] if by != 1 else []),
         f"Seed {settings['seed']}, commit {begin['commit']}.",
     ]
     return "\n".join(f"* {line}" for line in lines)
+
+
+def _own(settings: Record) -> list[str]:
+    """What runs of this kind have besides what all have."""
+    if "corpus" in settings:
+        return card_prose.recipe(settings)
+    if "vision" in settings:
+        return card_video.recipe(settings)
+    return [_recall_rows(settings["rows"])]
 
 
 def _recall_rows(rows: Record) -> str:

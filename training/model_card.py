@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.evaluate.result import Result
-from training import card_prose
+from training import card_prose, card_video
 from training.card_recipe import recipes
 from training.card_sittings import (
     asked,
@@ -70,7 +70,8 @@ def write_card(
 
     Args:
         run: folder of a run that has ended.
-        evaluation: result of `training.evaluate` or `training.evaluate_prose`; need not exist.
+        evaluation: result of `training.evaluate`, of `training.evaluate_prose` or of
+            `training.evaluate_video`; need not exist.
         statistics: result of `python -m research.statistics`.
         corpus: folder that a prose model was trained on.
         others: runs of the same with other seeds.
@@ -125,16 +126,16 @@ def card(
     steps = [record for record in records if record["kind"] == "train"]
     glances = [record for record in records if record["kind"] == "glance"]
     settings = begins_of(records)[0]["settings"]
-    prose = "corpus" in settings
-    unable = cannot(evaluation)
+    prose, video = "corpus" in settings, "vision" in settings
+    unable = "" if video else cannot(evaluation)
     parts = [
         f"# {name or settings['name']}",
-        _beginning(logs, steps[-1], parameters, prose=prose),
+        _beginning(logs, steps[-1], parameters, prose=prose, video=video),
         *([notes] if notes else []),
         *(["## Text", card_prose.data(corpus)] if prose else []),
         *(["## Perplexity", card_prose.perplexity(evaluation)] if prose else []),
         "## Accuracy",
-        _accuracy(evaluation, prose=prose),
+        card_video.accuracy(evaluation) if video else _accuracy(evaluation, prose=prose),
         *(["## What it does not do", unable] if unable else []),
         *(["## Attention", _attention(statistics)] if statistics is not None else []),
         "## Recipe",
@@ -151,7 +152,7 @@ def card(
 
 
 def _beginning(
-    logs: Sequence[Sequence[Record]], last: Record, parameters: int, *, prose: bool
+    logs: Sequence[Sequence[Record]], last: Record, parameters: int, *, prose: bool, video: bool
 ) -> str:
     begins = begins_of(joined(logs))
     fit = sum(begins_of(log)[-1].get("fit_minutes") or 0 for log in logs)
@@ -169,6 +170,8 @@ def _beginning(
         else "It is not a language model for people: it answers questions about generated "
         "documents, in the words it was trained on and no others."
     )
+    if video:
+        bench, nature = "synthetic clips and questions about them", card_video.NATURE
     first = begins[0].get("begun_with")
     start = (
         f"Begun with the weights of {first['model']} (SHA-256 {first['sha256'][:16]}...; what "

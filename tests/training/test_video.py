@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 import training
 from penstock.core.errors import ConfigError
 from penstock.evaluate.accuracy_settings import parse_setting
-from training import evaluate_video, train
+from training import evaluate_video, model_card, train
 from training.clips import TASKS, Cast, Clip, Event, Examiner, draw_clip, pixel_table
 from training.prefilled_clips import load_reader
 from training.run_settings import read_run_settings
@@ -138,13 +138,18 @@ def test_a_run_learns_and_its_model_answers(
     arguments = [
         str(run / "model"), "--cast", "4x6", "--side", "3", "--tokens", "270", "--samples", "2",
         "--batch", "2", "--dtype", "float32", "--tasks", "what,often",
-        "--settings", "full;kvswap:group_tokens=4;flexgen@1MiB", "--out", str(tmp_path / "e.json"),
+        "--settings", "full;kvswap:group_tokens=4;flexgen@1MiB",
+        "--out", str(run / "evaluation.json"),
     ]  # fmt: skip
     assert evaluate_video.main(arguments) == 0
-    cells = json.loads((tmp_path / "e.json").read_text())["figures"]["cells"]
+    cells = json.loads((run / "evaluation.json").read_text())["figures"]["cells"]
     assert [cell["asked"] for cell in cells] == [2] * 6
     assert {cell["right_tokens"] for cell in cells[2::3]} <= {c["right_tokens"] for c in cells[::3]}
     assert "270" in capsys.readouterr().out
+    assert model_card.main([str(run)]) == 0
+    card = (run / "model" / "README.md").read_text()
+    assert "kvswap:group_tokens=4" in card
+    assert "Qwen3-VL: 3 layers" in card
 
     # What the evaluation gives the caches is what transformers makes of pixels and tokens.
     reader = load_reader(run / "model", CAST, device="cpu", dtype="float32")
