@@ -18,7 +18,7 @@ from penstock.core.errors import UnsupportedModelError
 
 _Linear: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", object)
 HAS_RECURRENT_LAYERS = "state_idx" in inspect.signature(
-    getattr(_Linear, "update_conv_state", int)
+    getattr(_Linear, "update_conv_state", lambda: None)
 ).parameters  # fmt: skip
 """Whether this release of transformers calls a cache of recurrent layers as it is written here."""
 

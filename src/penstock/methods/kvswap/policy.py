@@ -44,9 +44,9 @@ WINDOWS = (32, 16)
 SMALLER_WINDOW = 0.9
 """What each of these steps is held to keep: a cut pays in shared pools, where a slot of a window
 costs what a dozen others do. Measured were 0.96 to 0.98."""
-REUSE_PAYS = 0.95
-"""Layers have slots of their own where these hold at least so much of the attention that shared
-ones would: less, and a larger budget would be the worse one."""
+REUSE_PAYS = 0.8
+"""Layers have slots of their own where these are worth at least so much of what shared ones are:
+less, and a larger budget would be the worse one. Shared ones are read anew at every step."""
 WANTS_REUSE = 0.01
 """The same where `reuse_tokens` is stated."""
 KEPT_TOKENS, KEEPS = 300, 4 / 3
