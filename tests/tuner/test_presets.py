@@ -1,17 +1,26 @@
 """Hardware and model presets: every constant has a source, and sizes are those of the models."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import ConfigError
+from penstock.devices.presets import PRESETS
 from penstock.models.kv_shapes import known_kv_shapes
+from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import ARCHITECTURES
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
+from penstock.models.state_sizes import measure_states
+from penstock.testing.tiny_families import tiny_family
+from penstock.tuner.cost_model import Workload, predict
 from penstock.tuner.hardware import Hardware, hardware, known_hardware
-from penstock.tuner.model_sizes import known_models, model_sizes
+from penstock.tuner.model_sizes import _from_entry, known_models, model_sizes
+from penstock.tuner.step_work import make_policy
 
 CONFIG = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500,
@@ -107,3 +116,44 @@ def test_broken_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="cannot be read"):
         model_sizes(str(tmp_path))
+
+
+@pytest.mark.skipif(not HAS_RECURRENT_LAYERS, reason="this transformers has other states")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_states_are_those_of_the_model(family: str) -> None:
+    """The widths' arithmetic against what a small model's cache holds."""
+    model = tiny_family(family)
+    config: Any = model.config
+    shape = inspect_model(model)
+    if family == "nemotron_h":
+        given = {
+            "heads": config.mamba_num_heads, "head_dim": config.mamba_head_dim,
+            "state": config.ssm_state_size, "groups": config.n_groups, "conv": config.conv_kernel,
+        }  # fmt: skip
+    else:
+        given = {
+            "key_heads": config.linear_num_key_heads, "key_dim": config.linear_key_head_dim,
+            "value_heads": config.linear_num_value_heads,
+            "value_dim": config.linear_value_head_dim, "conv": config.linear_conv_kernel_dim,
+        }  # fmt: skip
+    entry = {
+        "layers": len(shape.tiered_layers), "hidden": config.hidden_size, "gated": True,
+        "intermediate": config.intermediate_size, "vocabulary": config.vocab_size, "tied": False,
+        "query_heads": shape.kv.num_query_heads, "kv_heads": shape.kv.num_kv_heads,
+        "head_dim": shape.kv.head_dim, "dtype": "float32",
+        "beside": {"recurrent": len(shape.states), **given},
+    }  # fmt: skip
+    sizes = _from_entry("small", entry)
+    held, _ = measure_states(model, shape)
+    assert sizes.beside.state_bytes == sum(held.values())
+    if family == "qwen3_5_text":
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert sizes.weights == pytest.approx(count, rel=0.02)  # but norms and convolutions
+    load = Workload(
+        model=known_models()["qwen3.5-9b"], hardware=hardware("orin-agx"), disk=PRESETS["nvme"],
+        context=32768, batch=1, limit_bytes=256 << 20,
+    )  # fmt: skip
+    assert load.full_bytes == 8 * 32768 * 2 * 4 * 256 * 2
+    for policy in ("full", "kvswap"):
+        found = predict(make_policy(policy, 4), replace(load, limit_bytes=2 << 30))
+        assert found.resident_bytes > load.state_bytes == 2 * 24 * (32 * 128 * 128 + 8192 * 2) * 4

@@ -12,7 +12,7 @@ from rich.text import Text
 from penstock.cli.console import PlainConsole
 from penstock.cli.options import JsonOption, WeightsOption, memory_option
 from penstock.cli.tables import print_table
-from penstock.core.byte_size import format_bytes, parse_memory
+from penstock.core.byte_size import format_bytes, is_share, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Predict speed and memory on a machine that is not here."""
     from penstock.devices.presets import PRESETS
+    from penstock.engine.runtime_settings import HELD_STATES
     from penstock.tuner.advice import advise, fastest
     from penstock.tuner.cost_model import Workload, check_weights
     from penstock.tuner.hardware import hardware
@@ -74,9 +75,11 @@ def plan_command(
     where = hardware(machine)
     full = sizes.shape.full_cache_bytes(batch, context)
     free = max(0, where.memory_bytes - sizes.weight_bytes)
+    # As in a cache: of a size recurrent states are a part, to a share they come on top.
+    own = 0 if is_share(memory) else HELD_STATES * batch * sizes.beside.state_bytes
     load = Workload(
         model=sizes, hardware=where, disk=PRESETS[disk], context=context, batch=batch,
-        limit_bytes=parse_memory(memory, full, free),
+        limit_bytes=max(1, parse_memory(memory, full, free) - own),
         reuse_rate=PAPER_REUSE_RATE if reuse is None else reuse,
     )  # fmt: skip
     check_weights(load)
@@ -125,6 +128,7 @@ def _headline(load: "Workload") -> str:
         f"{load.model.name} on {load.hardware.title} with {load.disk.title}: {load.batch} x "
         f"{load.context:,} tokens\nKV in full: {format_bytes(load.full_bytes)}; memory for KV: "
         f"{format_bytes(load.limit_bytes)}; weights: {format_bytes(load.model.weight_bytes)}"
+        + (f"; recurrent states: {format_bytes(load.state_bytes)}" if load.state_bytes else "")
     )
 
 
@@ -169,6 +173,7 @@ def _as_dict(
         "context": load.context,
         "batch": load.batch,
         "full_bytes": load.full_bytes,
+        "state_bytes": load.state_bytes,
         "limit_bytes": load.limit_bytes,
         "reuse_rate": load.reuse_rate,
         "predictions": [asdict(row) for row in made],

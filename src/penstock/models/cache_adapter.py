@@ -28,7 +28,7 @@ from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_settings import RuntimeSettings
+from penstock.engine.runtime_settings import HELD_STATES, RuntimeSettings
 from penstock.engine.stored_past import StoredPast
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import SelectionPolicy
@@ -58,7 +58,7 @@ from penstock.models.latents import Latents, handed_out, joined
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
-from penstock.models.recurrent_layers import HELD_STATES, StateLayer, StateStep
+from penstock.models.recurrent_layers import StateLayer, StateStep
 from penstock.models.rotary import rotary_of
 from penstock.models.state_sizes import measure_states
 from penstock.storage.store import Sealing

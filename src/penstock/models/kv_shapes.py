@@ -75,4 +75,4 @@ def _read_shape(folder: Path) -> KVShape:
     except Exception as error:
         raise ModelLoadError(f"{folder}: {said_of(error)}") from error
     shape = inspect_model(model)
-    return shape.kv.of_layers(len(shape.layer_types))
+    return shape.kv.of_layers(len(shape.tiered_layers) + len(shape.windows))

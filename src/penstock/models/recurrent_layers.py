@@ -23,10 +23,6 @@ HAS_RECURRENT_LAYERS = "state_idx" in inspect.signature(
 """Whether this release of transformers calls a cache of recurrent layers as it is written here."""
 
 
-HELD_STATES = 2
-"""Copies of a state that a layer holds beside checkpoints: now, and before the last step."""
-
-
 @dataclass
 class StateStep:
     """A forward pass. Until its tokens have come to a layer that counts them, one is assumed."""

@@ -37,8 +37,9 @@ def largest_smaller_model(best: Prediction, load: Workload) -> tuple[ModelSizes,
     for model in sorted(known_models().values(), key=lambda known: -known.weights):
         cache = model.shape.full_cache_bytes(load.batch, load.context)
         model = replace(model, bits=load.model.bits)
-        if model.weights < load.model.weights and model.weight_bytes + cache <= room:
-            smaller = replace(load, model=model, limit_bytes=cache)
+        smaller = replace(load, model=model, limit_bytes=cache)
+        needed = model.weight_bytes + cache + smaller.state_bytes
+        if model.weights < load.model.weights and needed <= room:
             return model, predict(make_policy("full"), smaller)
     return None
 
@@ -78,7 +79,8 @@ def _against_memory(best: Prediction, load: Workload) -> str:
 
 def _against_recomputing(best: Prediction, load: Workload) -> str:
     recompute = prefill_s(load)
-    flops = 2.0 * load.model.shape.num_layers * load.model.layer_weights
+    model = load.model
+    flops = 2.0 * (model.shape.num_layers * model.layer_weights + model.beside.weights)
     token_s = flops / (COMPUTE_EFFICIENCY * load.hardware.flops)
     read_s = load.model.shape.full_cache_bytes(1, 1) / load.disk.bandwidth
     return (

@@ -12,6 +12,7 @@ from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.devices.profile import DeviceProfile
 from penstock.engine.head_rows import HeadRows
 from penstock.engine.policy import SelectionPolicy
+from penstock.engine.runtime_settings import HELD_STATES
 from penstock.tuner.hardware import Hardware
 from penstock.tuner.model_sizes import ModelSizes
 from penstock.tuner.step_work import PAPER_REUSE_RATE, StepWork, work_of
@@ -43,7 +44,7 @@ class Workload:
     """Tokens of a sequence."""
     batch: int
     limit_bytes: int
-    """Memory for KV: index, slots, window and the like."""
+    """Memory for KV: index, slots, window and the like. Recurrent states come on top."""
     reuse_rate: float = PAPER_REUSE_RATE
 
     def __post_init__(self) -> None:
@@ -51,6 +52,11 @@ class Workload:
             raise ConfigError(f"context={self.context} and batch={self.batch} must be at least 1")
         if not 0 <= self.reuse_rate <= 1:
             raise ConfigError(f"reuse_rate={self.reuse_rate} is not a share in [0, 1]")
+
+    @property
+    def state_bytes(self) -> int:
+        """What a cache holds of recurrent states, all sequences."""
+        return HELD_STATES * self.batch * self.model.beside.state_bytes
 
     @property
     def full_bytes(self) -> int:
@@ -101,7 +107,7 @@ def predict(policy: SelectionPolicy, load: Workload) -> Prediction:
     if policy.stays_resident:
         return _predict_resident(policy, load)
     chosen, plan = plan_of(policy, load)
-    _check_total(plan.total_bytes, load)
+    _check_total(plan.total_bytes + load.state_bytes, load)
     work = work_of(chosen, plan, load.model.shape, context=load.context, reuse_rate=load.reuse_rate)
     return predict_work(chosen.name, plan, work, load)
 
@@ -129,12 +135,17 @@ def predict_work(name: str, plan: SlotPlan, work: StepWork, load: Workload) -> P
     submit = load.batch * work.reads * READ_SUBMIT_S
     if not work.reads:
         layer, first = block + rank, block + rank
+    elif work.is_prefetched and load.model.beside.recurrent:
+        # Reads are hidden by one layer before, which has no keys and values.
+        before = beside_s(load) / load.model.beside.recurrent
+        layer = first = rank + block + submit + max(0.0, io - before)
     elif work.is_prefetched:  # the first layer has no layer before it
         layer, first = rank + max(block + submit, io), rank + block + max(submit, io)
     else:
         layer = first = rank + block + max(submit, io)
-    step = first + (layers - 1) * layer + head_s(load)
-    busy = layers * (block + rank + submit) + head_s(load)
+    others = beside_s(load) + head_s(load)
+    step = first + (layers - 1) * layer + others
+    busy = layers * (block + rank + submit) + others
     writes = 0 if plan.is_resident else load.full_bytes
     prefill = prefill_s(load)
     return Prediction(
@@ -149,7 +160,7 @@ def predict_work(name: str, plan: SlotPlan, work: StepWork, load: Workload) -> P
         submit_s=submit,
         stall_share=1 - busy / step,
         first_token_s=max(prefill, writes / load.disk.write_bandwidth),
-        resident_bytes=plan.total_bytes,
+        resident_bytes=plan.total_bytes + load.state_bytes,
         read_bytes_per_token=layers * work.reads * _page_bytes(work.request_bytes, load.disk),
         written_bytes=writes,
         written_bytes_per_token=layers * shape.token_bytes if writes else 0,
@@ -193,6 +204,15 @@ def io_s(work: StepWork, load: Workload) -> float:
     return time_s + load.disk.latency_s
 
 
+def beside_s(load: Workload) -> float:
+    """All layers without keys and values, of all sequences: their weights, and states there and
+    back."""
+    beside = load.model.beside
+    moved = load.model.layer_bytes(beside.weights) + 2 * load.batch * beside.state_bytes
+    device = max(_memory_s(moved, load), _compute_s(2.0 * load.batch * beside.weights, load))
+    return max(device, beside.recurrent * PLAIN_LAUNCHES * load.hardware.launch_s)
+
+
 def head_s(load: Workload) -> float:
     """The output layer, once a step."""
     return _memory_s(load.model.head_bytes(load.model.head_weights), load)
@@ -229,8 +249,10 @@ def _check_total(kv_bytes: int, load: Workload) -> None:
 def _predict_resident(policy: SelectionPolicy, load: Workload) -> Prediction:
     """Everything in memory; sequences that do not fit beside each other run in waves."""
     shape = load.model.shape
-    one = shape.full_cache_bytes(1, load.context)
-    room = min(load.limit_bytes, load.hardware.memory_bytes - load.model.weight_bytes)
+    states = HELD_STATES * load.model.beside.state_bytes
+    one = shape.full_cache_bytes(1, load.context) + states
+    free = load.hardware.memory_bytes - load.model.weight_bytes
+    room = min(load.limit_bytes + load.state_bytes, free)
     fitting = min(load.batch, room // one)
     if fitting < 1:
         raise BudgetError(
@@ -245,7 +267,9 @@ def _predict_resident(policy: SelectionPolicy, load: Workload) -> Prediction:
         is_prefetched=False, selects=False, reused_units=0,
     )  # fmt: skip
     parts = [replace(load, batch=batch) for batch in waves]
-    steps = [shape.num_layers * block_s(work, part) + head_s(part) for part in parts]
+    steps = [
+        shape.num_layers * block_s(work, part) + beside_s(part) + head_s(part) for part in parts
+    ]
     return Prediction(
         policy=policy.name, group_tokens=1, selected_tokens=load.context,
         tokens_per_s=load.batch / sum(steps), step_s=steps[0], block_s=block_s(work, parts[0]),

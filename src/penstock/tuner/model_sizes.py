@@ -32,8 +32,21 @@ _OTHERS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BesideLayers:
+    """A hybrid's layers without keys and values, all together."""
+
+    recurrent: int = 0
+    """Those that have a state."""
+    weights: int = 0
+    """That a token goes through, MLPs included."""
+    state_bytes: int = 0
+    """States of one sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """A dense decoder with a gated MLP, as Llama and Qwen are."""
+    """A decoder with a gated MLP, as Llama and Qwen are; of a hybrid, its full-attention layers and
+    what is beside them."""
 
     name: str
     shape: KVShape
@@ -44,6 +57,13 @@ class ModelSizes:
     """The output layer is the embedding."""
     bits: int | None = None
     """Of packed weights; None: they are in the dtype of the cache."""
+    gated: bool = False
+    """The query's projection makes a gate as wide as the query too."""
+    beside: BesideLayers = BesideLayers()
+    """Layers without keys and values."""
+    idle_weights: int = 0
+    """Of experts that a token does not ask. More of a batch ask more of them, which is not
+    counted."""
 
     @property
     def layer_weights(self) -> int:
@@ -55,7 +75,7 @@ class ModelSizes:
     @property
     def query_weights(self) -> int:
         """Weights of one layer's query projection."""
-        return self.hidden * self._query_width
+        return self.hidden * self._query_width * (2 if self.gated else 1)
 
     @property
     def head_weights(self) -> int:
@@ -66,14 +86,19 @@ class ModelSizes:
     def weights(self) -> int:
         """All weights, the embedding once more where it is not shared."""
         embedding = 0 if self.tied else self.head_weights
-        return self.shape.num_layers * self.layer_weights + self.head_weights + embedding
+        return self._inner_weights + self.head_weights + embedding
+
+    @property
+    def _inner_weights(self) -> int:
+        """Of all layers."""
+        own = self.shape.num_layers * self.layer_weights
+        return own + self.beside.weights + self.idle_weights
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        ends = self.weights - self.shape.num_layers * self.layer_weights
-        layers = self.layer_bytes(self.shape.num_layers * self.layer_weights)
-        return int(layers + self.head_bytes(ends))
+        ends = self.weights - self._inner_weights
+        return int(self.layer_bytes(self._inner_weights) + self.head_bytes(ends))
 
     def layer_bytes(self, weights: int) -> float:
         """Bytes of so many weights of the layers; in 4 bits with their scales and offsets."""
@@ -90,8 +115,9 @@ class ModelSizes:
         return self.shape.num_query_heads * self.shape.head_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """Floating-point operations of a prompt: weights twice a token, causal attention."""
-        dense = 2.0 * tokens * self.shape.num_layers * self.layer_weights
+        """Floating-point operations of a prompt: weights twice a token, causal attention. What a
+        recurrence costs beside its weights is little, and not counted."""
+        dense = 2.0 * tokens * (self.shape.num_layers * self.layer_weights + self.beside.weights)
         attention = 2.0 * tokens * tokens * self._query_width * self.shape.num_layers
         return dense + attention + 2.0 * self.head_weights
 
@@ -139,22 +165,48 @@ def _from_config(path: Path) -> ModelSizes:
             f"{path} is a {config['model_type']} model's; only decoders with a gated MLP can be "
             "predicted"
         )
-    if _has_windows(config):
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and "linear_num_value_heads" in config:
+        entry["layers"] = kinds.count("full_attention")
+        hybrid = _delta_net(config, kinds)
+    elif _has_windows(config):
         raise ConfigError(
             f"{path} has layers with a sliding window, whose cache is small; the prediction knows "
             "full attention alone"
         )
+    else:
+        hybrid = {}
     if min(entry.values()) < 1 or heads % entry["kv_heads"]:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.items())
         raise ConfigError(f"{path} has sizes that no decoder has: {sizes}")
     return _from_entry(
         path.parent.name,
         entry
+        | hybrid
         | {
             "tied": bool(config.get("tie_word_embeddings", False)),
             "dtype": str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
         },
     )
+
+
+def _delta_net(config: Mapping[str, Any], kinds: list[str]) -> dict[str, Any]:
+    """What a table's entry says of the linear layers of a Qwen3.5.
+
+    Raises:
+        ConfigError: there are layers of other kinds.
+    """
+    if set(kinds) - {"full_attention", "linear_attention"}:
+        raise ConfigError(f"layers of kinds {sorted(set(kinds))} are not known to the prediction")
+    beside = {
+        "recurrent": kinds.count("linear_attention"),
+        "key_heads": int(config["linear_num_key_heads"]),
+        "key_dim": int(config["linear_key_head_dim"]),
+        "value_heads": int(config["linear_num_value_heads"]),
+        "value_dim": int(config["linear_value_head_dim"]),
+        "conv": int(config["linear_conv_kernel_dim"]),
+    }
+    return {"beside": beside, "gated": True}
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
@@ -170,6 +222,7 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelSizes:
+    beside = dict(entry.get("beside", {}))
     dtype = entry.get("dtype", "bfloat16")
     if dtype not in _DTYPES:
         raise ConfigError(f"{name}: dtype {dtype} is not one of {', '.join(_DTYPES)}")
@@ -186,4 +239,29 @@ def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelSizes:
         intermediate=entry["intermediate"],
         vocabulary=entry["vocabulary"],
         tied=entry["tied"],
+        gated=entry.get("gated", False),
+        beside=_beside(beside, entry, _DTYPES[dtype].itemsize),
+        idle_weights=entry.get("idle_weights", 0),
     )
+
+
+def _beside(given: dict[str, Any], entry: Mapping[str, Any], itemsize: int) -> BesideLayers:
+    """The layers beside full attention, from their widths.
+
+    A state is kept in float32, the newest inputs of its convolution in the model's dtype. Gated
+    DeltaNet (arXiv 2412.06464) has `key_heads`; Mamba-2 (arXiv 2405.21060) has `groups`.
+    """
+    hidden, count = entry["hidden"], given.get("recurrent", 0)
+    weights, state = given.get("mlp_weights", 0), 0
+    if "key_heads" in given:
+        keys = given["key_heads"] * given["key_dim"]
+        values = given["value_heads"] * given["value_dim"]
+        mixer = hidden * (2 * keys + 3 * values + 2 * given["value_heads"])
+        weights += count * (mixer + 3 * hidden * entry["intermediate"])
+        state = 4 * values * given["key_dim"] + (2 * keys + values) * given["conv"] * itemsize
+    elif "groups" in given:
+        inner = given["heads"] * given["head_dim"]
+        shared = 2 * given["groups"] * given["state"]
+        weights += count * hidden * (3 * inner + shared + given["heads"])
+        state = 4 * inner * given["state"] + (inner + shared) * given["conv"] * itemsize
+    return BesideLayers(recurrent=count, weights=weights, state_bytes=count * state)
