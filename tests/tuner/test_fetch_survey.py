@@ -15,7 +15,7 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.tuner.calibration_texts import calibration_tokens
 from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, Workpiece
-from penstock.tuner.fetch_survey import Fetches, FetchSetting, Rankings, survey
+from penstock.tuner.fetch_survey import Fetches, FetchSetting, Rankings, regrouped_scores, survey
 from penstock.tuner.text_document import TextDocument
 from penstock.workloads.prefilled import PrefilledText
 
@@ -40,7 +40,7 @@ def work(recall: LoadedModel, ids: torch.Tensor) -> Workpiece:
     text = PrefilledText(recall.model, ids[:, :CONTEXT], chunk=512)
     return Workpiece(
         model=recall.model, adapter=find_adapter(fingerprint(recall.model)),
-        document=TextDocument(text, 1), batch=1, context=CONTEXT,
+        document=TextDocument(text, 1), batch=1, context=CONTEXT, first_token=int(ids[0, CONTEXT]),
     )  # fmt: skip
 
 
@@ -65,10 +65,36 @@ def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]
         return run.figures(), FetchSetting(plan.group_tokens, plan.selected_units, slots)
 
 
-def test_its_own_setting_is_counted_nearly(work: Workpiece) -> None:
+OWN = FetchSetting(1, 400, 400)
+MORE_SLOTS = [FetchSetting(4, 50, 0), FetchSetting(4, 50, 50), FetchSetting(4, 50, 200)]
+OTHERS = [FetchSetting(1, 208, 416), FetchSetting(16, 13, 26)]
+
+
+@pytest.fixture(scope="module")
+def surveyed(work: Workpiece) -> dict[FetchSetting, Fetches]:
+    """Many choices behind the whole text."""
+    opened: list[KVSwap] = []
+    init = EngineRun.__init__
+
+    def watched(self: EngineRun, work: Workpiece, policy: KVSwap, **options: object) -> None:
+        opened.append(policy)
+        init(self, work, policy, **options)  # type: ignore[arg-type]
+
+    choices = [*MORE_SLOTS, OWN, *OTHERS]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(EngineRun, "__init__", watched)
+        found = survey(work, choices, rank=48, store="memory")
+    assert len(opened) == 1, "all of them cost one run"
+    assert list(found) == choices
+    return found
+
+
+def test_its_own_setting_is_counted_nearly(
+    work: Workpiece, surveyed: dict[FetchSetting, Fetches]
+) -> None:
     figures, choice = counted(work, LOOKING)
-    found = survey(work, [choice], rank=48, store="memory")[choice]
-    assert choice == (1, 400, 400)
+    assert choice == OWN
+    found = surveyed[choice]
     # The compiled call rounds turned queries to 8 bits; the survey scores in torch.
     missing = figures.units_wanted - figures.units_hit
     assert found.missing == pytest.approx(missing, rel=0.01)
@@ -90,56 +116,41 @@ def needed(work: Workpiece, reuse: int, groups: tuple[int, ...]) -> dict[FetchSe
 
 @pytest.mark.usefixtures("as_written")
 def test_other_settings_are_foretold(work: Workpiece) -> None:
-    """They attend to other tokens, which changes what is selected a little; so does a rank that
-    is not the survey's."""
+    """They attend to other tokens, which changes what is selected a little."""
     engine: dict[FetchSetting, Fetches] = {}
     for reuse, groups in ((0, (16,)), (208, (4,)), (416, (1,))):
         engine |= needed(work, reuse, groups)
-    for rank, share in ((32, 0.06), (48, 0.12)):
-        found = survey(work, list(engine), rank=rank, store="memory")
-        for choice, (missing, reads) in engine.items():
-            nearly = pytest.approx(missing, rel=share if choice.num_slots else 0.0)
-            assert found[choice].missing == nearly, choice
-            assert found[choice].reads == pytest.approx(reads, rel=share), choice
+    found = survey(work, list(engine), rank=32, store="memory")
+    for choice, (missing, reads) in engine.items():
+        nearly = pytest.approx(missing, rel=0.06 if choice.num_slots else 0.0)
+        assert found[choice].missing == nearly, choice
+        assert found[choice].reads == pytest.approx(reads, rel=0.06), choice
 
 
 def test_what_they_say_themselves_is_foretold_on_the_whole(
-    work: Workpiece, ids: torch.Tensor
+    work: Workpiece, ids: torch.Tensor, surveyed: dict[FetchSetting, Fetches]
 ) -> None:
-    """They attend to other tokens and so say others, which changes what is selected: behind a
-    single text the survey may be a fifth off, with compiled kernels and without. So four are
-    taken together."""
+    """They attend to other tokens and so say others, which changes what is selected, as does a
+    rank that is not the survey's: behind a single text the survey may be a fifth off, with compiled
+    kernels and without. So two are taken together."""
     sums = np.zeros((2, 2, 2))  # foretold and needed; group sizes; units and requests
-    for end in (1300, 1400, 1500, CONTEXT):
+    for end in (1300, CONTEXT):
         behind = replace(work, context=end, first_token=int(ids[0, end]))
         engine = needed(behind, 416, groups=(1, 16))
-        found = survey(behind, list(engine), rank=48, store="memory")
+        assert list(engine) == OTHERS
+        whole = end == CONTEXT
+        found = surveyed if whole else survey(behind, OTHERS, rank=48, store="memory")
         sums += np.array([[found[choice] for choice in engine], list(engine.values())])
+
     assert sums[0] == pytest.approx(sums[1], rel=0.12)
 
 
-def test_many_choices_cost_one_run(work: Workpiece, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = [
-        FetchSetting(4, 50, 0),
-        FetchSetting(4, 50, 50),
-        FetchSetting(4, 50, 200),
-        FetchSetting(16, 12, 24),
-    ]
-    opened: list[KVSwap] = []
-    init = EngineRun.__init__
-
-    def watched(self: EngineRun, work: Workpiece, policy: KVSwap, **options: object) -> None:
-        opened.append(policy)
-        init(self, work, policy, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(EngineRun, "__init__", watched)
-    found = survey(work, choices, rank=48, store="memory")
-    assert len(opened) == 1
-    assert list(found) == choices
-    assert found[choices[0]].missing == 8 * 50, "nothing is found again in pools that layers share"
-    missing = [found[choice].missing for choice in choices[:3]]
-    assert missing == sorted(missing, reverse=True), "more slots, fewer misses"
-    assert all(0 < each.reads <= each.missing for each in found.values())
+def test_more_slots_miss_less(surveyed: dict[FetchSetting, Fetches]) -> None:
+    found = [surveyed[choice] for choice in MORE_SLOTS]
+    assert found[0].missing == 8 * 50, "nothing is found again in pools that layers share"
+    missing = [each.missing for each in found]
+    assert missing == sorted(missing, reverse=True)
+    assert all(0 < each.reads <= each.missing for each in found)
 
 
 # Rankings -----------------------------------------------------------------------------------------
@@ -160,16 +171,17 @@ def index_of(group_tokens: int, keys: torch.Tensor, bits: int = 8) -> LowRankInd
     return index
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("bits", [8, 4, 16])
-def test_regrouped_scores_are_those_of_larger_groups(group: int, bits: int) -> None:
-    draw = torch.Generator().manual_seed(group)
-    keys = torch.randn(1, 640, 2, 16, generator=draw)
+def test_regrouped_scores_are_those_of_larger_groups(bits: int) -> None:
+    draw = torch.Generator().manual_seed(bits)
+    keys = torch.randn(1, 645, 2, 16, generator=draw)
     query = torch.randn(1, 6, 16, generator=draw)
-    regrouped = index_of(1, keys, bits).regrouped_scores(query, 640 // group, group)
-    torch.testing.assert_close(
-        regrouped, index_of(group, keys, bits).score(query, 640 // group), rtol=1e-4, atol=1e-6
-    )
+    logits = index_of(1, keys, bits).unit_logits(query, 645)
+    for size in (1, 2, 4, 8, 16):
+        groups = 645 // size
+        whole = index_of(size, keys[:, : groups * size], bits).score(query, groups)
+        regrouped = regrouped_scores(logits, size)
+        torch.testing.assert_close(regrouped, whole, rtol=1e-4, atol=1e-6)
 
 
 class Told(LowRankIndex):
@@ -178,11 +190,8 @@ class Told(LowRankIndex):
     def __init__(self, scores: list[float]) -> None:
         self.scores = torch.tensor([scores])
 
-    def regrouped_scores(
-        self, query: torch.Tensor, num_groups: int, units_per_group: int
-    ) -> torch.Tensor:
-        tokens = num_groups * units_per_group
-        return self.scores[:, :tokens].reshape(1, num_groups, units_per_group).amax(2)
+    def unit_logits(self, query: torch.Tensor, num_units: int) -> torch.Tensor:
+        return self.scores[:, :num_units, None]
 
 
 def told(rankings: Rankings, *steps: set[int], tokens: int = 12) -> Rankings:

@@ -23,6 +23,7 @@ from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import ceil_div
 from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
+from penstock.kernels.group_scores import sum_of_softmaxes
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.kvswap.policy import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.storage.coalesce import coalesce
@@ -109,9 +110,10 @@ class Rankings:
             first_token, end_token: what may be chosen.
         """
         steps = self._layers.setdefault(id(index), {tokens: [] for tokens in self._most})
+        logits = index.unit_logits(query, end_token)
         for tokens, most in self._most.items():
-            first, end = ceil_div(first_token, tokens), end_token // tokens
-            scores = index.regrouped_scores(query, end, tokens)[0, first:]
+            first = ceil_div(first_token, tokens)
+            scores = regrouped_scores(logits, tokens)[0, first:]
             best = scores.topk(min(most, len(scores))).indices
             steps[tokens].append(best.cpu().numpy() + first)
 
@@ -128,6 +130,20 @@ class Rankings:
         total = np.sum([layer[:length] for layer in counts], axis=0)
         missing, reads = np.median(total[min(WARM_STEPS, length - 1) :], axis=0)
         return Fetches(float(missing), float(reads))
+
+
+def regrouped_scores(logits: Tensor, group_tokens: int) -> Tensor:
+    """Scores that an index of larger groups, with the same codes, would give.
+
+    Args:
+        logits: of each token. [batch, tokens, num_heads]
+
+    Returns:
+        float32 [batch, whole groups]
+    """
+    groups = logits.shape[1] // group_tokens
+    whole = logits[:, : groups * group_tokens]
+    return sum_of_softmaxes(whole.unflatten(1, (groups, group_tokens)).amax(2), groups)
 
 
 def _fetched(steps: Iterable[NDArray[np.int64]], num_slots: int) -> NDArray[np.int64]:

@@ -541,22 +541,6 @@ class LowRankIndex(KeyIndex):
         low_rank = self._low_rank(query, self._scaled_step)
         return self._group_logits(low_rank, num_units)[:, :num_units]
 
-    def regrouped_scores(self, query: Tensor, num_groups: int, units_per_group: int) -> Tensor:
-        """Scores as an index of larger groups, with the same codes, would give.
-
-        Args:
-            query: as for `score`. [batch, num_heads, head_dim]
-            num_groups: groups of `units_per_group` units each, the first ones.
-
-        Returns:
-            float32 [batch, num_groups]
-        """
-        assert self._head_reduction == "softmax", "shares of a softmax over groups"
-        units = num_groups * units_per_group
-        logits = self._group_logits(self._low_rank(query, self._scaled_step), units)[:, :units]
-        best = logits.reshape(-1, num_groups, units_per_group, logits.shape[2]).amax(2)
-        return sum_of_softmaxes(best, num_groups)
-
     def _group_logits(self, low_rank: Callable[[int, int], Tensor], num_units: int) -> Tensor:
         """Each group's largest logit per head.
 
