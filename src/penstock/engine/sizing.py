@@ -179,14 +179,22 @@ def _device_table_bytes(batch: int, num_slots: int, max_units: int, selected: in
 def largest_plan(
     request: SizingRequest, build: PlanBuilder, fewest_slots: int, most_slots: int
 ) -> SlotPlan:
-    """The plan with the most slots that the budget allows; `build(fewest_slots)` must fit."""
-    if request.limit_bytes is None or build(most_slots).total_bytes <= request.limit_bytes:
-        return build(most_slots)
-    low, high = fewest_slots, most_slots
+    """The plan with the most slots that the budget allows; `build(fewest_slots)` must fit.
+
+    A slot more costs about as much as any other: most plans are found where a straight line says.
+    """
+    limit, over = request.limit_bytes, build(most_slots)
+    if limit is None or over.total_bytes <= limit:
+        return over
+    low, high, best, halves = fewest_slots, most_slots, build(fewest_slots), False
     while high - low > 1:
-        middle = (low + high) // 2
-        if build(middle).total_bytes <= request.limit_bytes:
-            low = middle
+        share = (limit - best.total_bytes) / max(1, over.total_bytes - best.total_bytes)
+        middle = low + int((high - low) * (0.5 if halves else share))
+        middle = min(max(middle, low + 1), high - 1)
+        plan, before = build(middle), high - low
+        if plan.total_bytes <= limit:
+            low, best = middle, plan
         else:
-            high = middle
-    return build(low)
+            high, over = middle, plan
+        halves = not halves and high - low > before // 2  # where it is no line, halves at least
+    return best
