@@ -53,13 +53,17 @@ class _Less(ModuleType):
         return getattr(self._whole, name)
 
 
+def import_libraries() -> None:
+    """What sees the system as it is."""
+    import torch  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    import typer.testing  # noqa: F401
+
+
 def simulate(system: str) -> None:
     """Show Penstock "darwin" or "win32" from here on; it must not be imported yet."""
     assert "penstock" not in sys.modules
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-    import typer.testing  # noqa: F401
-
+    import_libraries()
     seen: dict[str, ModuleType] = {
         name: _Less(__import__(name), hidden)
         for name, hidden in (NOT_ON_MAC if system == "darwin" else NOT_ON_WINDOWS).items()

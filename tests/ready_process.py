@@ -7,9 +7,10 @@ others. How Python starts, and what it imports, needs a process that `subprocess
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ class ReadyProcess:
     def errors(self) -> str:
         """What it has written to stderr."""
         return self._errors.read_text(encoding="utf-8")
+
+
+def run_ready(command: Sequence[str], **_: object) -> "subprocess.CompletedProcess[str]":
+    """Stands in for `subprocess.run` of a `python_command`, whose output is captured as text."""
+    at = command.index("-c")
+    with ReadyProcess(command[at + 1], *command[at + 2 :]) as run:
+        said = run.stdout.read()
+        return subprocess.CompletedProcess([*command], run.wait(), said, run.errors())
 
 
 def _run(

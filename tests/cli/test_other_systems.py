@@ -20,12 +20,20 @@ from penstock.generation.sampling import SamplingParams
 TOP = Path(__file__).parents[2]
 PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 12
 PROGRAM = """
-import json, sys
-from tests.other_systems import simulate
-system, folder, prompt = sys.argv[1:]
+import json, os, sys
+from tests.other_systems import import_libraries, simulate
+folder, prompt, *systems = sys.argv[1:]
+import_libraries()
+for system in systems:
+    if os.fork() == 0:
+        folder = f"{folder}-{system}"
+        os.mkdir(folder)
+        sys.stdout = open(f"{folder}.json", "w")
+        break
+else:
+    sys.exit(sum(os.wait()[1] for _ in systems) != 0)
 simulate(system)
 
-import os
 from typer.testing import CliRunner
 import penstock
 from penstock.cli.entry import set_defaults
@@ -68,7 +76,7 @@ found = {
     "near": refusal(lambda: penstock.TieredCache(
         tiny_model("llama"), "hillinfer", "1/2", "memory", max_tokens=400, must_tier=True)),
 }
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
 """
 
 
@@ -85,35 +93,41 @@ def answers() -> dict[bool, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_a_run_on_another_system(
-    system: str, tmp_path: Path, answers: dict[bool, list[int]]
-) -> None:
-    program = tmp_path / "program.py"
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the program found, by system: one process imports the libraries, and forks another for
+    each."""
+    program = (top := tmp_path_factory.mktemp("systems")) / "program.py"
     program.write_text(PROGRAM)
-    folder = tmp_path / "disk"
-    folder.mkdir()
+    systems = ("darwin", "win32")
     done = subprocess.run(
-        [sys.executable, str(program), system, str(folder), PROMPT],
+        [sys.executable, str(program), str(top / "disk"), PROMPT, *systems],
         capture_output=True, text=True, check=False, cwd=TOP, env=_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["sees"] == ["nt" if system == "win32" else "posix", False]
-    assert (found["help"], found["config"]) == (0, 0)
-    assert found["version"].startswith("penstock 0.")
-    assert found["memory"]["token_ids"] == answers[False]
-    assert found["file"]["token_ids"] == found["sealed"]["token_ids"] == answers[False]
-    assert found["exact"]["token_ids"] == answers[True]
-    assert found["file"]["reads"] > 0
-    assert "no direct I/O here" in found["file"]["store"]
-    assert found["left"] == []
-    assert "needs Linux" in found["aio"]
+    return {each: json.loads((top / f"disk-{each}.json").read_text()) for each in systems}
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_run_on_another_system(
+    system: str, found: dict[str, dict[str, Any]], answers: dict[bool, list[int]]
+) -> None:
+    of_system = found[system]
+    assert of_system["sees"] == ["nt" if system == "win32" else "posix", False]
+    assert (of_system["help"], of_system["config"]) == (0, 0)
+    assert of_system["version"].startswith("penstock 0.")
+    assert of_system["memory"]["token_ids"] == answers[False]
+    assert of_system["file"]["token_ids"] == of_system["sealed"]["token_ids"] == answers[False]
+    assert of_system["exact"]["token_ids"] == answers[True]
+    assert of_system["file"]["reads"] > 0
+    assert "no direct I/O here" in of_system["file"]["store"]
+    assert of_system["left"] == []
+    assert "needs Linux" in of_system["aio"]
     if system == "win32":
-        assert "stored documents need" in found["documents"]
-        assert "near-storage devices need" in found["near"]
+        assert "stored documents need" in of_system["documents"]
+        assert "near-storage devices need" in of_system["near"]
     else:
-        assert "ask it: penstock doc ask x" in found["documents"]
+        assert "ask it: penstock doc ask x" in of_system["documents"]
 
 
 def _environment() -> dict[str, str]:

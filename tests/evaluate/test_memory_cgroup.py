@@ -10,6 +10,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.evaluate.limited_decode import limited_decode, run_limited
 from penstock.evaluate.memory_cgroup import MemoryCgroup
+from tests.ready_process import run_ready
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -59,7 +60,8 @@ def test_decoding_is_measured_without_a_limit_too(tmp_path: Path) -> None:
     assert found["own_files_cached_bytes"] == 0 or found["own_files_cached_bytes"] is None
 
 
-def test_a_process_that_fails_says_why() -> None:
+def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.evaluate.limited_decode.subprocess.run", run_ready)
     found = run_limited(["--config=tiny", "--context=1500", "--memory=1/999", "--group=none"])
     assert found["survived"] is False
     assert "too little" in found["reason"]

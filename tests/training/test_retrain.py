@@ -1,10 +1,7 @@
 """A recipe from begin to end: seeds that are refused, stops, what is done already."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 
 import training
 from penstock.core.errors import ConfigError
+from tests.ready_process import ReadyProcess
 from training import evaluate, retrain, train
 from training.gate import REFUSED
 from training.recipe import read_recipe
@@ -217,6 +215,9 @@ def test_when_all_seeds_are_refused(
     assert "refused the seeds 3 to 5; give another --seed" in capsys.readouterr().err
 
 
+COMMAND = "import runpy; runpy.run_module('training.retrain', run_name='__main__', alter_sys=True)"
+
+
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in this process, without seconds of imports."""
 
@@ -241,16 +242,14 @@ def test_for_real(
     text = path.read_text()
     path.write_text(text.replace("minutes = 0.03", "minutes = 2"))
     words = [str(path), "--out", str(out), "--device", "cpu", "--workers", "0"]
-    command = [sys.executable, "-m", "training.retrain", *words]
-    process = subprocess.Popen(command, cwd=FOLDER.parent, stderr=subprocess.PIPE, text=True)
     checkpoint = out / "1-long-seed-3" / "checkpoint.pt"
     end = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < end and process.poll() is None:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGTERM)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == retrain.STOPPED, said
-    assert "the same command goes on" in said
+    with ReadyProcess(COMMAND, *words, folder=FOLDER.parent) as process:
+        while not checkpoint.exists() and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == retrain.STOPPED, process.errors()
+        assert "the same command goes on" in process.errors()
 
     path.write_text(text.replace("minutes = 0.03", "minutes = 0.05"))
     here(monkeypatch)

@@ -35,11 +35,16 @@ def reference(loaded: LoadedModel, texts: list[Tensor]) -> Reference:
 
 
 @pytest.fixture(scope="module")
+def single(loaded: LoadedModel, texts: list[Tensor]) -> Reference:
+    return Reference(loaded.model, texts[:1], forced=FORCED)
+
+
+@pytest.fixture(scope="module")
 def recordings(reference: Reference) -> tuple[Recording, ...]:
     return reference.measure(POLICY, memory=None, record=True).selections
 
 
-@pytest.mark.parametrize("capacity", [120, 180, 480])
+@pytest.mark.parametrize("capacity", [120, 480])
 def test_the_engine_counts_the_same(
     reference: Reference, recordings: tuple[Recording, ...], capacity: int
 ) -> None:
@@ -51,19 +56,14 @@ def test_the_engine_counts_the_same(
     assert 0.05 < rates[capacity] < 1
 
 
-def test_one_recording_is_replayed_exactly(loaded: LoadedModel, texts: list[Tensor]) -> None:
+def test_one_recording_is_replayed_exactly(single: Reference) -> None:
     """The same run's own count: nothing but the replay can differ."""
-    for policy, memory in ((POLICY, None), (replace(POLICY, reuse_tokens=200), None)):
-        reference = Reference(loaded.model, texts[:1], forced=FORCED)
-        found = reference.measure(policy, memory=memory, record=True)
-        assert policy.reuse_tokens is not None
-        rates = reuse_rates(found.selections, [policy.reuse_tokens])
-        assert rates[policy.reuse_tokens] == pytest.approx(found.hit_rate, abs=1e-12)
+    found = single.measure(replace(POLICY, reuse_tokens=180), memory=None, record=True)
+    assert reuse_rates(found.selections, [180])[180] == pytest.approx(found.hit_rate, abs=1e-12)
 
 
-def test_rows_that_are_heads(loaded: LoadedModel, texts: list[Tensor]) -> None:
-    reference = Reference(loaded.model, texts[:1], forced=FORCED)
-    found = reference.measure(Loki(selected_tokens=64), memory="1/2", record=True)
+def test_rows_that_are_heads(single: Reference) -> None:
+    found = single.measure(Loki(selected_tokens=64), memory="1/2", record=True)
     [recording] = found.selections
     assert recording.shares.shape[2] == 4
     assert reuse_rates([recording], [64])[64] > 0
