@@ -145,7 +145,7 @@ def test_the_smallest_budget_that_is_named_would_do(quick: dict[str, Any]) -> No
     assert tune(**{**quick, "memory": needed, "floor": 50.0}).config.limit_bytes == needed
 
 
-def test_an_interrupted_tuning_goes_on(
+def test_an_interrupted_tuning_goes_on_and_a_pick_that_loses_too_much_is_ruled_out(
     quick: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.tuner import tune as module
@@ -178,8 +178,21 @@ def test_an_interrupted_tuning_goes_on(
     monkeypatch.setattr(EngineRun, "__init__", again)
     done = tune(**quick, journal=journal)
     assert journal.exists(), "nothing is lost before the config is there"
-    done.save(tmp_path / "config.json")
     assert len(made) == kvswap_search.CHECKS + kvswap_search.FINALISTS
+
+    first: list[Any] = []
+
+    def bad_once(task: Any, reference: Any, policy: Any) -> float:
+        first[:] = first or [policy]
+        return 10 * KL_FLOOR if policy == first[0] else 0.0
+
+    monkeypatch.setattr(module, "_kl", bad_once)
+    config = tune(**quick, journal=journal).config
+    assert first[0] in [each.make_policy() for each in done.config.solutions]
+    assert first[0] not in [each.make_policy() for each in config.solutions], "it is ruled out"
+    assert config.solutions
+
+    done.save(tmp_path / "config.json")
     assert not journal.exists()
 
 
@@ -202,26 +215,6 @@ def test_an_interrupted_tuning_within_free_memory_goes_on(
         with pytest.raises(Stop):
             tune(**{**quick, "memory": "auto"}, journal=tmp_path / "journal")
     assert limits == [whole // 2] * 2
-
-
-def test_a_pick_that_measures_badly_is_ruled_out(
-    quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from penstock.tuner import tune as module
-
-    first: list[Any] = []
-    real = module._kl
-
-    def bad_once(task: Any, reference: Any, policy: Any) -> float:
-        if not first or first[0] == policy:
-            first[:] = [policy]
-            return 10 * KL_FLOOR
-        return real(task, reference, policy)
-
-    monkeypatch.setattr(module, "_kl", bad_once)
-    config = tune(**quick).config
-    assert first
-    assert first[0] not in [each.make_policy() for each in config.solutions]
 
 
 @pytest.mark.parametrize(
