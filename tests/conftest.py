@@ -1,27 +1,19 @@
 """What every test needs before the first module is imported."""
 
+import functools
 import gc
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from torch import Tensor
 
-from penstock.kernels.native import compiled
-
-# No example is refused for being slow: the machine may be at something else meanwhile. What the
-# default profile says otherwise stays (where CI is set: the same examples each time).
-settings.register_profile(
-    "penstock",
-    settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]),
-)
-settings.load_profile("penstock")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What imports and collection made stays to the end: each full collection would walk it again.
 gc.disable()
@@ -36,14 +28,40 @@ for name in [each for each in os.environ if each.startswith("PENSTOCK_")]:
         del os.environ[name]  # and has settings, which no test is about
 os.environ["PENSTOCK_CONFIG"] = os.devnull
 
-compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
-
 LONG = ("training", "research", "evaluate", "tuner", "cli", "search", "documents")
 
-if not torch.cuda.is_available():
-    # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,
-    # which transformers does, so that this stands above the tests of the kernels.
-    os.environ["TRITON_INTERPRET"] = "1"
+
+def _prepare() -> None:
+    """What every test needs before the first module is imported."""
+    import torch
+    import typer.testing
+    from hypothesis import HealthCheck, settings
+
+    from penstock.kernels.native import compiled
+
+    # No example is refused for being slow: the machine may be at something else meanwhile. What the
+    # default profile says otherwise stays (where CI is set: the same examples each time).
+    settings.register_profile(
+        "penstock",
+        settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]),
+    )
+    settings.load_profile("penstock")
+    compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
+    runner: Any = typer.testing  # makes all commands anew each time
+    runner._get_command = functools.cache(runner._get_command)
+    if not torch.cuda.is_available():
+        # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,
+        # which transformers does, so that this stands above the tests of the kernels.
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+# The process that starts xdist's workers runs no test. They wait until it has imported what it
+# will: two seconds less without torch.
+RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or not any(
+    word.startswith(("-n", "--numprocesses")) for word in sys.argv
+)
+if RUNS_TESTS:
+    _prepare()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +74,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     seed: int | None = config.getoption("other_sums")
-    if seed is not None:
+    if seed is not None and RUNS_TESTS:
+        import torch
+
         torch.nn.functional.linear = _rounded_otherwise(torch.nn.functional.linear, seed)
 
 
@@ -84,13 +104,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _rounded_otherwise(linear: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
+def _rounded_otherwise(linear: "Callable[..., Tensor]", seed: int) -> "Callable[..., Tensor]":
     """A `linear` of a processor that adds up in another order: some results lie one step beside.
 
     Which ones follows from the seed and the shapes, as a processor chooses its loops by shape.
     """
 
-    def other(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    import torch
+
+    def other(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
         found = linear(input, weight, bias)
         if found.device.type != "cpu" or not found.is_floating_point():
             return found
@@ -106,6 +128,9 @@ def _rounded_otherwise(linear: Callable[..., Tensor], seed: int) -> Callable[...
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The same draws for a test, whoever ran before it."""
+    import numpy as np
+    import torch
+
     seed = zlib.crc32(item.nodeid.encode())
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

@@ -144,6 +144,18 @@ def wanted(name: str) -> tuple[str, ...] | None:
     return None
 
 
+PLACES = ("none", "pipe", "folder", "endless")
+"""States of what a name leads to: commands may look at it before they read."""
+
+
+def share_of(states: tuple[str, ...], command: str, name: str) -> list[str]:
+    """What a file holds is for the reader that commands share: they take turns with such states."""
+    sharing = [each for each, other, _ in TAKERS if other == name]
+    held = [state for state in states if state not in PLACES]
+    mine = held[sharing.index(command) :: len(sharing)]
+    return [state for state in states if state in PLACES or state in mine]
+
+
 @pytest.mark.parametrize(
     ("command", "name", "option"), TAKERS, ids=lambda value: str(value).replace(" ", "-")
 )
@@ -160,7 +172,7 @@ def test_bad_files(
         return  # looked at once there is a document: see the tests of documents
     if command == "chat":
         tiny_chat_model(folder=tmp_path / "talks")
-    for state in states:
+    for state in states if name in (*TEXTS, *WRITTEN) else share_of(states, command, name):
         before = files[state].read_bytes() if files[state].is_file() else b""
         with soon(300):
             done = CliRunner().invoke(

@@ -136,7 +136,7 @@ def test_a_dialogue_goes_through_the_chat_template() -> None:
     loaded = tiny_chat_model()
     tokenizer: Any = loaded.tokenizer
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    text = tokenizer.decode(shipped_texts(loaded, 2000)["dialogue"])
+    text = tokenizer.decode(shipped_texts(loaded, 600)["dialogue"])
     assert text.index("user") < text.index("assistant")
     tokenizer.chat_template = "{{ raise_exception('no talk') }}"
     plain = shipped_texts(loaded, 400)["dialogue"]

@@ -76,6 +76,20 @@ def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
     assert bad.stderr == "error: the prompt on stdin is not UTF-8 text\n"
 
 
+GRASS = "The grass is green . The sky is blue . " * 50
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> list[int]:
+    """What the plain model says behind `GRASS`."""
+    loaded = load("recall", dtype="float32")
+    model: Any = loaded.model
+    assert loaded.tokenizer is not None
+    inputs = loaded.tokenizer(GRASS, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+    return list(tokens.tolist())
+
+
 @pytest.mark.parametrize(
     ("policy", "how"),
     [
@@ -86,21 +100,15 @@ def test_the_prompt_may_come_through_a_pipe(sample: Sample) -> None:
     ],
 )
 def test_exact_and_verified_give_the_plain_models_tokens(
-    policy: str, how: tuple[object, ...]
+    policy: str, how: tuple[object, ...], plain_tokens: list[int]
 ) -> None:
-    loaded = load("recall", dtype="float32")
-    model: Any = loaded.model
-    assert loaded.tokenizer is not None
-    text = "The grass is green . The sky is blue . " * 50
-    inputs = loaded.tokenizer(text, return_tensors="pt")
-    plain = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     memory = "auto" if policy == "full" else "1/2"
     options = (
         "--max-new-tokens", 12, "--policy", policy, "--memory", memory, *how, "--json",
         "--dtype", "float32",
     )  # fmt: skip
-    answer = json.loads(run("--prompt", text, *options).stdout)
-    assert answer["token_ids"] == plain.tolist()
+    answer = json.loads(run("--prompt", GRASS, *options).stdout)
+    assert answer["token_ids"] == plain_tokens
     assert (answer["verified"] is not None) == ("--verify" in how)
     assert (answer["verify"]["steps"] > 0) == ("--verify" in how)
 
@@ -116,9 +124,9 @@ def test_trace_is_a_chrome_trace(prompt_file: Path, tmp_path: Path) -> None:
     assert any(event["dur"] > 0 for event in spans)
 
 
-def test_sampling_with_a_seed_repeats(prompt_file: Path) -> None:
+def test_sampling_with_a_seed_repeats() -> None:
     options = (
-        "--prompt-file", prompt_file, "--temperature", 3.0, "--max-new-tokens", 8, "--json",
+        "--prompt", "The grass is green .", "--temperature", 3.0, "--max-new-tokens", 8, "--json",
         "--seed",
     )  # fmt: skip
     first, again, other = (json.loads(run(*options, seed).stdout) for seed in (1, 1, 2))

@@ -75,8 +75,9 @@ def test_it_is_refused_before_the_work(command: tuple[object, ...]) -> None:
     assert done.stderr.startswith(f"error: {command[-1]} /proc/penstock.png cannot be written")
 
 
-@pytest.mark.parametrize("command", [(*GENERATE, "--trace"), (*SEARCH, "--tree")])
-@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(
+    ("command", "as_json"), [((*GENERATE, "--trace"), True), ((*SEARCH, "--tree"), False)]
+)
 def test_the_answer_comes_first(
     command: tuple[object, ...], as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

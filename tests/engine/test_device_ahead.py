@@ -20,7 +20,7 @@ from penstock.methods.louiskv.policy import LouisKV
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PROMPT_TOKENS, STEPS, MAX_TOKENS = 90, 40, 140
+PROMPT_TOKENS, STEPS, MAX_TOKENS = 90, 24, 140
 BUDGET: dict[str, Any] = {
     "selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4, "predict": True,
 }  # fmt: skip

@@ -1,5 +1,9 @@
 """What the tests of kernels share."""
 
+import functools
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +18,25 @@ def _more_than_one_thread() -> Iterator[None]:
     torch.set_num_threads(max(2, before))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_known() -> Iterator[None]:
+    """The interpreter looks through its language once, not at every launch."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    find = interpreter.tl.core.is_builtin
+    members = functools.cache(lambda owner: inspect.getmembers(owner, find))
+
+    def patch(owner: Any, builder: Any, scope: Any) -> None:
+        for name, member in members(owner):
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_builtin", patch)
+        yield
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ def test_the_variables_alone(hub: Hub, tmp_path: Path) -> None:
     """In a process of its own: huggingface_hub reads them when it is imported."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "PYTHONPATH": SOURCE}
-    command = [sys.executable, "-m", "penstock", *ASKED]
+    command = [sys.executable, "-m", "penstock", "fetch", NAME]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "hub" / "models--someone--tiny" / "refs" / "main").is_file()

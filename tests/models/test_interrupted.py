@@ -68,10 +68,12 @@ def points(
     for number, layer in enumerate(decoder_layers(model)):
         if number not in numbers:
             continue
-        for name, module in layer.named_modules():
+        for place, (name, module) in enumerate(layer.named_modules()):
             if not within and name not in PLACES:
                 continue
-            for before in (True, False):
+            # Behind a module within is before the next: one of the two in every second layer.
+            sides = (True, False) if not within or not name else ((number + place) % 2 == 0,)
+            for before in sides:
                 yield f"{number}.{name or 'layer'}{' before' * before}", module, before
 
 
@@ -233,8 +235,8 @@ def test_a_layer_that_stops_within(name: str, after: bool, count: int) -> None:
     with TieredCache(
         model, policy, store="memory", max_tokens=LENGTH, must_tier=True, exact=exact
     ) as cache:
-        for place in WITHIN:
-            for number in range(3):
+        for turn, place in enumerate(WITHIN):
+            for number in sorted({turn % 3, (turn + 1 + after) % 3}):  # all three, by `after`
                 cache.reset()
                 for part in (IDS[:, :50], IDS[:, 50:55], IDS[:, 55:PROMPT]):
                     model(part, **cache_argument(model, cache))
@@ -254,7 +256,7 @@ def test_a_layer_that_stops_within(name: str, after: bool, count: int) -> None:
                     found = go_on(model, cache)
                     where = f"{place} {number}"
                     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4, msg=where)
-    assert stops >= 6
+    assert stops >= 4
 
 
 @contextmanager

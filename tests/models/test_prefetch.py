@@ -112,8 +112,10 @@ def test_predicted_fetches_are_begun_before_their_layer(
     assert no_hooks(model)
 
 
-@pytest.mark.parametrize("store", ["memory", "host"])
-@pytest.mark.parametrize("policy", [LouisKV, ArkVale, Quest])
+@pytest.mark.parametrize(
+    ("policy", "store"),
+    [(LouisKV, "memory"), (LouisKV, "host"), (ArkVale, "host"), (Quest, "memory")],
+)
 def test_methods_that_can_choose_ahead(
     policy: Any, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 GROUP = 8
 DOCUMENT = 150  # the last group holds 6 tokens
 QUESTION = 11
-NEW = 30
+NEW = 14
 MAX_TOKENS = 256
 SWAP = KVSwap(group_tokens=GROUP, window_tokens=16, selected_tokens=48, rank=32, index_bits=8)
 
@@ -109,9 +109,8 @@ def fresh(model: PreTrainedModel, policy: SelectionPolicy, question: Tensor, **k
 @pytest.mark.parametrize(
     ("family", "sinks", "reuse"),
     [
-        *(("llama", sinks, reuse) for sinks in (0, 16) for reuse in (None, 0)),
-        ("qwen3", 0, None), ("qwen3", 16, 0), ("opt", 16, None), ("opt", 0, 0),
-        ("gpt_neox", 0, 0), ("gpt_neox", 16, None),
+        ("llama", 0, None), ("llama", 16, 0), ("qwen3", 0, None), ("qwen3", 16, 0),
+        ("opt", 16, None), ("gpt_neox", 0, 0),
     ],
 )  # fmt: skip
 def test_shared_units_and_a_kept_index(family: str, sinks: int, reuse: int | None) -> None:
@@ -131,19 +130,30 @@ def test_shared_units_and_a_kept_index(family: str, sinks: int, reuse: int | Non
     assert written == closed * past.padded_bytes * past.shape.num_layers, "the answer, nothing else"
 
 
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def llama_past(llama: PreTrainedModel) -> StoredPast:
+    return stored_by(llama, SWAP)
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_goes_on_behind_what_another_stored(name: str) -> None:
+def test_every_policy_goes_on_behind_what_another_stored(
+    name: str, llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
     policy = made(name)
     if policy.drops:
         pytest.skip("forgets: what it drops depends on the attention of its own prefill")
-    model = tiny_model("llama")
     question = ids(QUESTION, seed=2)
-    expected = fresh(model, policy, question)
-    past = replace(stored_by(model, SWAP), index_state=lambda layer: None)
-    with open_cache(model, policy, past=past, prompt_tokens=DOCUMENT) as cache:
+    expected = fresh(llama, policy, question)
+    past = replace(llama_past, index_state=lambda layer: None)
+    with open_cache(llama, policy, past=past, prompt_tokens=DOCUMENT) as cache:
         for layer in range(past.shape.num_layers):
             cache.tiers.index_state(layer)  # makes it, as early as the other one's
-        got = ask(model, cache, question)
+        got = ask(llama, cache, question)
     assert (logits(expected)[0] - logits(got)[0]).abs().max() <= 1e-4, (
         "the question is read exactly"
     )

@@ -133,10 +133,10 @@ def test_measuring(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None
         ("BITS", (8,)),
     ):  # fmt: skip
         monkeypatch.setattr(building, name, values)
-    token_ids = calibration_tokens(loaded, [], tokens=1024, forced=FORCED)[1:3]
+    token_ids = calibration_tokens(loaded, [], tokens=1024, forced=FORCED)[1:2]
     seen: list[tuple[int, int, str]] = []
     tables = build_tables(
-        loaded, token_ids, forced=FORCED, texts="two documents",
+        loaded, token_ids, forced=FORCED, texts="a document",
         progress=lambda *args: seen.append(args),
     )  # fmt: skip
     keys = [(e.group_tokens, e.selected_tokens, e.rank, e.index_bits) for e in tables.entries]

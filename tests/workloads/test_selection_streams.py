@@ -35,16 +35,16 @@ from penstock.workloads.selection_streams import (
 )
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-CONTEXT, STEPS = 2200, 5
+CONTEXT, STEPS = 1400, 4
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
 SLOTS: dict[str, Any] = {
-    "hillinfer": {"selected_tokens": 400, "hot_tokens": 2},
-    "kvswap": {"selected_tokens": 400, "reuse_tokens": 400},
+    "hillinfer": {"selected_tokens": 200, "hot_tokens": 2},
+    "kvswap": {"selected_tokens": 200, "reuse_tokens": 200},
 }
 """Options without which a method holds more than one selection."""
-MEMORY = {"dynakv": "3/4"}
-"""Where half a tiny cache is too little: a prompt is clustered a whole row at a time."""
+MEMORY = {"dynakv": "9/10"}
+"""Where so much of a tiny cache is too little: a prompt is clustered a whole row at a time."""
 REPLACED = sorted(name for name, p in POLICIES.items() if p.retrieves and not p.drops)
 
 
@@ -77,7 +77,7 @@ class Watched(SelectionStream):
 
 @contextmanager
 def filled(
-    model: CausalLM, policy: SelectionPolicy, *, batch: int = 1, memory: str = "1/2"
+    model: CausalLM, policy: SelectionPolicy, *, batch: int = 1, memory: str = "3/4"
 ) -> Iterator[TieredCache]:
     """A cache with a synthetic document."""
     with TieredCache(
@@ -254,7 +254,7 @@ def test_all_work_is_done(name: str, model: CausalLM, monkeypatch: pytest.Monkey
     plain, ranks = POLICIES[name](), RANKS.get(name, "score")
     for number, policy in enumerate((plain, streamed(plain, OverlapStream()))):
         calls.clear()
-        with filled(model, policy, memory=MEMORY.get(name, "1/2")) as cache:
+        with filled(model, policy, memory=MEMORY.get(name, "3/4")) as cache:
             if number == 0:
                 inner = type(cache.tiers.layers[0].index)  # type: ignore[attr-defined]
                 for method in (ranks, "fit", "look", "append"):
@@ -292,7 +292,7 @@ def test_a_stream_follows_its_sequences(model: CausalLM) -> None:
         decode(model, cache, steps=2, batch=2)
         cache.reorder_cache(torch.tensor([1, 0]))
         decode(model, cache, steps=1, batch=2)
-        cache.crop(CONTEXT - 1000)
+        cache.crop(CONTEXT - 500)
         decode(model, cache, steps=1, batch=2)
         cache.reset()
         SyntheticKV(inspect_model(model).kv, 2, torch.device("cpu"), seed=5).fill(cache, CONTEXT)

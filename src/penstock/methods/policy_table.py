@@ -1,8 +1,10 @@
 """PolicyTable: methods by name, Penstock's own and those that other packages register."""
 
+import functools
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from typing_extensions import override
 
@@ -34,7 +36,7 @@ class PolicyTable(Mapping[str, type[SelectionPolicy]]):
 
     @override
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in entry_points(group=GROUP).names
+        return name in self._own or name in _registered().names
 
     @override
     def __getitem__(self, name: str) -> type[SelectionPolicy]:
@@ -56,7 +58,7 @@ class PolicyTable(Mapping[str, type[SelectionPolicy]]):
         Raises:
             ConfigError: there is none, several have the name, or the registered one cannot be used.
         """
-        entries = list(entry_points(group=GROUP, name=name))
+        entries = list(_registered().select(name=name))
         claims = ["Penstock"] * (name in self._own) + [_package(entry) for entry in entries]
         if len(claims) > 1:
             raise ConfigError(
@@ -66,9 +68,20 @@ class PolicyTable(Mapping[str, type[SelectionPolicy]]):
         if name in self._own:
             return self._own[name]
         if not entries:
-            known = [*self._own, *sorted(entry_points(group=GROUP).names - self._own.keys())]
+            known = [*self._own, *sorted(_registered().names - self._own.keys())]
             raise ConfigError(f"there is no policy {name!r}; choose from {', '.join(known)}")
         return _loaded(entries[0])
+
+
+def _registered() -> EntryPoints:
+    """What is installed in the folders of the import path as it is now."""
+    return _registered_in(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _registered_in(path: tuple[str, ...]) -> EntryPoints:
+    # The files of every installed package are read: a document that is opened has time for better.
+    return entry_points(group=GROUP)
 
 
 def _package(entry: EntryPoint) -> str:

@@ -141,9 +141,10 @@ def regrouped_scores(logits: Tensor, group_tokens: int) -> Tensor:
     Returns:
         float32 [batch, whole groups]
     """
-    groups = logits.shape[1] // group_tokens
-    whole = logits[:, : groups * group_tokens]
-    return sum_of_softmaxes(whole.unflatten(1, (groups, group_tokens)).amax(2), groups)
+    batch, tokens, heads = logits.shape
+    groups = tokens // group_tokens
+    whole = logits[:, : groups * group_tokens].reshape(batch, groups, group_tokens, heads)
+    return sum_of_softmaxes(whole.amax(2), groups)
 
 
 def _fetched(steps: Iterable[NDArray[np.int64]], num_slots: int) -> NDArray[np.int64]:

@@ -51,14 +51,14 @@ def test_queries_of_all_blocks(
 
 @pytest.mark.parametrize(
     ("bits", "rank", "group", "heads", "parts"),
-    [(4, 32, 4, 6, 16), (4, 21, 3, 5, 16), (8, 24, 2, 3, 32), (16, 16, 4, 4, 8), (4, 64, 1, 32, 1)],
+    [(4, 21, 3, 5, 16), (8, 24, 2, 3, 16), (16, 16, 4, 4, 8), (4, 32, 1, 32, 1)],
 )
 def test_products_with_each_parts_queries(
     device: torch.device, triton: Any, bits: int, rank: int, group: int, heads: int, parts: int
 ) -> None:
     from penstock.kernels.group_products_triton import group_products
 
-    batch, blocks = 2, 2
+    batch, blocks = 2, 2 if bits == 16 else 1
     width = (rank + 1) // 2 if bits == 4 else rank
     size = (batch, blocks + 1, group, 256, width)
     if bits == 16:
@@ -83,8 +83,8 @@ def test_products_with_each_parts_queries(
 @pytest.mark.parametrize(
     ("pairs", "interleaved", "rank", "bits", "group"),
     [
-        (16, False, 32, 4, 4), (16, True, 31, 4, 4), (12, False, 20, 8, 8), (0, False, 21, 4, 4),
-        (5, True, 20, 16, 3), (16, False, 64, 4, 1),
+        (16, False, 31, 4, 1), (12, True, 20, 4, 2), (16, False, 20, 8, 3), (0, False, 21, 4, 2),
+        (5, True, 18, 16, 2),
     ],
 )  # fmt: skip
 def test_a_unit_that_only_the_device_knows(
@@ -115,7 +115,7 @@ def test_a_unit_that_only_the_device_knows(
         per_turn = index._turns.block_tokens // group
         turn = (table, index._row_turn.to(device), per_turn, interleaved)
     on_device = torch.zeros_like(index._codes, device=device)
-    for number in (0, 255, 256, 577):
+    for number in (0, 255, 577):
         unit = torch.tensor([number])
         some = keys[:, number * group : (number + 1) * group]
         index.put(some, unit)

@@ -124,8 +124,7 @@ def true_mass(logits: Tensor, kept: Tensor, seen: Tensor) -> Tensor:
     return 1 - (shares[:, :-1] * ~seen[:, :, None]).sum(dim=1).mean(dim=1)
 
 
-@pytest.mark.parametrize("off", [0.0, 0.8, -0.8])
-@pytest.mark.parametrize("with_left", [False, True])
+@pytest.mark.parametrize(("off", "with_left"), [(0.0, True), (0.8, False), (-0.8, True)])
 def test_what_the_index_gets_wrong_is_learnt_from_probes(off: float, with_left: bool) -> None:
     """The index is noisy, and wrong by a factor on all units: the estimate is not, and its bars
     hold as often as they say."""
@@ -182,9 +181,16 @@ def answers(model: Any, policy: Any, **options: Any) -> Any:
     return LLM(model, policy=policy, **options).generate(prompts(), params)
 
 
-def test_exact_below_the_floor_is_full_attention(model: PreTrainedModel) -> None:
+@pytest.fixture(scope="module")
+def full(model: PreTrainedModel) -> list[list[int]]:
+    """The tokens of full attention."""
+    return [each.token_ids for each in answers(model, "full")]
+
+
+def test_exact_below_the_floor_is_full_attention(
+    model: PreTrainedModel, full: list[list[int]]
+) -> None:
     policy = replace(POLICY, floor=0.99999, below="exact")
-    full = [each.token_ids for each in answers(model, "full")]
     outputs = answers(model, policy)
     assert [each.token_ids for each in outputs] == full
     counters = outputs[0].run.stats.decode.counters
@@ -276,11 +282,14 @@ def test_reading_again_has_more_of_the_attention(model: PreTrainedModel) -> None
 
 
 @pytest.mark.parametrize("memory", [None, "3MiB"])
-def test_verified_tokens_and_several_answers(model: PreTrainedModel, memory: str | None) -> None:
-    """Crops, forks and padding: what a layer has chosen and learnt goes with its rows."""
-    full = [each.token_ids for each in answers(model, "full")]
+def test_verified_tokens(model: PreTrainedModel, full: list[list[int]], memory: str | None) -> None:
+    """Crops and padding: what a layer has chosen and learnt goes with its rows."""
     outputs = answers(model, POLICY, verify=4, memory=memory)
     assert [each.token_ids for each in outputs] == full
+
+
+def test_several_answers(model: PreTrainedModel) -> None:
+    """Forks, too."""
     params = SamplingParams(temperature=1.0, seed=2, n=2, max_tokens=6, ignore_eos=True)
     llm = LLM(model, policy=POLICY, memory=None, store="memory")
     [output] = llm.generate(prompts()[:1], params)
