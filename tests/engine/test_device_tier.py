@@ -29,6 +29,7 @@ POLICIES: dict[str, SelectionPolicy] = {
     "arkvale": ArkVale(group_tokens=4, reuse_tokens=40, **BUDGET),
     "kvswap": KVSwap(reuse_tokens=48, rank=8, predict=False, **BUDGET),
     "kvswap-keep": KVSwap(keep=2.0, rank=8, **{**BUDGET, "selected_tokens": 48}),
+    "kvswap-shared": KVSwap(reuse_tokens=0, rank=8, predict=False, **BUDGET),
     "louiskv": LouisKV(tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET),
     "louiskv-spread": LouisKV(
         tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, summary="mean+spread", **BUDGET
@@ -101,11 +102,34 @@ def test_the_engines_agree(name: str) -> None:
                 assert (host - device).abs().max().item() < 5e-5, step
         host_counts, device_counts = map(decode_counters, runtimes)
         assert host_counts[0] == STEPS
-        assert host_counts[1] > host_counts[2] > 0
+        reuses = not runtimes[1].plan.shared_pools
+        assert host_counts[1] > host_counts[2] >= reuses
         assert device_counts == host_counts
     finally:
         for runtime in runtimes:
             runtime.close()
+
+
+def test_shared_pools_after_a_crop_and_rows_that_change_places() -> None:
+    """Windows are beside the pools, and come back into them."""
+    policy = POLICIES["kvswap-shared"]
+    feed = Feed(make_runtime(policy), make_runtime(policy, device_tier=True), padding=(0, 0))
+    assert feed.runtimes[1].plan.shared_pools
+    feed.step(PROMPT_TOKENS)
+    for change in (None, "crop", "rows"):
+        for runtime in feed.runtimes:
+            if change == "crop":
+                runtime.crop(feed.length - 9)
+            elif change == "rows":
+                runtime.select_rows(torch.tensor([1, 1]))
+        feed.length -= 9 * (change == "crop")
+        for _ in range(3):
+            for host, device in zip(*feed.step(), strict=True):
+                assert (host - device).abs().max().item() < 5e-5, change
+            for runtime in feed.runtimes:
+                runtime.end_step()
+    for runtime in feed.runtimes:
+        runtime.close()
 
 
 def test_the_selection_matters() -> None:

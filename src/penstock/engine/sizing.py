@@ -6,10 +6,10 @@ from dataclasses import replace
 from penstock.core.errors import ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units
 from penstock.engine.device_tier.device_index import StepClock
+from penstock.engine.device_tier.device_pool import DevicePool
 from penstock.engine.device_tier.scored_units import ScoredUnits
 from penstock.engine.policy import ceil_div
 from penstock.engine.tiers.slot_table import SlotTable
-from penstock.kernels.device.slots import FetchLists
 
 PlanBuilder = Callable[[int], SlotPlan]
 """From a number of slots to a priced plan."""
@@ -39,7 +39,8 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
     def build(num_slots: int) -> SlotPlan:
         return make_plan(
             request, group_tokens=group_tokens, num_slots=num_slots, selected_units=0,
-            sink_slots=0, window_slots=2, shared_pools=True, compact=False, index_bytes=0,
+            sink_slots=0, window_slots=2,
+            shared_pools=not request.device_tier, compact=False, index_bytes=0,
             scratch_bytes=0,
         )  # fmt: skip
 
@@ -123,7 +124,6 @@ def make_plan(
     max_units = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
     kept = sink_slots + window_slots
-    shared_pools = shared_pools and not request.device_tier
     pools = 2 if shared_pools else shape.num_layers
     pool_slots = pools * batch * (num_slots + kept)
     mask_slots = shape.num_layers * batch * (num_slots + kept)
@@ -143,9 +143,9 @@ def make_plan(
         block = stream_block_units(batch, unit_bytes, group_tokens, max_units)
         fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes
         fixed += StepClock.num_bytes(batch)
-        fixed += shape.num_layers * _device_table_bytes(
-            batch, num_slots, max_units, max(1, selected_units)
-        )
+        wanted = max(1, selected_units)
+        fixed += pools * DevicePool.table_bytes(batch, num_slots, max_units, wanted)
+        fixed += shape.num_layers * ScoredUnits.num_bytes(rows=batch, wanted=wanted)
         row_bytes = host_units(max_units, unit_bytes) * unit_bytes
         staging_bytes = shape.num_layers * batch * row_bytes
     elif selected_units:
@@ -167,13 +167,6 @@ def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_units
     fitting = STREAM_BLOCK_BYTES // (batch * unit_bytes)
     share = ceil_div(max_units, STREAM_BLOCK_SHARE)
     return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share))
-
-
-def _device_table_bytes(batch: int, num_slots: int, max_units: int, selected: int) -> int:
-    """One layer's tables of the device tier: slots and units, the lists, the selection."""
-    tables = SlotTable.num_bytes(batch, num_slots, max_units) + 4 * batch
-    selection = ScoredUnits.num_bytes(rows=batch, wanted=selected)
-    return tables + FetchLists.num_bytes(batch, selected, num_slots) + selection
 
 
 def largest_plan(

@@ -1,6 +1,6 @@
 """DeviceLayer: a layer whose decode step is a fixed row of launches on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from penstock.engine.attention_call import (
 )
 from penstock.engine.device_tier.attend_pool import attend_pool
 from penstock.engine.device_tier.device_index import DeviceIndex, StepClock, Wanted
+from penstock.engine.device_tier.device_pool import DevicePool
 from penstock.engine.device_tier.host_memory import HostMemory
 from penstock.engine.device_tier.streams import on_link
 from penstock.engine.device_tier.workspace import Workspace
@@ -28,9 +29,9 @@ from penstock.engine.index_fit import IndexFit, sample_units
 from penstock.engine.layer import Layer
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiers.rolling_window import RollingWindow
-from penstock.engine.tiers.token_pool import TokenPool, copy_rows
+from penstock.engine.tiers.token_pool import copy_rows
 from penstock.kernels.device.append import append_token, store_tokens
-from penstock.kernels.device.slots import FetchLists, gather_units, plan_slots
+from penstock.kernels.device.slots import gather_units, plan_slots
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 STAYING_GATHER = True
@@ -63,39 +64,36 @@ class DeviceLayer(Layer):
 
     reads_back: ClassVar[bool] = False
 
-    def __init__(self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None) -> None:
+    def __init__(
+        self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None,
+        pool: DevicePool | None = None,
+    ) -> None:  # fmt: skip
         """Allocate the layer.
 
         Args:
             index: None for methods that attend to everything.
+            pool: one that other layers use too, where the plan says so; None: the layer's own.
         """
         plan, shape, device = setup.plan, setup.shape, setup.device
         self.layer_idx, self.setup, self.index = layer_idx, setup, index
         self.length = self._touched = 0
         self.host = HostMemory(plan, shape, device)
-        slots = plan.batch * (plan.num_slots + plan.kept_slots)
-        memory = torch.zeros(slots, plan.unit_bytes, dtype=torch.uint8, device=device)
-        self.pool = TokenPool(
-            memory, shape, batch=plan.batch, num_slots=plan.num_slots, kept_slots=plan.kept_slots,
-            group_tokens=plan.group_tokens,
-        )  # fmt: skip
-        self._units = memory.view(plan.batch, plan.num_slots + plan.kept_slots, plan.unit_bytes)
+        self._slots = pool or DevicePool(plan, shape, device)
+        self._shares_slots = pool is not None
+        self.pool = self._slots.tokens
+        self.unit_in, self.slot_of = self._slots.unit_in, self._slots.slot_of
+        tokens, mask = self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :]
+        self._kept_places = (tokens, mask)
+        if self._shares_slots:  # between steps another layer's are there
+            tokens, mask = torch.zeros_like(tokens), torch.full_like(mask, NEGATIVE_INFINITY)
+        elif index is not None:
+            index.see_slots(self.slot_of)
         self.window = RollingWindow(
-            self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :],
-            group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
+            tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
             window_slots=plan.window_slots,
         )  # fmt: skip
-        size = (plan.batch, plan.num_slots)
-        self.unit_in = torch.full(size, -1, dtype=torch.int32, device=device)
-        """Unit in each slot, -1 for none. [rows, slots]"""
-        size = (plan.batch, plan.max_units)
-        self.slot_of = torch.full(size, -1, dtype=torch.int32, device=device)
-        """Slot of each unit, -1 for none. [rows, units]"""
-        if index is not None:
-            index.see_slots(self.slot_of)
-        self._heads = torch.zeros(plan.batch, dtype=torch.int32, device=device)
-        wanted = max(1, plan.selected_units)
-        self.lists = FetchLists.allocate(plan.batch, wanted, plan.num_slots, device)
+        traffic = torch.zeros_like(self._slots.lists.traffic)
+        self.lists = replace(self._slots.lists, traffic=traffic)
         self._may_step = self._emptied = False
         self._begun: Tensor | None = None
         self._landed: torch.cuda.Event | None = None
@@ -141,7 +139,8 @@ class DeviceLayer(Layer):
             self.index.begin_decode(self.length, self.setup.clock)
             kept = self.index.kept() if self._emptied else None
             if kept is not None:
-                self._fetch(kept)
+                self._list(kept)
+                self._gather()
             self._may_step, self._emptied = True, False
         return True
 
@@ -171,7 +170,7 @@ class DeviceLayer(Layer):
         """
         assert self.index is not None
         self.prepare_step()
-        self._list(self.index.select(query, self.setup.clock))
+        self._select(self.index, query)
         with on_link(self.setup.device):
             self._gather(leaves_room=STAYING_GATHER)
             if self._landed is not None:
@@ -216,22 +215,23 @@ class DeviceLayer(Layer):
         for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
             index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
 
-    def _fetch(self, wanted: Wanted) -> None:
-        """Bring what is wanted and missing into slots."""
-        self._list(wanted)
-        self._gather()
+    def _select(self, index: DeviceIndex, query: Tensor) -> None:
+        """Choose for a step, and give what is missing slots."""
+        if self._shares_slots:
+            self._slots.clear()
+        self._list(index.select(query, self.setup.clock))
 
     def _list(self, wanted: Wanted) -> None:
         """Give what is wanted and missing slots."""
         plan_slots(
-            wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._heads,
+            wanted.ids, wanted.valid, wanted.due, self.unit_in, self.slot_of, self._slots.heads,
             self.lists,
         )  # fmt: skip
 
     def _gather(self, *, leaves_room: bool = False) -> None:
         """Bring what is listed, perhaps beside the layer before."""
         gather_units(
-            self.host.units, self._units, self.pool.mask, self.setup.clock.start, self.lists,
+            self.host.units, self._slots.units, self.pool.mask, self.setup.clock.start, self.lists,
             self.setup.plan.group_tokens, leaves_room=leaves_room,
         )  # fmt: skip
 
@@ -240,7 +240,8 @@ class DeviceLayer(Layer):
         query, keys, values = call.query[:, :, 0], call.keys[:, :, 0], call.values[:, :, 0]
         self._touched = self.length + 1
         if self._begun is None:
-            self._fetch(index.select(query, clock))
+            self._select(index, query)
+            self._gather()
         else:
             self._join()
         append_token(
@@ -253,6 +254,11 @@ class DeviceLayer(Layer):
         else:
             unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
         index.put(unit_keys, clock)
+        if self._shares_slots:
+            for place, own in zip(
+                self._kept_places, (self.window.tokens, self.window.mask), strict=True
+            ):
+                place.copy_(own)
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
@@ -369,10 +375,8 @@ class DeviceLayer(Layer):
     def _empty_slots(self) -> None:
         self._join()
         self._emptied = True
-        self.unit_in.fill_(-1)
-        self.slot_of.fill_(-1)
-        self._heads.zero_()
-        self.pool.hide_slots()
+        self._slots.clear()
+        self._slots.heads.zero_()
 
     @override
     def crop(self, length: int) -> None:

@@ -247,7 +247,7 @@ class KVSwap(SelectionPolicy):
             smallest.append(everything.total_bytes)  # of a short text it is less than an index
         plans = []
         for candidate in self._candidates(request):
-            for shared in self._pools(request):
+            for shared in self._pools:
                 least = candidate._build(request, shared=shared)
                 if request.limit_bytes is None or least.total_bytes <= request.limit_bytes:
                     plans.append((candidate, candidate._grow(request, shared=shared)))
@@ -273,10 +273,9 @@ class KVSwap(SelectionPolicy):
         shared = WANTS_REUSE if self.reuse_tokens else REUSE_PAYS
         return kept * SMALLER_WINDOW ** sum(halvings) * (shared if plan.shared_pools else 1)
 
-    def _pools(self, request: SizingRequest) -> tuple[bool, ...]:
-        """Whether pools may be shared by layers; the device tier's never are."""
-        if request.device_tier:
-            return (False,)
+    @property
+    def _pools(self) -> tuple[bool, ...]:
+        """Whether pools may be shared by layers."""
         return (False, True) if self.reuse_tokens != 0 else (True,)
 
     def _turns(self, request: SizingRequest) -> bool:
@@ -378,9 +377,7 @@ class KVSwap(SelectionPolicy):
         assert self.index_bits is not None
         shape, batch = request.shape, request.batch
         max_units = ceil_div(request.max_tokens, self.group_tokens)
-        selected = self._selected_units(
-            request, num_slots, shared=shared and not request.device_tier
-        )
+        selected = self._selected_units(request, num_slots, shared=shared)
         num_slots = selected if num_slots is None else num_slots
         num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
         read_units = None
