@@ -15,7 +15,6 @@ from transformers import (
 
 from penstock import LLM, KVSwap, SamplingParams, TieredCache, load
 from penstock.core.errors import ConfigError, DocumentMismatchError
-from penstock.kernels.int8_linear import Int8Linear
 from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity, require_same, weights_of
@@ -139,28 +138,21 @@ def test_an_identity_names_the_bits(folder: Path) -> None:
 
 
 @torch.no_grad()
-def test_predictions_read_8_bit_weights_in_place(folder: Path) -> None:
-    model = load(folder, weights="int8").model
-    layer: Any = model.model.layers[1]
-    if not Int8Linear.serves(torch.device("cpu"), 64):
-        pytest.skip("no compiled kernel here")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_predictions_are_made_by_the_packed_layer(folder: Path, weights: str) -> None:
+    model = load(folder, weights=weights).model
     policy = KVSwap(window_tokens=8, selected_tokens=16, reuse_tokens=16, rank=16, index_bits=8)
     with TieredCache(model, policy, store="memory", max_tokens=200) as cache:
-        assert cache.plan.predictor_bytes == 4 * 64, "scales of layer 1"
+        assert cache.plan.predictor_bytes == 0, "no copies in 8 bits of what is packed"
         model(IDS, **cache_argument(model, cache))
         for token in (5, 6, 7):
             model(torch.tensor([[token]]), **cache_argument(model, cache))
         assert cache._hooks is not None
         projection = cache._hooks._projection
-        copy = projection._copies[1]
-        assert copy is not None
-        assert copy._linear.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+        assert projection._ways[1] == "direct"
         hidden = torch.randn(1, 1, 64)
         kwargs = {"position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[43]]))}
-        predicted, exact = (
-            project(1, hidden, kwargs)
-            for project in (projection.project, projection.project_exactly)
-        )
+        predicted = projection.project(1, hidden, kwargs)
         assert predicted is not None
-        assert exact is not None
-        torch.testing.assert_close(predicted, exact, rtol=1e-4, atol=1e-4)
+        probed = projection.probe(1, hidden, kwargs)[:, :, -1]
+        torch.testing.assert_close(predicted, probed, rtol=1e-4, atol=1e-4)

@@ -30,20 +30,6 @@ class Int8Linear:
         self.weight = (wide / self.scale[:, None]).round_().to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach().float()
 
-    @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, bias: Tensor | None) -> "Int8Linear":
-        """A layer whose weights are in 8 bits already; they are not copied.
-
-        Args:
-            codes: int8 [outputs, width]
-            scale: of each output, of any float dtype [outputs]
-            bias: [outputs]
-        """
-        made = cls.__new__(cls)
-        made.weight, made.scale = codes, scale.detach().float()
-        made.bias = None if bias is None else bias.detach().float()
-        return made
-
     @staticmethod
     def num_bytes(weight: Tensor, bias: Tensor | None) -> int:
         """Bytes of a layer's copy, for the ledger."""
@@ -52,12 +38,8 @@ class Int8Linear:
     @staticmethod
     def is_fast(weight: Tensor) -> bool:
         """Whether a compiled kernel serves these weights; without one the copy is not worth it."""
-        return weight.dtype.itemsize > 1 and Int8Linear.serves(weight.device, weight.shape[1])
-
-    @staticmethod
-    def serves(device: torch.device, width: int) -> bool:
-        """Whether a compiled kernel serves 8-bit weights of this width."""
-        return device.type == "cpu" and width % 64 == 0 and kernel("int8_linear") is not None
+        fits = weight.device.type == "cpu" and weight.shape[1] % 64 == 0
+        return fits and weight.dtype.itemsize > 1 and kernel("int8_linear") is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias; the compiled form of `twin`.

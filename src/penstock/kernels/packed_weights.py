@@ -3,9 +3,10 @@
 Each is one uint8 tensor [rows, bytes]: the codes of the whole matrix in its first bytes, the scales
 in its last. One tensor has one name in a model's state, and a file that holds it can be mapped.
 
-Two ways give a product. A few tokens (a decode step) go through torch's packed operators, which
-read the codes alone. More of them (a prompt) go through plain matrices of a tile of rows at a time:
-the packed operators take 2 to 3 times as long there as the plain matrix does.
+Two ways give a product. A few tokens (a decode step) read the codes alone: 4 bits through torch's
+operator, 8 bits through a kernel of ours, as torch's knows one scale a row and takes twice as long.
+More tokens (a prompt) go through plain matrices of a tile of rows at a time: the packed operators
+take 2 to 3 times as long there as the plain matrix does.
 """
 
 import functools
@@ -16,16 +17,17 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native.compiled import kernel
+from penstock.kernels.native.dtype_codes import DTYPE_CODES
 from penstock.kernels.packed_codes import best_codes
 
 GROUP = 32
-"""Input columns that share a scale in 4 bits, unless a file says otherwise."""
+"""Input columns that share a scale; in 4 bits unless a file says otherwise."""
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's 4-bit operator takes."""
 BLOCK = 64
 """Rows that its codes are interleaved by where vectors have 512 bits; it is also asked of others,
 so that a matrix fits everywhere or nowhere."""
-FEW_ROWS = 8
+FEW_ROWS = 16
 """Tokens up to which the packed operators are faster."""
 _TILE_ELEMENTS = 1 << 20
 """Of a plain tile: it stays in a second-level cache, and is long enough for a product."""
@@ -33,7 +35,7 @@ _PACKING_ELEMENTS = 1 << 22
 
 
 class Int8Matrix:
-    """One scale per row, symmetric, rounded to the nearest."""
+    """A scale per group of 32 input columns, symmetric, rounded to the nearest."""
 
     bits: ClassVar[int] = 8
 
@@ -50,18 +52,24 @@ class Int8Matrix:
         size = self.rows * width
         self.codes = flat[:size].view(torch.int8).view(self.rows, width)
         """int8 [rows, width]"""
-        self.scales = flat[size:].view(dtype)
-        """[rows]"""
+        self.scales = flat[size:].view(dtype).view(self.rows, width // GROUP)
+        """[rows, groups]"""
 
     @staticmethod
     def fits(rows: int, width: int) -> bool:
         """Whether a matrix of these sizes can be kept so."""
-        return width % 32 == 0 and rows % 4 == 0
+        return width % GROUP == 0 and rows % 4 == 0
 
     @staticmethod
     def row_bytes(width: int, dtype: torch.dtype) -> int:
-        """Bytes of a row with its scale."""
-        return width + dtype.itemsize
+        """Bytes of a row with its scales."""
+        return width + width // GROUP * dtype.itemsize
+
+    @classmethod
+    def empty(cls, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, "Int8Matrix"]:
+        """Packed weights to be filled, and the look at them."""
+        packed = torch.empty(rows, cls.row_bytes(width, dtype), dtype=torch.uint8)
+        return packed, cls(packed, width, dtype)
 
     @classmethod
     def pack(cls, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,16 +83,31 @@ class Int8Matrix:
             uint8 [rows, row_bytes]
         """
         rows, width = weight.shape
-        packed = torch.empty(rows, cls.row_bytes(width, dtype), dtype=torch.uint8)
-        made = cls(packed, width, dtype)
-        step = max(1, _PACKING_ELEMENTS // width)
+        packed, made = cls.empty(rows, width, dtype)
+        step = packing_rows(width)
         for first in range(0, rows, step):
-            wide = weight[first : first + step].float()
-            scale = (wide.abs().amax(dim=1) / 127).clamp_min(torch.finfo(dtype).tiny).to(dtype)
-            codes = (wide / scale.float()[:, None]).round_().clamp_(-127, 127)
-            made.codes[first : first + step] = codes.to(torch.int8)
-            made.scales[first : first + step] = scale
+            made.put_plain(first, weight[first : first + step])
         return packed
+
+    def put_plain(self, first: int, weight: Tensor) -> None:
+        """Pack some rows, from `first` on. [count, width]"""
+        wide = weight.float().view(len(weight), -1, GROUP)
+        tiny = torch.finfo(self.dtype).tiny
+        scale = (wide.abs().amax(dim=-1) / 127).clamp_min(tiny).to(self.dtype)
+        codes = (wide / scale.float()[..., None]).round_().clamp_(-127, 127)
+        self.put(first, codes.to(torch.int8), scale)
+
+    def put(self, first: int, codes: Tensor, scale: Tensor) -> None:
+        """Write rows of codes that are known already.
+
+        Args:
+            first: row.
+            codes: int8 [rows, groups, 32]
+            scale: [rows, groups]
+        """
+        end = first + len(codes)
+        self.codes[first:end] = codes.flatten(1)
+        self.scales[first:end] = scale.to(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T`.
@@ -97,16 +120,26 @@ class Int8Matrix:
         """
         if x.device.type != "cpu":
             return self.twin(x)
-        if len(x) <= FEW_ROWS:
-            few: Tensor = torch.ops.aten._weight_int8pack_mm(
-                x.contiguous(), self.codes, self.scales
-            )
-            return few
-        return _by_tiles(self, x)
+        compiled = kernel("int8_groups")
+        if len(x) > FEW_ROWS or compiled is None or self.dtype not in DTYPE_CODES:
+            return _by_tiles(self, x)
+        wide = x.float().contiguous()
+        out = torch.empty(len(x), self.rows)
+        compiled(
+            wide.data_ptr(), self.codes.data_ptr(), self.scales.data_ptr(),
+            DTYPE_CODES[self.dtype], len(x), self.width, self.rows, out.data_ptr(),
+        )  # fmt: skip
+        return out.to(x.dtype)
 
     def plain(self, first: int, end: int) -> Tensor:
         """Some rows as a plain matrix. [end - first, width]"""
-        return self.codes[first:end].to(self.dtype).mul_(self.scales[first:end, None])
+        codes = self.codes[first:end].to(self.dtype).view(end - first, -1, GROUP)
+        return codes.mul_(self.scales[first:end, :, None]).view(end - first, self.width)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """Plain rows by number. int64 [...] to [..., width]"""
+        codes = self.codes[ids].to(self.dtype).view(*ids.shape, -1, GROUP)
+        return codes.mul_(self.scales[ids][..., None]).flatten(-2)
 
     def transposed(self, first: int, end: int) -> Tensor:
         """As `plain`, turned. [width, end - first]"""
@@ -114,7 +147,9 @@ class Int8Matrix:
 
     def twin(self, x: Tensor) -> Tensor:
         """The meaning of a call in plain torch."""
-        return torch.nn.functional.linear(x.float(), self.plain(0, self.rows).float()).to(x.dtype)
+        codes = self.codes.float().view(self.rows, -1, GROUP)
+        weight = codes.mul_(self.scales.float()[..., None]).view(self.rows, self.width)
+        return torch.nn.functional.linear(x.float(), weight).to(x.dtype)
 
     def content(self) -> tuple[Tensor, Tensor]:
         """Codes and scales in an order that is the same on every machine."""
@@ -154,6 +189,14 @@ class Int4Matrix:
         return width // 2 + width // group * 2 * dtype.itemsize
 
     @classmethod
+    def empty(
+        cls, rows: int, width: int, dtype: torch.dtype, group: int = GROUP
+    ) -> tuple[Tensor, "Int4Matrix"]:
+        """Packed weights to be filled, and the look at them."""
+        packed = torch.empty(rows, cls.row_bytes(width, dtype, group), dtype=torch.uint8)
+        return packed, cls(packed, width, dtype, group)
+
+    @classmethod
     def pack(cls, weight: Tensor, dtype: torch.dtype, group: int = GROUP) -> Tensor:
         """A plain matrix as packed weights, with the scales that leave the least squared error.
 
@@ -166,13 +209,16 @@ class Int4Matrix:
             uint8 [rows, row_bytes]
         """
         rows, width = weight.shape
-        packed = torch.empty(rows, cls.row_bytes(width, dtype, group), dtype=torch.uint8)
-        made = cls(packed, width, dtype, group)
-        step = max(BLOCK, _PACKING_ELEMENTS // width // BLOCK * BLOCK)
+        packed, made = cls.empty(rows, width, dtype, group)
+        step = packing_rows(width)
         for first in range(0, rows, step):
-            wide = weight[first : first + step].float()
-            made.put(first, *best_codes(wide.view(len(wide), -1, group), dtype))
+            made.put_plain(first, weight[first : first + step])
         return packed
+
+    def put_plain(self, first: int, weight: Tensor) -> None:
+        """Pack some rows, from `first` on; it and their number divide by `BLOCK`. [count, width]"""
+        groups = weight.float().view(len(weight), -1, self.group)
+        self.put(first, *best_codes(groups, self.dtype))
 
     def put(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor) -> None:
         """Write rows of codes that are known already, such as another format's.
@@ -258,6 +304,11 @@ class Int4Matrix:
 
 
 PackedMatrix: TypeAlias = Int8Matrix | Int4Matrix
+
+
+def packing_rows(width: int) -> int:
+    """Rows of a matrix that are packed at a time: so many that their copies in float32 are small."""
+    return max(BLOCK, _PACKING_ELEMENTS // width // BLOCK * BLOCK)
 
 
 def _by_tiles(matrix: PackedMatrix, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from penstock.kernels.query_steps import rms_norm, turn_query
 from penstock.models.attention_adapter import ProbeDone, mark_probe
 from penstock.models.cache_argument import cache_name_in
 from penstock.models.latents import Latents, caches_latents, handed_out
-from penstock.models.packed.modules import PackedLinear
 from penstock.models.weight_access import is_plain
 
 _MISFITS = (
@@ -173,39 +172,25 @@ class QueryProjection:
 
 def copied_bytes(layers: list[nn.Module]) -> int:
     """What 8-bit copies of these layers' q_proj take; 0 where they would not be faster."""
-    return sum(
-        4 * linear.out_features * (1 if linear.bias is None else 2)
-        if isinstance(linear, PackedLinear)
-        else Int8Linear.num_bytes(linear.weight, linear.bias)
-        for linear in map(_copied, layers)
-        if linear is not None
-    )
+    linears = filter(None, map(_copied, layers))
+    return sum(Int8Linear.num_bytes(linear.weight, linear.bias) for linear in linears)
 
 
-def _copied(layer: nn.Module) -> nn.Linear | PackedLinear | None:
-    """The layer's q_proj, if a copy of it would be faster: norms as Llama's, a kernel for them.
-
-    One in 8 bits is not copied, but read in place. One in 4 bits is read faster by its own module.
-    """
+def _copied(layer: nn.Module) -> nn.Linear | None:
+    """The layer's q_proj, if a copy of it would be faster: norms as Llama's, a kernel for them."""
     attention = getattr(layer, "self_attn", None)
     norms = [getattr(layer, "input_layernorm", None), getattr(attention, "q_norm", None)]
     if norms[0] is None or not hasattr(attention, "head_dim"):
         return None
-    linear: Any = getattr(attention, "q_proj", None)
+    linear = getattr(attention, "q_proj", None)
     # A subclass may do more than its weights say.
-    if type(linear) not in (nn.Linear, PackedLinear) or not is_plain(linear, "weight", "bias"):
+    if type(linear) is not nn.Linear or not is_plain(linear, "weight", "bias"):
         return None
-    if isinstance(linear, PackedLinear):
-        weight: Any = linear.weight
-        served = Int8Linear.serves(weight.device, linear.in_features)
-        if linear.forms["weight"].bits != 8 or not served:
-            return None
-    elif not Int8Linear.is_fast(linear.weight):
+    if not Int8Linear.is_fast(linear.weight):
         return None
     if any(norm is not None and not _is_rms_norm(norm) for norm in norms):
         return None
-    found: nn.Linear | PackedLinear = linear
-    return found
+    return linear
 
 
 def _copied_steps(layer: nn.Module) -> PredictedQuery | None:
@@ -218,16 +203,9 @@ def _copied_steps(layer: nn.Module) -> PredictedQuery | None:
     q_norm: Any = getattr(attention, "q_norm", None)
     weight, epsilon = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
     return PredictedQuery(
-        norm.weight, norm.variance_epsilon, _int8(linear),
+        norm.weight, norm.variance_epsilon, Int8Linear(linear.weight, linear.bias),
         attention.head_dim, weight, epsilon,
     )  # fmt: skip
-
-
-def _int8(linear: nn.Linear | PackedLinear) -> Int8Linear:
-    if isinstance(linear, PackedLinear):
-        matrix = linear.matrix("weight")
-        return Int8Linear.of(matrix.codes, matrix.scales, linear.bias)
-    return Int8Linear(linear.weight, linear.bias)
 
 
 def _project_directly(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:

@@ -104,11 +104,12 @@ class ModelSizes:
         """Bytes of so many weights of the layers; in 4 bits with their scales and offsets."""
         if self.bits == 4:
             return weights * (0.5 + 2 * self.shape.dtype.itemsize / GROUP)
-        return float(weights * (self.shape.dtype.itemsize if self.bits is None else 1))
+        return self.head_bytes(weights)
 
-    def head_bytes(self, weights: int) -> int:
+    def head_bytes(self, weights: int) -> float:
         """Bytes of so many weights of embedding and output layer: 8 bits where any are packed."""
-        return weights * (self.shape.dtype.itemsize if self.bits is None else 1)
+        size = self.shape.dtype.itemsize
+        return weights * (float(size) if self.bits is None else 1 + size / GROUP)
 
     @property
     def _query_width(self) -> int:

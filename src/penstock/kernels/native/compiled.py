@@ -33,6 +33,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "turn_query": (*2 * (_ADDRESS,), _FACTOR, *2 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
     "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
+    "int8_groups": (*3 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
     "unpack_int4": (*2 * (_ADDRESS,), *5 * (_COUNT,), _ADDRESS),
     "predict_query": (*4 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
     "select_groups": (
@@ -70,6 +71,7 @@ _NEEDS: Mapping[str, int] = MappingProxyType({
     **dict.fromkeys((
         "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
         "tree_attention", "predict_query", "prompt_attention", "unpack_int4",
+        "int8_groups",
     ), LEVELS.index("avx512")),
     **dict.fromkeys((
         "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",

@@ -9,11 +9,11 @@ from penstock.kernels.packed_weights import GROUP, Int4Matrix, Int8Matrix, Packe
 
 
 class Form(NamedTuple):
-    """8 bits with a scale per row, or 4 bits with a scale and an offset per group of columns."""
+    """8 bits with a scale, or 4 bits with a scale and an offset, per group of columns."""
 
     bits: int
     group: int = 0
-    """0 for 8 bits."""
+    """0 for 8 bits, whose groups are of one size."""
 
     @classmethod
     def fitting(cls, bits: int, rows: int, width: int, group: int = GROUP) -> "Form | None":
@@ -33,6 +33,12 @@ class Form(NamedTuple):
         if self.bits == 4:
             return Int4Matrix.pack(weight, dtype, self.group)
         return Int8Matrix.pack(weight, dtype)
+
+    def empty(self, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, PackedMatrix]:
+        """Packed weights to be filled, and the look at them."""
+        if self.bits == 4:
+            return Int4Matrix.empty(rows, width, dtype, self.group)
+        return Int8Matrix.empty(rows, width, dtype)
 
     def view(self, packed: Tensor, width: int, dtype: torch.dtype) -> PackedMatrix:
         """What `pack` gave, for products."""

@@ -31,7 +31,7 @@ from penstock.models.fetch import OnBytes
 from penstock.models.model_class import auto_class
 from penstock.models.packed.quantizer import METHOD, PackedConfig
 
-_FORMAT = 1
+_FORMAT = 2
 _ABOUT = "penstock-weights.json"
 """In a kept folder: what it was made of, and its checksum. Written last."""
 _FILE = "model.safetensors"

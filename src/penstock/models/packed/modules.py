@@ -102,9 +102,9 @@ class PackedEmbedding(PackedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors of tokens. int64 [...] to [..., embedding_dim]"""
-        matrix = self.matrix("weight")
-        rows = matrix.codes[ids].to(matrix.dtype)
-        return rows.mul_(matrix.scales[ids].unsqueeze(-1))
+        matrix: Any = self.matrix("weight")
+        rows: Tensor = matrix.rows_at(ids)
+        return rows
 
 
 class PackedExperts(PackedModule):
