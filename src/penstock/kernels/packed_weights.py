@@ -307,7 +307,7 @@ PackedMatrix: TypeAlias = Int8Matrix | Int4Matrix
 
 
 def packing_rows(width: int) -> int:
-    """Rows of a matrix that are packed at a time: so many that their copies in float32 are small."""
+    """Rows of a matrix that are packed at a time: their copies in float32 stay small."""
     return max(BLOCK, _PACKING_ELEMENTS // width // BLOCK * BLOCK)
 
 
