@@ -23,6 +23,7 @@ from penstock.cli.options import (
     Dtype,
     DtypeOption,
     ExactOption,
+    ImageOption,
     MaxNewTokensOption,
     MemoryOption,
     SealOption,
@@ -34,6 +35,7 @@ from penstock.cli.options import (
     TopPOption,
     TunedPolicyOption,
     VerifyOption,
+    VideoOption,
     Weights,
     WeightsOption,
     unescaped,
@@ -82,7 +84,8 @@ MaxTokensOption = Annotated[
 
 def chat_command(
     context: typer.Context, model: ChatModelArgument = None, resume: ResumeOption = None,
-    session: SessionOption = None, file: FileOption = None,
+    session: SessionOption = None, file: FileOption = None, image: ImageOption = None,
+    video: VideoOption = None,
     system: SystemOption = None, template_kwargs: VariablesOption = None,
     config: ConfigOption = None, policy: TunedPolicyOption = None, memory: MemoryOption = "auto",
     disk: DiskOption = "auto", max_tokens: MaxTokensOption = None,
@@ -149,6 +152,7 @@ def chat_command(
         chat, open_stored, params, console=console, out=sys.stdout,
         is_terminal=_is_terminal(sys.stdin), session=session,
     ) as talk:  # fmt: skip
+        talk.show(image or (), video or ())
         _converse(talk, begun, file or [], loaded.name)
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/file": ("PATH", "read a text file in, as the beginning of your next message"),
+    "/image": ("PATH", "show a picture with your next message"),
+    "/video": ("PATH", "show a video, or a folder of frames, with your next message"),
     "/save": ("[PATH]", "store the chat; again to the same folder stores what is new"),
     "/resume": ("PATH", "go on with a stored chat; nothing of it is prefilled"),
     "/stats": ("", "tokens, memory and reads so far"),
@@ -67,10 +69,12 @@ class ChatSession:
         self._now, self._open, self._params = chat, open_stored, params
         self._console, self._out = console, out
         self._is_terminal, self._session = is_terminal, session
+        self._images: list[Path] = []
+        self._videos: list[Path] = []
         self._actions: dict[str, Callable[[str], object]] = {
-            "/file": self._file, "/save": self._save, "/resume": self._resume,
-            "/stats": self._stats, "/system": self._system, "/clear": self._clear,
-            "/help": self._help,
+            "/file": self._file, "/image": self._image, "/video": self._video,
+            "/save": self._save, "/resume": self._resume, "/stats": self._stats,
+            "/system": self._system, "/clear": self._clear, "/help": self._help,
         }  # fmt: skip
 
     @property
@@ -150,8 +154,10 @@ class ChatSession:
         ):
             turn = self._chat.ask(
                 message, self._params, on_text=screen.on_text, on_tokens=screen.on_tokens,
-                on_index=screen.on_index, should_stop=stop.should_stop,
+                on_index=screen.on_index, should_stop=stop.should_stop, images=self._images,
+                videos=self._videos,
             )  # fmt: skip
+            self._images, self._videos = [], []
             screen.on_text("")  # an empty answer is a line, too
         show_turn(self._console, turn, self._chat)
         if self._session is not None:
@@ -180,6 +186,17 @@ class ChatSession:
 
     def _file(self, path: str) -> None:
         self.read_file(in_home(Path(path), "/file"))
+
+    def show(self, images: Iterable[Path], videos: Iterable[Path]) -> None:
+        """Have pictures and videos with the next message."""
+        self._images += images
+        self._videos += videos
+
+    def _image(self, path: str) -> None:
+        self.show([in_home(Path(path), "/image")], [])
+
+    def _video(self, path: str) -> None:
+        self.show([], [in_home(Path(path), "/video")])
 
     def _save(self, path: str) -> None:
         folder = in_home(Path(path), "/save") if path else self._chat.folder
@@ -229,6 +246,7 @@ class ChatSession:
             say_note(self._console, f"the next message prefills the chat again, {held:,} tokens")
 
     def _clear(self, _: str) -> None:
+        self._images, self._videos = [], []
         self._chat.clear()
         self._console.print(plain("the chat is empty"))
 

@@ -36,6 +36,7 @@ from penstock.cli.options import (
     DeviceOption,
     DtypeOption,
     ExactOption,
+    ImageOption,
     JsonOption,
     MaxNewTokensOption,
     MemoryOption,
@@ -47,12 +48,13 @@ from penstock.cli.options import (
     TopKOption,
     TopPOption,
     VerifyOption,
+    VideoOption,
     WeightsOption,
     memory_option,
     sampling_params,
 )
 from penstock.cli.process_sizes import ProcessSizes
-from penstock.cli.prompts import read_stdin
+from penstock.cli.prompts import read_stdin, with_pictures
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError, PromptError
 
@@ -75,10 +77,17 @@ DiskOption = Annotated[
 ]
 
 
+QuestionsArgument = Annotated[
+    list[str], typer.Argument(metavar="QUESTION", help="Each is asked behind the same text.")
+]
+
+
 def add_command(
     model: ModelArgument,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text; - is stdin.")],
     name: Annotated[str, typer.Option(help="What it is called from now on.")],
+    image: ImageOption = None,
+    video: VideoOption = None,
     title: Annotated[str, typer.Option(help="What it is, in a few words.")] = "",
     policy: Annotated[str, typer.Option(help="Whose index is stored.")] = "kvswap",
     memory: MemoryOption = "auto",
@@ -123,6 +132,7 @@ def add_command(
     loaded = load_model(console, model, dtype=dtype, weights=weights, device=device, source=source)
     if limits:
         shelf.documents.set_limits(shelf.documents.settings._replace(**limits))
+    text = with_pictures(loaded, text, image or (), video or ())
     with _told_removed(console) as on_removed, AddProgress(console) as progress:
         added = shelf.add(
             loaded, text, name, policy=policy, memory=memory,
@@ -143,9 +153,8 @@ def add_command(
 
 def ask_command(
     name: NameArgument,
-    questions: Annotated[
-        list[str], typer.Argument(metavar="QUESTION", help="Each is asked behind the same text.")
-    ],
+    questions: QuestionsArgument,
+    image: ImageOption = None, video: VideoOption = None,
     model: Annotated[
         str | None, typer.Option(help="The model, if it is not where it was when it was added.")
     ] = None,
@@ -181,6 +190,7 @@ def ask_command(
     from penstock.cli.screen import show_report
 
     console = PlainConsole(stderr=True)
+    _require_one(questions, image, video)
     params = sampling_params(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop,
         max_new_tokens=max_new_tokens,
@@ -190,11 +200,12 @@ def ask_command(
     called, loaded = load_model_of(
         shelf, name, model, console, device=device, dtype=dtype, weights=weights, source=source
     )
+    asked = [with_pictures(loaded, each, image or (), video or ()) for each in questions]
     with (
         _collected(called, loaded if as_json else None) as outputs,
         shelf.open(name, loaded) as document,
     ):
-        document.questions_of(questions, params, keep=keep)  # before somebody has to go
+        document.questions_of(asked, params, keep=keep)  # before somebody has to go
         if keep:
             with _told_removed(console) as on_removed:
                 shelf.require_room(name, len(questions) * max_new_tokens, on_removed)
@@ -203,7 +214,7 @@ def ask_command(
             AnswersScreen(console, None if as_json else sys.stdout, questions) as screen,
         ):
             document.ask(
-                questions, params, on_text=screen.on_text, on_tokens=repair.update,
+                asked, params, on_text=screen.on_text, on_tokens=repair.update,
                 on_answer=outputs.append, keep=keep, memory=memory, policy=policy, exact=exact,
                 verify=verify,
             )  # fmt: skip
@@ -246,6 +257,16 @@ def _as_json(model: str, output: "RequestOutput", sizes: ProcessSizes) -> dict[s
         "restored_tokens": output.run.restored_tokens,
         "recomputed_tokens": output.run.recomputed_tokens,
     }
+
+
+def _require_one(questions: list[str], *pictures: list[Path] | None) -> None:
+    """Refuse pictures for several questions.
+
+    Raises:
+        ConfigError: there are both.
+    """
+    if any(pictures) and len(questions) > 1:
+        raise ConfigError("--image and --video go with one question; ask the others by themselves")
 
 
 def _read_text(file: Path) -> str:

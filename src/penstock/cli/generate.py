@@ -20,6 +20,7 @@ from penstock.cli.options import (
     DtypeOption,
     ExactOption,
     IgnoreEndOption,
+    ImageOption,
     JsonOption,
     MaxNewTokensOption,
     MemoryOption,
@@ -40,6 +41,7 @@ from penstock.cli.options import (
     TraceOption,
     TunedPolicyOption,
     VerifyOption,
+    VideoOption,
     WeightsOption,
     sampling_params,
 )
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 def generate_command(
     model: ModelArgument = "recall", prompt: PromptOption = None,
     prompt_file: PromptFileOption = None, messages: MessagesOption = None,
+    image: ImageOption = None, video: VideoOption = None,
     system: SystemOption = None, raw: RawOption = False, config: ConfigOption = None,
     policy: TunedPolicyOption = None, memory: MemoryOption = "auto", disk: DiskOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128, exact: ExactOption = False,
@@ -83,7 +86,10 @@ def generate_command(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop,
         repetition_penalty=repetition_penalty, max_new_tokens=max_new_tokens, ignore_end=ignore_end,
     )  # fmt: skip
-    asked = Asked.of(prompt, prompt_file, messages, system=system, raw=raw)
+    asked = Asked.of(
+        prompt, prompt_file, messages, system=system, raw=raw, images=image or (),
+        videos=video or (),
+    )  # fmt: skip
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace", TRACE, force=force)

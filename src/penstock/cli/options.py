@@ -197,6 +197,19 @@ MessagesOption = Annotated[
 SystemOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="A system message in front of the prompt.")
 ]
+ImageOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", metavar="FILE", help="A picture, in front of the text; repeatable.",
+    ),
+]  # fmt: skip
+VideoOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--video", metavar="FILE|DIR",
+        help="A video file, or a folder of its frames, in front of the text; repeatable.",
+    ),
+]  # fmt: skip
 RawOption = Annotated[
     bool, typer.Option("--raw", help="Give the model the plain text, without its chat template.")
 ]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine import LLM
     from penstock.generation.output import RequestOutput
     from penstock.generation.sampling import SamplingParams
+    from penstock.models.loader import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +26,14 @@ class Asked:
     """A conversation, or what stands in front of the text."""
     raw: bool
     """The text is given to the model as it is."""
+    images: tuple[Path, ...] = ()
+    """In front of the text, unless it has placeholders; then the videos."""
+    videos: tuple[Path, ...] = ()
 
     @classmethod
     def of(
         cls, prompt: str | None, prompt_file: Path | None, messages: Path | None, *,
-        system: str | None, raw: bool,
+        system: str | None, raw: bool, images: Sequence[Path] = (), videos: Sequence[Path] = (),
     ) -> "Asked":  # fmt: skip
         """Read what was given.
 
@@ -43,7 +48,15 @@ class Asked:
         if messages is None:
             text = read_prompt(prompt, prompt_file)
             before = [] if system is None else [{"role": "system", "content": system}]
-            return cls(text=text, messages=tuple(before), raw=raw)
+            return cls(
+                text=text, messages=tuple(before), raw=raw, images=tuple(images),
+                videos=tuple(videos),
+            )  # fmt: skip
+        if images or videos:
+            raise ConfigError(
+                "--image and --video go with a prompt; in --messages, write parts: "
+                '{"type": "image", "path": "..."}'
+            )
         found = read_messages(messages)
         if system is not None:
             if found[0].get("role") == "system":
@@ -61,9 +74,9 @@ class Asked:
             ConfigError: messages, or --system, while the model has no template.
             As for `LLM.generate` and `LLM.chat`.
         """
-        from penstock.generation.chat_template import has_chat_template
+        from penstock.generation.chat_template import has_chat_template, template_owner
 
-        templated = has_chat_template(llm.tokenizer)
+        templated = has_chat_template(template_owner(llm.loaded))
         if not templated and self.messages:
             said = "--system" if self.text is not None else "--messages"
             raise ConfigError(
@@ -71,9 +84,32 @@ class Asked:
                 "--prompt or --prompt-file"
             )
         if self.text is not None and (self.raw or not templated):
-            return llm.generate(self.text, params, **options)
-        last = () if self.text is None else ({"role": "user", "content": self.text},)
+            text = with_pictures(llm.loaded, self.text, self.images, self.videos)
+            return llm.generate(text, params, **options)
+        last = () if self.text is None else ({"role": "user", "content": self._content(self.text)},)
         return llm.chat([*self.messages, *last], params, **options)
+
+    def _content(self, text: str) -> str | list[dict[str, Any]]:
+        """Of the last message."""
+        parts = [{"type": "image", "path": str(each)} for each in self.images]
+        parts += [{"type": "video", "path": str(each)} for each in self.videos]
+        return [*parts, {"type": "text", "text": text}] if parts else text
+
+
+def with_pictures(
+    loaded: "LoadedModel", text: str, images: Sequence[Path], videos: Sequence[Path]
+) -> str:
+    """A text with pictures and videos in front of it, or at its placeholders.
+
+    Raises:
+        PromptError: the model takes none.
+    """
+    from penstock.generation.chat_template import with_media
+    from penstock.models.processing import Media
+
+    media = [Media("image", each) for each in images]
+    media += [Media("video", each) for each in videos]
+    return with_media(loaded, text, media)
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:

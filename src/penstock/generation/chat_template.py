@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.core.printable import require_text
+from penstock.generation.prompts import TextWithMedia
 from penstock.models.loader import LoadedModel
-from penstock.models.processing import Media
+from penstock.models.processing import Kind, Media, placeholder
 
 Message: TypeAlias = Mapping[str, Any]
 """A role and a content: a text, or parts of type "text", "image" and "video"; and whatever else a
@@ -17,7 +18,7 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and the field that holds it."""
-_MEDIA_PARTS: Mapping[str, Literal["image", "video"]] = {
+_MEDIA_PARTS: Mapping[str, Kind] = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video",
     "video_url": "video",
 }  # fmt: skip
@@ -42,6 +43,39 @@ def template_owner(loaded: LoadedModel) -> Any:
     """What has a model's chat template: its processor, or its tokenizer."""
     processor = loaded.processor
     return processor if has_chat_template(processor) else loaded.tokenizer
+
+
+def picture_text(loaded: LoadedModel, kind: Kind) -> str:
+    """What the model's chat template writes for a picture or video: its placeholder, and what
+    stands around it.
+
+    Raises:
+        PromptError: the model takes none.
+    """
+    marker, owner = placeholder(loaded, kind), template_owner(loaded)
+    if not has_chat_template(owner):
+        return marker
+    text = {"type": "text", "text": _PROBE}
+    alone, shown = (
+        ChatTemplate(content_format="openai").render(owner, [{"role": "user", "content": content}])
+        for content in ([text], [{"type": kind}, text])
+    )
+    begin, end = alone.find(_PROBE), shown.find(_PROBE)
+    found = shown[begin:end] if 0 <= begin <= end else ""
+    return found if marker in found else marker
+
+
+def with_media(loaded: LoadedModel, text: str, media: Sequence[Media]) -> TextWithMedia | str:
+    """A text with pictures; in front of it, for the kinds that it has no placeholders of.
+
+    Raises:
+        PromptError: the model takes none.
+    """
+    before = ""
+    for kind in dict.fromkeys(each.kind for each in media):
+        if placeholder(loaded, kind) not in text:
+            before += picture_text(loaded, kind) * sum(each.kind == kind for each in media)
+    return TextWithMedia.of(before + text, media) if media else text
 
 
 def media_of(messages: Sequence[Message]) -> list[Media]:

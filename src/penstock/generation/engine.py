@@ -180,6 +180,11 @@ class LLM:
         return self._loaded.model
 
     @property
+    def loaded(self) -> LoadedModel:
+        """The model with its tokenizer, and its processor if it sees."""
+        return self._loaded
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that encodes prompts and decodes answers."""
         return self._loaded.tokenizer

@@ -1,6 +1,7 @@
 """tiny_vision_model(): random models of several families that see, with their processors."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -202,10 +203,13 @@ VISION_FAMILIES: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 """What makes a processor of a tokenizer, by family."""
 
 
-def tiny_vision_model(family: str, seed: int = 0) -> LoadedModel:
+def tiny_vision_model(family: str, seed: int = 0, folder: Path | None = None) -> LoadedModel:
     """A random model of a family that sees, in float32, with a tokenizer of bytes and a processor.
 
     Weights are larger than an initialiser's, so that attention differs visibly between tokens.
+
+    Args:
+        folder: where model and processor are saved too; for families without videos.
     """
     tokenizer: Any = byte_tokenizer(None)
     tokenizer.add_special_tokens(
@@ -230,6 +234,9 @@ def tiny_vision_model(family: str, seed: int = 0) -> LoadedModel:
                 weight.normal_(0.0, 0.1, generator=draw)
         special = [ids[token] for token in (*tokenizer.all_special_tokens, *_TOKENS)]
         model.get_output_embeddings().weight[special] = 0  # an answer begins no picture
+    if folder is not None:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
     return LoadedModel(model=model, tokenizer=tokenizer, name=f"tiny-{family}", processor=processor)
 
 
