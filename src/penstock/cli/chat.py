@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -143,17 +143,18 @@ def chat_command(
         kept = memory if "memory" in given else STORED
         return Conversation.resume(loaded, path, memory=kept, on_tokens=on_tokens, **how)
 
-    chat = None
-    if begun is None:
-        chat = Conversation(
-            loaded, system=system, policy=policy, memory=memory, config=config, **how
-        )
+    begins: dict[str, Any] = {
+        "system": system,
+        "policy": policy,
+        "memory": memory,
+        "config": config,
+    }
+    chat = Conversation(loaded, **begins, **how) if begun is None else None
     with ChatSession(
         chat, open_stored, params, console=console, out=sys.stdout,
         is_terminal=_is_terminal(sys.stdin), session=session,
     ) as talk:  # fmt: skip
-        talk.show(image or (), video or ())
-        _converse(talk, begun, file or [], loaded.name)
+        _converse(talk, begun, file or [], loaded.name, image or (), video or ())
 
 
 def _begun(resume: Path | None, session: Path | None) -> Path | None:
@@ -169,13 +170,17 @@ def _begun(resume: Path | None, session: Path | None) -> Path | None:
     return in_home(resume, "--resume")
 
 
-def _converse(talk: "ChatSession", begun: Path | None, files: list[Path], model: str) -> None:
+def _converse(
+    talk: "ChatSession", begun: Path | None, files: list[Path], model: str,
+    images: Iterable[Path], videos: Iterable[Path],
+) -> None:  # fmt: skip
     from penstock.cli.chat_session import COMMANDS
 
     if begun is not None:
         talk.resume(begun)
     for path in files:
         talk.read_file(in_home(path, "--file"))
+    talk.show(images, videos)
     talk.greet(model)
     talk.run(_messages(_is_terminal(sys.stdin), [*COMMANDS]))
 
