@@ -144,11 +144,8 @@ def chat_command(
         return Conversation.resume(loaded, path, memory=kept, on_tokens=on_tokens, **how)
 
     begins: dict[str, Any] = {
-        "system": system,
-        "policy": policy,
-        "memory": memory,
-        "config": config,
-    }
+        "system": system, "policy": policy, "memory": memory, "config": config,
+    }  # fmt: skip
     chat = Conversation(loaded, **begins, **how) if begun is None else None
     with ChatSession(
         chat, open_stored, params, console=console, out=sys.stdout,
