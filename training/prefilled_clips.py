@@ -89,7 +89,7 @@ class PrefilledClips:
     ) -> None:
         self._model: Any = model
         self._tail = embeds[:, -EXACT_TAIL:], positions[:, :, -EXACT_TAIL:]
-        self._tiered = inspect_model(model).tiered_layers
+        self._shape = inspect_model(model)
         self._cache: Any = DynamicCache(config=model.config)
         self._call(self._cache, embeds[:, :-EXACT_TAIL], positions[:, :, :-EXACT_TAIL])
         self._tokens = embeds.shape[1]
@@ -114,8 +114,8 @@ class PrefilledClips:
             self._model, setting.policy, memory=setting.memory, store=store,
             max_tokens=self._tokens + longest, batch_size=len(prompts),
         ) as cache:  # fmt: skip
-            for tier, layer in enumerate(self._tiered):
-                cache.tiers.append(tier, *tokens_of(self._cache, layer), None)
+            for tier, layer in enumerate(self._shape.tiered_layers):
+                cache.tiers.append(tier, *tokens_of(self._cache, layer, self._shape.kv), None)
             assert cache.decoder_calls is not None
             cache.decoder_calls.positions.hold([self._blocks] * len(prompts))
             guesses = [self._call(cache, *self._tail)]

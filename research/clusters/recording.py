@@ -102,7 +102,7 @@ def record_keys(
         queries[number].append(call.query[0].float().cpu())
         scaling[number] = call.scaling
 
-    tap = AttentionTap(cache, shape.tiered_layers, see)
+    tap = AttentionTap(cache, shape, see)
     text, said = torch.tensor([ids], device=device), list[Tensor]()
     decoder: Any = model
     with torch.no_grad(), tap.watching(model):

@@ -94,7 +94,7 @@ def record(
         kept[number].append(query[:, inside])
         asked[number].append(query[:, max(0, prompt - start) :])
 
-    tap = AttentionTap(cache, layers, see)
+    tap = AttentionTap(cache, shape, see)
     decoder: Any = model
     text = torch.tensor([ids], device=device)
     with torch.no_grad(), tap.watching(model):

@@ -193,7 +193,7 @@ class _Watch:
         self._projection = QueryProjection(self._layers)
         self._inputs: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self._calls: dict[int, AttentionCall] = {}
-        self.tap = AttentionTap(cache, shape.tiered_layers, self._calls.__setitem__)
+        self.tap = AttentionTap(cache, shape, self._calls.__setitem__)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._rotation: Rotation | None = None
 

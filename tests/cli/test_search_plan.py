@@ -9,9 +9,17 @@ import torch
 from transformers import OPTConfig, Qwen3Config
 
 from penstock.cli.search_plan import search_plan_command
-from penstock.core.errors import BudgetError, ConfigError, ModelLoadError, PenstockError
+from penstock.core.errors import (
+    BudgetError,
+    ConfigError,
+    ModelLoadError,
+    PenstockError,
+    UnsupportedModelError,
+)
 from penstock.models.kv_shapes import known_kv_shapes, kv_shape
 from penstock.models.plain_model import ARCHITECTURES
+from penstock.testing.tiny_families import tiny_config
+from penstock.tuner.model_sizes import model_sizes
 from research.near_storage.smartssd_machine import SHAPES
 
 FIGURE_7: dict[str, Any] = {"model": "opt-6.7b", "beams": 64, "memory": "7GiB"}
@@ -120,6 +128,14 @@ def test_windowed_layers_count_too(tmp_path: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     assert kv_shape(tmp_path).num_layers == 4
+
+
+def test_a_search_with_latents_is_not_planned(tmp_path: Path) -> None:
+    tiny_config("deepseek_v3").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="not as wide as its keys"):
+        kv_shape(tmp_path)
+    with pytest.raises(ConfigError, match="latent attention"):
+        model_sizes(str(tmp_path))
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:

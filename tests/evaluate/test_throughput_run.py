@@ -235,11 +235,11 @@ def test_synthetic_documents_are_the_same_in_every_cache(model: CausalLM) -> Non
         ours = model(ids, **cache_argument(model, cache), position_ids=position).logits
     theirs = model(ids, **cache_argument(model, plain), position_ids=position).logits
     assert torch.allclose(ours.float(), theirs.float(), atol=0.05)
-    keys, values = tokens_of(plain, 0)
+    keys, values = tokens_of(plain, 0, SHAPE)
     assert keys.shape == values.shape == (1, 2, tokens + 1, 64)
     assert keys.detach().float().std().item() == pytest.approx(1.0, abs=0.1)
     assert not torch.equal(keys, values)
-    assert not torch.equal(keys, tokens_of(plain, 1)[0])
+    assert not torch.equal(keys, tokens_of(plain, 1, SHAPE)[0])
 
 
 def test_chunks_of_a_document_differ() -> None:

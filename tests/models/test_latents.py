@@ -9,10 +9,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock import KVSwap, TieredCache
 from penstock.core.errors import UnsupportedModelError
+from penstock.evaluate.audit.reference import forward, make_reference
+from penstock.generation.prompts import make_batch
 from penstock.methods import FlexGen, SelectionPolicy
 from penstock.models.beam_decoder import make_decoder
 from penstock.models.cache_argument import cache_argument
+from penstock.models.calibrate import calibrate
 from penstock.models.latents import caches_latents
+from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.testing.tiny_families import VOCABULARY, tiny_family
 
@@ -117,3 +121,23 @@ def test_other_expansions_are_refused() -> None:
     attention.expand_kv, attention.kv_b_proj = expand, nn.Sequential(linear)
     with pytest.raises(UnsupportedModelError, match="load the model unquantised"):
         TieredCache(model, "full", store="memory", max_tokens=64)
+
+
+def test_calibration_and_audits_see_latents(model: PreTrainedModel) -> None:
+    """A basis is of the tiers' keys; a prompt that an audit computed once fills a cache."""
+    shape, text = inspect_model(model), draw(150)
+    basis = calibrate(model, [text[0]], rank=16)
+    assert {layer.basis.shape[0] for layer in basis.layers} == {shape.kv.joint_dim}
+    loaded: Any = LoadedModel(model=model, tokenizer=None, name="tiny")
+    batch = make_batch(loaded, [text[0].tolist()], new_tokens=2, pad_token_id=0)
+    reference = make_reference(loaded, batch, new_tokens=2, chunk=64, ends=frozenset())
+    few = KVSwap(window_tokens=8, selected_tokens=32, rank=16)
+    for policy, exact in ((few, False), (few, True), (EVERYTHING, False)):
+        with TieredCache(
+            model, policy, store="memory", max_tokens=160, adapter=basis, exact=exact,
+            must_tier=True,
+        ) as cache:  # fmt: skip
+            reference.fill(loaded.model, cache)
+            said = forward(loaded.model, reference.tokens[:, :1], reference.mask[:, :151], cache)
+        apart = float((said - reference.log_probs[0]).abs().max())
+        assert (apart < 1e-3) == (policy is EVERYTHING or exact), apart

@@ -80,7 +80,7 @@ def test_progress_and_the_plain_cache(model: CausalLM) -> None:
     seen: list[int] = []
     text = PrefilledText(model, ids(tokens=TOKENS), chunk=40, progress=seen.append)
     assert seen == [40, 80, TOKENS]
-    assert tokens_of(text.cache, 2)[0].shape[2] == TOKENS
+    assert tokens_of(text.cache, 2, text.shape)[0].shape[2] == TOKENS
 
 
 def test_no_token_is_no_text(model: CausalLM) -> None:

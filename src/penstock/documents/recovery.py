@@ -205,13 +205,9 @@ def _recompute(
         hold_positions(cache, opened.pictures.blocks)
         for begin in range(start, stop, chunk):
             part = torch.tensor([opened.tokens[begin : min(begin + chunk, stop)]])
-            given = {}
-            if cache.decoder_calls is not None:  # or those of the newest prompt are made
-                given["position_ids"] = torch.arange(begin, begin + part.shape[1])[None]
             with torch.no_grad():
                 model(
                     part.to(model.device),
-                    **given,
                     **cache_argument(model, cache),
                     **position_argument(model, cache, begin, begin + part.shape[1]),
                     use_cache=True,

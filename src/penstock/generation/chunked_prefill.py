@@ -108,7 +108,7 @@ class _Forward:
             options["attention_mask"] = self._mask[:, :end]
             options["position_ids"] = self._positions[:, begin:end]
         else:
-            options |= position_argument(self._called, self._tiered, begin, end)
+            options |= position_argument(self._called, self._tiered, begin, end, len(self._ids))
         if self._takes_last and not keeps_all:
             options["logits_to_keep"] = 1
         ids = self._ids[:, begin:end]

@@ -13,7 +13,7 @@ from penstock.generation.answer import Answer
 from penstock.generation.sampler import Sampler
 from penstock.generation.verified_counts import Verified
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.cache_argument import cache_argument
+from penstock.models.cache_argument import cache_argument, position_argument
 from penstock.models.loader import CausalLM
 from penstock.models.weight_access import model_device
 
@@ -85,10 +85,11 @@ class Tokens:
             new = self._mask.new_ones((len(ids), begin + ids.shape[1] - held.shape[1]))
             options["attention_mask"] = mask = torch.cat([held, new], dim=1)
             options["position_ids"] = (mask.cumsum(dim=1) - 1)[:, begin:]
-        elif self._cache.decoder_calls is not None:  # or those of the newest prompt are made
+        else:
             begin = self._cache.get_seq_length()
-            places = torch.arange(begin, begin + ids.shape[1], device=self._device)
-            options["position_ids"] = places.expand(ids.shape)
+            options |= position_argument(
+                self._model, self._cache, begin, begin + ids.shape[1], len(ids)
+            )
         if self._takes_last:
             options["logits_to_keep"] = ids.shape[1]
         cache = cache_argument(self._model, self._cache)

@@ -54,7 +54,7 @@ from penstock.models.cache_settings import (
 from penstock.models.decoder_calls import DecoderCalls, sees
 from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
-from penstock.models.latents import Latents, handed_out, joined
+from penstock.models.latents import joined, returned
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
@@ -331,9 +331,7 @@ class TieredCache(RecurrentCache):
             return self._runtime.attend(tier, call)
 
         mark_keys(keys, attend, received=self._receive, failed=self._take_back)
-        if shape.values_in_keys:
-            return handed_out(given[0], Latents(keys, values)), given[1]
-        return keys, values
+        return returned(shape, given, keys, values)
 
     def _receive(self) -> None:
         """The attention function has the keys that were handed out."""

@@ -1,10 +1,11 @@
-"""cache_argument(): the keyword under which a model takes its cache; releases differ."""
+"""cache_argument() and position_argument(): a model's cache, and positions, as keywords."""
 
 import functools
 import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
@@ -19,13 +20,20 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {_name_of(model.__class__): cache}
 
 
-def position_argument(model: Any, cache: Any, begin: int, end: int) -> dict[str, Any]:
-    """Positions of the tokens from `begin` to `end` of unpadded rows, as a keyword argument of
-    `model(...)`, where a hybrid model takes some: Bamba would begin each pass at 0 again."""
-    axes = getattr(cache.decoder_calls, "has_axes", False)
-    if not cache.is_recurrent or axes or "position_ids" not in _parameters(model.__class__):
+def position_argument(
+    model: Any, cache: Any, begin: int, end: int, rows: int = 1
+) -> dict[str, Tensor]:
+    """The positions of tokens without padding, for `model(...)`, as `generate` gives them.
+
+    Models differ in what they make of none: RoBERTa's count from their padding token, Bamba begins
+    each pass at 0, and those that see go on from the newest prompt.
+
+    Returns:
+        `position_ids`, int64 [rows, end - begin]; nothing where the model takes none.
+    """
+    if "position_ids" not in _parameters(model.__class__):
         return {}
-    return {"position_ids": torch.arange(begin, end, device=cache.device)[None]}
+    return {"position_ids": torch.arange(begin, end, device=cache.device).expand(rows, -1)}
 
 
 def cache_name_in(kwargs: dict[str, Any]) -> str:

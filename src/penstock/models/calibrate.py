@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
+from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter, fit_basis
 from penstock.engine.key_scale import key_scale, mean_squares
 from penstock.kernels.key_rotation import BLOCK_TOKENS, KeyTurns
@@ -18,6 +19,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.last_queries import LastQueries
+from penstock.models.latents import joined
 from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.prefetch_hooks import can_predict
 from penstock.models.rank_meter import RankMeter
@@ -85,7 +87,7 @@ def calibrate(
     for i, piece in enumerate(windows):
         cache = _read(model, piece, queries, report)
         for tier, layer in enumerate(shape.tiered_layers):
-            keys = _joint_keys(cache, layer, turns[tier])
+            keys = _joint_keys(cache, layer, shape.kv, turns[tier])
             moments[tier] += (keys.T @ keys).cpu()
             squares[tier] += _squares(queries, layer, shape) / len(windows)
         cosines.add(queries)
@@ -179,7 +181,7 @@ def _measured(
 ) -> list[LayerAdapter]:  # fmt: skip
     """The layers with the range of a piece's components; `ranks` sees what they cost there."""
     reaching = [
-        _reaching(each, _joint_keys(cache, layer, turn))
+        _reaching(each, _joint_keys(cache, layer, shape.kv, turn))
         for each, layer, turn in zip(layers, shape.tiered_layers, turns, strict=True)
     ]
     scales = [layer.scale for layer in reaching]
@@ -211,10 +213,10 @@ def _read(
     return cache
 
 
-def _joint_keys(cache: DynamicCache, layer: int, turns: KeyTurns | None) -> Tensor:
+def _joint_keys(cache: DynamicCache, layer: int, shape: KVShape, turns: KeyTurns | None) -> Tensor:
     """Keys of one layer, the heads side by side, float32. [tokens, joint_dim]"""
     cached: Any = cache.layers[layer]
-    keys: Tensor = cached.keys.transpose(1, 2).float()
+    keys = joined(shape, cached.keys, cached.values)[0].transpose(1, 2).float()
     if turns is not None:
         keys = turns.keys(keys, 0)
     return keys[0].flatten(1)

@@ -13,7 +13,7 @@ from penstock.core.shape import KVShape
 from penstock.engine.attention_call import AttentionCall
 from penstock.models.attention_adapter import Attachment, attention_dtype, mark_keys
 from penstock.models.cache_argument import cache_argument
-from penstock.models.latents import Latents, handed_out, joined
+from penstock.models.latents import joined, returned
 from penstock.models.model_shape import ModelShape
 from penstock.models.weight_access import model_device
 
@@ -61,10 +61,7 @@ class _LookingCache(DynamicCache):  # type: ignore[misc]
             raise _Seen(call, values)
 
         mark_keys(keys, see)
-        if self._shape.values_in_keys:
-            latents = Latents(keys, values, checked=True)
-            return handed_out(key_states, latents), value_states
-        return keys, values
+        return returned(self._shape, (key_states, value_states), keys, values, checked=True)
 
 
 def first_look(model: PreTrainedModel, shape: ModelShape) -> tuple[KVShape, torch.device]:

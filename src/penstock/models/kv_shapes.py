@@ -34,7 +34,8 @@ def known_kv_shapes() -> Mapping[str, KVShape]:
 
 
 def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
-    """The KV shape of a model, all of its layers, windowed ones too.
+    """The KV shape of a model whose beams can be kept in tiers, all of its layers, windowed ones
+    too.
 
     Args:
         name_or_folder: a name of `known_kv_shapes`, or a folder with a config.json.
@@ -43,7 +44,7 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
     Raises:
         ConfigError: neither a known name nor a folder with a config.json, or an unknown dtype.
         ModelLoadError: config.json cannot be read, or the model needs code of its own.
-        UnsupportedModelError: the model has no KV cache of this kind; says why.
+        UnsupportedModelError: beams of the model cannot be; says why.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -62,10 +63,11 @@ def kv_shape(name_or_folder: str | Path, dtype: str | None = None) -> KVShape:
 
 
 def _read_shape(folder: Path) -> KVShape:
+    from penstock.models.beam_cache import block_shape
     from penstock.models.load_errors import said_of
     from penstock.models.model_class import auto_class
     from penstock.models.model_config import read_config
-    from penstock.models.model_shape import drop_idle_window, inspect_model
+    from penstock.models.model_shape import drop_idle_window
 
     config = read_config(folder, folder)
     try:
@@ -74,5 +76,4 @@ def _read_shape(folder: Path) -> KVShape:
             model: Any = auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:
         raise ModelLoadError(f"{folder}: {said_of(error)}") from error
-    shape = inspect_model(model)
-    return shape.kv.of_layers(len(shape.tiered_layers) + len(shape.windows))
+    return block_shape(model, 1).kv

@@ -79,6 +79,22 @@ def joined(shape: KVShape, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     return whole, whole[..., : keys.shape[-1]]
 
 
+def returned(
+    shape: KVShape, given: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What a cache's `update` returns for keys that were marked.
+
+    Args:
+        given: what the layer gave, or what a plain cache made of it.
+        keys, values: the same as `joined` has it, in the dtype of attention.
+        checked: see `Latents`.
+    """
+    if not shape.values_in_keys:
+        return keys, values
+    return handed_out(given[0], Latents(keys, values, checked)), given[1]
+
+
 def handed_out(given: Tensor, latents: Latents) -> Tensor:
     """The latents that a layer gave its cache, for it to expand."""
     keys: ExpandedKeys = given.detach().as_subclass(ExpandedKeys)

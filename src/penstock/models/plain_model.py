@@ -21,10 +21,12 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from penstock.core.errors import ConfigError
+from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
+from penstock.models.latents import joined
 from penstock.models.model_shape import decoder_config, inspect_model
 
 PlainKind = Literal["dynamic", "static"]
@@ -146,8 +148,10 @@ def plain_cache(model: PreTrainedModel, kind: PlainKind, max_tokens: int) -> Cac
     return DynamicCache(config=model.config)
 
 
-def put_tokens(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Append tokens to one layer of a plain cache; both [batch, kv_heads, tokens, head_dim]."""
+def put_tokens(cache: Cache, layer: int, shape: KVShape, keys: Tensor, values: Tensor) -> None:
+    """Append tokens to one layer of a plain cache; the inverse of `tokens_of`."""
+    if shape.values_in_keys:
+        keys, values = values, keys[..., shape.value_width :]
     target: Any = cache.layers[layer]
     if not isinstance(cache, StaticCache):
         target.update(keys, values)
@@ -163,10 +167,11 @@ def put_tokens(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
         counter.add_(count)
 
 
-def tokens_of(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer of a DynamicCache; [batch, kv_heads, tokens, head_dim]."""
+def tokens_of(cache: Cache, layer: int, shape: KVShape) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer of a DynamicCache, as the tiers of a model of `shape` have them;
+    both [batch, kv_heads, tokens, width]."""
     cached: Any = cache.layers[layer]
-    return cached.keys, cached.values
+    return joined(shape, cached.keys, cached.values)
 
 
 def random_adapter(model: PreTrainedModel, seed: int = 0) -> LowRankAdapter:

@@ -11,8 +11,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.engine.rank_shares import UNIT
 from penstock.kernels.key_rotation import KeyTurns
+from penstock.models.attention_scaling import attention_scaling
 from penstock.models.cache_argument import cache_argument
 from penstock.models.last_queries import LastQueries
+from penstock.models.latents import joined
+from penstock.models.model_shape import inspect_model
 from penstock.models.weight_access import model_device
 
 QUERIES = 16
@@ -55,7 +58,8 @@ class RankMeter:
             turns: what turns each layer's keys before they are projected.
         """
         self._turns = [None] * len(layers) if turns is None else turns
-        self._model = model
+        self._model, self._shape = model, inspect_model(model).kv
+        self._scaling = attention_scaling(model, self._shape.head_dim)
         self._layers = tuple(layers)
         self._queries = LastQueries(model)
         self._units = rank // UNIT
@@ -117,12 +121,14 @@ class RankMeter:
     ) -> Tensor:  # fmt: skip
         """What one layer attends to by each rank. bool [ranks, QUERIES, tokens]"""
         query, cached = self._queries.true(layer, QUERIES)[0], cast(Any, cache.layers[layer])
-        keys, basis = cached.keys[0].float(), basis.to(query.device)
+        keys = joined(self._shape, cached.keys, cached.values)[0][0].float()
+        basis = basis.to(query.device)
         if scale is not None:  # keys are scaled and turned in either order
             by_head = scale.to(query.device).view(len(keys), 1, -1)
             keys, grouped = keys * by_head, query.reshape(len(keys), -1, query.shape[2])
             query = (grouped / by_head).view(query.shape)
-        return torch.stack([*selections(query, keys, basis, self._ranks, turns)])
+        chosen = selections(query, keys, basis, self._ranks, turns, scaling=self._scaling)
+        return torch.stack([*chosen])
 
     def _read(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
         """Log-probabilities behind each of some tokens, copies of the last ones of a text.
@@ -219,7 +225,7 @@ def _beside(kept: Tensor) -> Tensor:
 
 def selections(
     query: Tensor, keys: Tensor, basis: Tensor, ranks: Sequence[int],
-    turns: KeyTurns | None = None,
+    turns: KeyTurns | None = None, *, scaling: float | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Which tokens KVSwap would attend to with the first components of a basis.
 
@@ -229,11 +235,13 @@ def selections(
         basis: [kv_heads * head_dim, rank]
         ranks: ascending.
         turns: what turns keys before they are projected.
+        scaling: factor on the logits; None: 1 / sqrt(head_dim).
 
     Yields:
         For each rank, the best units by softmax shares, window and sinks. bool [queries, tokens]
     """
     heads, count, dim = query.shape
+    factor = dim**-0.5 if scaling is None else scaling
     kv_heads, tokens, _ = keys.shape
     place = torch.arange(tokens, device=keys.device)
     now = torch.arange(tokens - count, tokens, device=keys.device)[:, None]
@@ -254,7 +262,7 @@ def selections(
         rebuilt = (components[:, part] @ basis[:, part].T).view(1, whole, kv_heads, dim)
         if turns is not None:
             rebuilt = turns.keys_of(rebuilt)
-        logits += (grouped @ rebuilt[0].permute(1, 2, 0)).flatten(0, 1) * dim**-0.5
+        logits += (grouped @ rebuilt[0].permute(1, 2, 0)).flatten(0, 1) * factor
         before = rank
         seen = logits.view(heads, count, whole).masked_fill(later[:, :whole], float("-inf"))
         shares = seen.view(heads, count, units, GROUP_TOKENS).amax(-1).softmax(-1).sum(0)

@@ -175,7 +175,8 @@ def block_s(work: StepWork, load: Workload) -> float:
     moved = model.layer_bytes(model.layer_weights) + activations * size
     moved += batch * work.attended_tokens * shape.token_bytes
     flops = 2.0 * batch * model.layer_weights + batch * work.rebuild_flops
-    flops += 4.0 * batch * work.attended_tokens * shape.num_query_heads * shape.head_dim
+    widths = shape.head_dim + shape.value_width
+    flops += 2.0 * batch * work.attended_tokens * shape.num_query_heads * widths
     device = max(_memory_s(moved, load), _compute_s(flops, load))
     if work.selects:
         return device + SELECTING_LAUNCHES * load.hardware.launch_s

@@ -159,6 +159,8 @@ def _from_config(path: Path) -> ModelSizes:
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     except KeyError as error:
         raise ConfigError(f"{path} has no {error}: not a decoder that can be predicted") from error
+    if config.get("kv_lora_rank"):
+        raise ConfigError(f"{path} has latent attention, which the prediction does not know")
     if any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ConfigError(f"{path} has experts, which the prediction does not know")
     if config.get("model_type") in _OTHERS:

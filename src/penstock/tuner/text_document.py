@@ -34,7 +34,7 @@ class TextDocument:
             for tier, layer in enumerate(layers):
                 keys, values = (
                     states[:, :, :tokens].expand(self._batch, -1, -1, -1)
-                    for states in tokens_of(self._text.cache, layer)
+                    for states in tokens_of(self._text.cache, layer, self._text.shape)
                 )
                 cache.tiers.append(tier, keys.contiguous(), values.contiguous())
                 progress((tier + 1) / len(layers))

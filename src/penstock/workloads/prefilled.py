@@ -46,7 +46,8 @@ class PrefilledText:
         """Tokens of each row, padding included."""
         self.cache: Any = plain_cache(model, "dynamic", self.length)
         """The plain model's own cache after the text."""
-        self.tiered = inspect_model(model).tiered_layers
+        shape = inspect_model(model)
+        self.tiered, self.shape = shape.tiered_layers, shape.kv
         self._mask = (
             torch.ones_like(token_ids) if attention_mask is None else attention_mask
         ).to(device)  # fmt: skip
@@ -87,7 +88,7 @@ class PrefilledText:
         for layer in self.tiered:
             cached = self.cache.layers[layer]
             cached.keys, cached.values = (
-                t[:, :, : self.length] for t in tokens_of(self.cache, layer)
+                t[:, :, : self.length] for t in (cached.keys, cached.values)
             )
         for layer, window in windows.items():
             self.cache.layers[layer] = window
@@ -112,7 +113,7 @@ class PrefilledText:
         if not self.length:
             return
         for tier, layer in enumerate(self.tiered):
-            keys, values = tokens_of(self.cache, layer)
+            keys, values = tokens_of(self.cache, layer, self.shape)
             cache.tiers.append(tier, keys, values, self._visible)
         for layer, window in self._windows().items():  # kept as transformers does
             cache.layers[layer].hold(window.keys, window.values, window.cumulative_length)

@@ -26,7 +26,8 @@ class SyntheticKV:
     def __init__(self, shape: KVShape, batch: int, device: torch.device, seed: int = 0) -> None:
         """Draw the noise: 2 * 2304 tokens of one layer for `batch` rows."""
         self._draw = torch.Generator().manual_seed(seed)
-        size = (2, batch, shape.num_kv_heads, CHUNK_TOKENS + 2 * _SHIFT, shape.head_dim)
+        width = max(shape.head_dim, shape.value_width)
+        size = (2, batch, shape.num_kv_heads, CHUNK_TOKENS + 2 * _SHIFT, width)
         noise = torch.empty(size, dtype=shape.dtype)
         for part in noise.flatten(0, 1):
             part.copy_(torch.randn(part.shape, generator=self._draw))
@@ -38,15 +39,17 @@ class SyntheticKV:
         """The next keys and values, valid until the next call.
 
         Returns:
-            Twice [batch, kv_heads, tokens, head_dim], tokens at most `CHUNK_TOKENS`.
+            Both [batch, kv_heads, tokens, width], tokens at most `CHUNK_TOKENS`.
         """
-        size = (2, 1, self._shape.num_kv_heads, 1, self._shape.head_dim)
+        size = (2, 1, self._shape.num_kv_heads, 1, self._noise.shape[-1])
         signs = torch.randint(0, 2, size, generator=self._draw).mul_(2).sub_(1)
         start = int(torch.randint(0, 2 * _SHIFT, (1,), generator=self._draw))
         out = self._out[:, :, :, :tokens]
         source = self._noise[:, :, :, start : start + tokens]
         torch.mul(source, signs.to(source.device, source.dtype), out=out)
-        return out[0], out[1]
+        if self._shape.values_in_keys:
+            return out[0], out[0, ..., : self._shape.value_width]
+        return out[0, ..., : self._shape.head_dim], out[1, ..., : self._shape.value_width]
 
     def fill(
         self, cache: Any, tokens: int, progress: Callable[[float], None] = lambda share: None
@@ -64,7 +67,7 @@ class SyntheticKV:
                     if tiered:
                         cache.tiers.append(layer, keys, values)
                     else:
-                        put_tokens(cache, layer, keys, values)
+                        put_tokens(cache, layer, self._shape, keys, values)
                     if tiered and start == 0:
                         _reserve(cache, layer)
                 progress(min(1.0, (start + CHUNK_TOKENS) / tokens))

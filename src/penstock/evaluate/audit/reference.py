@@ -131,7 +131,7 @@ def make_reference(
         PromptError: the answer ends at once, so that there is nothing to compare.
     """
     model = loaded.model
-    layers = inspect_model(model).tiered_layers
+    shape = inspect_model(model)
     device = model.get_input_embeddings().weight.device
     total = prompt.padded_tokens
     shortest = min(len(ids) for ids in prompt.token_ids)
@@ -144,7 +144,7 @@ def make_reference(
         end = min(start + chunk, prefix_end)
         forward(model, ids[:, start:end], mask[:, :end], cache)
         on_prefill(end)
-    tiered = set(layers)
+    tiered = set(shape.tiered_layers)
     windows = {
         index: copy.deepcopy(layer)
         for index, layer in enumerate(cache.layers)
@@ -163,8 +163,8 @@ def make_reference(
         )
     prefix = []
     if prefix_end:
-        for layer in layers:
-            keys, values = tokens_of(cache, layer)
+        for layer in shape.tiered_layers:
+            keys, values = tokens_of(cache, layer, shape.kv)
             prefix.append((keys[:, :, :prefix_end], values[:, :, :prefix_end]))
     return Reference(
         prompt=prompt, mask=mask[:, : total + len(steps)], prefix=prefix, windows=windows,
@@ -189,7 +189,7 @@ def _decode(
     on_step: Counter,
 ) -> list[_Taught]:  # fmt: skip
     """Decode behind a prompt of `total` tokens; see `make_reference`."""
-    layers = inspect_model(loaded.model).tiered_layers
+    shape = inspect_model(loaded.model)
     seen: dict[int, Tensor] = {}
 
     def see(number: int, call: AttentionCall) -> None:
@@ -201,7 +201,7 @@ def _decode(
         ).cpu()  # fmt: skip
 
     alive, steps = torch.ones(len(mask), dtype=torch.bool), list[_Taught]()
-    tap = AttentionTap(cache, layers, see)
+    tap = AttentionTap(cache, shape, see)
     with tap.watching(loaded.model):
         for step in range(new_tokens):
             fed = log_probs.argmax(dim=-1).cpu() if following is None else following[:, step]

@@ -11,7 +11,9 @@ from penstock.core.errors import UnsupportedModelError
 from penstock.engine.attention_call import AttentionCall, AttentionSum
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 from penstock.models.attention_adapter import Attachment, mark_keys
+from penstock.models.latents import joined, returned
 from penstock.models.loader import CausalLM
+from penstock.models.model_shape import ModelShape
 
 
 class AttentionTap:
@@ -19,15 +21,15 @@ class AttentionTap:
 
     Args:
         cache: a plain cache of transformers.
-        layers: those to watch, by layer of the model.
-        see: called with the number in `layers` and the call.
+        shape: of the model; its tiered layers are watched.
+        see: called with the number of a tiered layer and the call.
     """
 
     def __init__(
-        self, cache: Any, layers: tuple[int, ...], see: Callable[[int, AttentionCall], None]
+        self, cache: Any, shape: ModelShape, see: Callable[[int, AttentionCall], None]
     ) -> None:
-        self._held = [cache.layers[index] for index in layers]
-        self._see = see
+        self._held = [cache.layers[index] for index in shape.tiered_layers]
+        self._see, self._shape = see, shape.kv
         self._seen: set[int] = set()
 
     @contextmanager
@@ -74,8 +76,9 @@ class AttentionTap:
             return total.result()
 
         def marking(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            keys, values = update(*args, **kwargs)
+            given = update(*args, **kwargs)
+            keys, values = joined(self._shape, *given)
             mark_keys(keys, attend)
-            return keys, values
+            return returned(self._shape, given, keys, values)
 
         return marking
