@@ -38,7 +38,11 @@ _EPS = 1e-6
 def build(
     architecture: Architecture, vision: Vision, vocabulary: Mapping[str, int], seed: int
 ) -> Qwen3VLForConditionalGeneration:
-    """A model with random weights, float32, on the CPU: normal with `init_std`, norms at one."""
+    """A model with random weights, float32, on the CPU: normal with `init_std`, norms at one.
+
+    The tower's matrices but the last are normal with 1 / sqrt(inputs): its activation functions
+    bend then, and different pictures have different embeddings from the start.
+    """
     pairs = architecture.head_dim // 2
     across = pairs * 5 // 16  # of height and of width, as Qwen3-VL's 20 of 64
     config = Qwen3VLConfig(
@@ -75,7 +79,11 @@ def build(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(0.0, architecture.init_std, generator=draw)
+                wide = ".visual." in name and name.endswith(".weight") and "pos_embed" not in name
+                wide = wide and "merger.linear_fc2" not in name
+                inputs = parameter[0].numel()
+                std = inputs**-0.5 if wide else architecture.init_std
+                parameter.normal_(0.0, std, generator=draw)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model

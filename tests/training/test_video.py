@@ -149,7 +149,7 @@ def test_a_run_learns_and_its_model_answers(
     assert model_card.main([str(run)]) == 0
     card = (run / "model" / "README.md").read_text()
     assert "kvswap:group_tokens=4" in card
-    assert "Qwen3-VL: 3 layers" in card
+    assert "Qwen3-VL: 4 layers" in card
 
     # What the evaluation gives the caches is what transformers makes of pixels and tokens.
     reader = load_reader(run / "model", CAST, device="cpu", dtype="float32")
