@@ -138,7 +138,7 @@ def test_a_run_learns_and_its_model_answers(
     arguments = [
         str(run / "model"), "--cast", "4x6", "--side", "3", "--tokens", "270", "--samples", "2",
         "--batch", "2", "--dtype", "float32", "--tasks", "what,often",
-        "--settings", "full;kvswap:group_tokens=4;flexgen@1MiB",
+        "--settings", "full;kvswap:group_tokens=4;flexgen@1400KiB",
         "--out", str(run / "evaluation.json"),
     ]  # fmt: skip
     assert evaluate_video.main(arguments) == 0
