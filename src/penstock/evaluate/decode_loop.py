@@ -115,7 +115,7 @@ class LiveRow:
         bench = self.bench
         self._position = self._context
         self._token = torch.ones((bench.batch, 1), dtype=torch.int64, device=bench.device)
-        bench.document.fill(self.cache, self._context, progress)
+        bench.document.fill(self.cache, self._context, progress, self._model)
 
     def _make_cache(self) -> Any:
         row, bench = self.row, self.bench

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3Config,
     StaticCache,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
@@ -28,6 +29,7 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.latents import joined
 from penstock.models.model_shape import decoder_config, inspect_model
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 
 PlainKind = Literal["dynamic", "static"]
 
@@ -82,6 +84,16 @@ def _qwen_7b(positions: int) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _qwen3_5(positions: int) -> PretrainedConfig:
+    """Three layers of linear attention to one of full attention; text alone."""
+    return transformers.Qwen3_5TextConfig(
+        hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, vocab_size=248320, linear_num_key_heads=16,
+        linear_num_value_heads=16, tie_word_embeddings=True,
+        max_position_embeddings=max(262144, positions),
+    )  # fmt: skip
+
+
 def _tiny(positions: int) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -98,6 +110,7 @@ ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyTyp
         "opt-125m": _opt_125m,
         "opt-6.7b": _opt_6_7b,
         "qwen-7b": _qwen_7b,
+        **({"qwen3.5-0.8b": _qwen3_5} if HAS_RECURRENT_LAYERS else {}),
         "tiny": _tiny,
     }
 )
@@ -146,6 +159,11 @@ def plain_cache(model: PreTrainedModel, kind: PlainKind, max_tokens: int) -> Cac
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=max_tokens)
     return DynamicCache(config=model.config)
+
+
+def attending_layers(cache: Cache) -> list[int]:
+    """The layers of a plain cache that keep keys and values."""
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
 
 
 def put_tokens(cache: Cache, layer: int, shape: KVShape, keys: Tensor, values: Tensor) -> None:

@@ -246,6 +246,10 @@ class StateLayer(_Linear):  # type: ignore[misc]
         self.hold_again(_Held(StateStep(length, 0), states["conv"], states["recurrent"], widths))
         self.device, self.dtype = every[0].device, every[0].dtype
 
+    def stand_for(self, length: int) -> None:
+        """Let the states now be those behind so many tokens, whatever they hold: for benchmarks."""
+        self._step, self._before = StateStep(length, 0), None
+
     def forget_past(self) -> None:
         """Let go of the states before the last step: rows have changed."""
         self._before = None

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.models.cache_adapter import TieredCache
-from penstock.models.plain_model import put_tokens
+from penstock.models.cache_argument import cache_argument
+from penstock.models.loader import CausalLM
+from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import attending_layers, put_tokens
+from penstock.models.weight_access import model_device
 
 CHUNK_TOKENS = 2048
 _SHIFT = 131
@@ -52,17 +56,24 @@ class SyntheticKV:
         return out[0, ..., : self._shape.head_dim], out[1, ..., : self._shape.value_width]
 
     def fill(
-        self, cache: Any, tokens: int, progress: Callable[[float], None] = lambda share: None
-    ) -> None:
+        self, cache: Any, tokens: int, progress: Callable[[float], None] = lambda share: None,
+        model: CausalLM | None = None,
+    ) -> None:  # fmt: skip
         """Put `tokens` tokens into every layer of a `TieredCache` or a plain cache.
 
         Args:
             progress: called with the share done.
+            model: of the cache; one with recurrent layers reads the first two tokens, and its
+                states behind them stand for all.
         """
         tiered = isinstance(cache, TieredCache)
+        recurrent = model is not None and bool(inspect_model(model).states)
+        if model is not None and recurrent:
+            tokens -= _read_two(model, cache, self._noise.shape[1])
+        layers = range(self._shape.num_layers) if tiered else attending_layers(cache)
         with unthrottled(cache) if tiered else nullcontext():
             for start in range(0, tokens, CHUNK_TOKENS):
-                for layer in range(self._shape.num_layers):
+                for layer in layers:
                     keys, values = self.chunk(min(CHUNK_TOKENS, tokens - start))
                     if tiered:
                         cache.tiers.append(layer, keys, values)
@@ -74,6 +85,16 @@ class SyntheticKV:
             if tiered:
                 for layer in cache.tiers.layers:
                     getattr(layer, "drain", lambda: None)()
+                for state in cache.recurrent_layers.values():
+                    state.stand_for(cache.get_seq_length())
+
+
+def _read_two(model: Any, cache: Any, rows: int) -> int:
+    """Pass two tokens through the model; returns how many that were."""
+    ids = torch.ones(rows, 2, dtype=torch.int64, device=model_device(model))
+    with torch.no_grad():
+        model(ids, **cache_argument(model, cache), use_cache=True)
+    return 2
 
 
 def _reserve(cache: TieredCache, layer: int) -> None:
