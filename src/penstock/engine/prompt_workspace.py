@@ -61,6 +61,7 @@ class PromptWorkspace:
         units = min(most, (self._lent + free) // per_unit)
         if units <= least:
             self._lent = 0
+            self._pools.clear()  # so it is the next time
             return
         if self._lent:
             self._ledger.move(LENDER, ITEM, self._lent)

@@ -1,5 +1,7 @@
 """add_block(): the attention of many queries over one more block, added to one softmax."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -129,9 +131,14 @@ def _can_compile(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 def bfloat16_units() -> int:
     """What multiplies bfloat16 here: 0 nothing but floats, 1 AVX-512 BF16, 2 AMX."""
+    return _FLOATS if kernel("bfloat16_units") is None else _cpu_units()
+
+
+@cache
+def _cpu_units() -> int:
+    """Asked once: to answer takes a virtual machine longer than a small block does."""
     found, ask = np.zeros(1, dtype=np.int64), kernel("bfloat16_units")
-    if ask is None:
-        return _FLOATS
+    assert ask is not None
     ask(address(found))
     return int(found[0])
 
