@@ -62,6 +62,6 @@ def kept_share(columns: float, least: int, slots: int, max_units: int) -> float:
         slots: of a layer, for one sequence.
         max_units: units of the sequence.
     """
-    found = max(0.0, 1 - (least / columns) ** _LOSES_LESS_BY)
+    found: float = max(0.0, 1 - (least / columns) ** _LOSES_LESS_BY)
     held = min(1.0, slots / max_units)
     return found * held / (held + HALF_SHARE)
