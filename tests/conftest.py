@@ -28,7 +28,10 @@ for name in [each for each in os.environ if each.startswith("PENSTOCK_")]:
         del os.environ[name]  # and has settings, which no test is about
 os.environ["PENSTOCK_CONFIG"] = os.devnull
 
-LONG = ("training", "research", "evaluate", "tuner", "cli", "search", "documents")
+LONG = (
+    "training", "research", "evaluate", "tuner", "cli", "search", "documents", "models", "kernels",
+    "methods", "storage",
+)  # fmt: skip
 
 
 def _prepare() -> None:
@@ -43,7 +46,7 @@ def _prepare() -> None:
     # default profile says otherwise stays (where CI is set: the same examples each time).
     settings.register_profile(
         "penstock",
-        settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]),
+        settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]),
     )
     settings.load_profile("penstock")
     compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level

@@ -176,7 +176,7 @@ def test_a_chat_is_kept_and_resumed(
         assert answers(document, [[past[-1], *QUESTIONS[2]]]) == [third]
 
 
-@pytest.mark.parametrize("shared", [0, 5, 8, 100, 202, 203])
+@pytest.mark.parametrize("shared", [0, 5, 8, 202, 203])
 def test_what_texts_share_is_not_prefilled_again(
     shared: int, model: PreTrainedModel, adapted: DocumentSettings, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from penstock.methods import POLICIES, SelectionPolicy
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 SCALING = 0.25
-PROMPT_TOKENS, STEPS = 150, 25
+PROMPT_TOKENS, STEPS = 150, 16
 PADDING = (0, 21)
 REBUILDS_KEYS = "shadowkv"  # attends to approximations of the keys it selects
 

@@ -135,20 +135,22 @@ def test_any_strides() -> None:
     by_head = held[0].transpose(0, 1)
     parts = held.view(2, 40, 2, 2, 16).flatten(2, 3)[:, :, 1:3].transpose(1, 2)
     assert not by_head.is_contiguous()
-    for points in (by_head, parts, parts[:, :, 5:], by_head.flip(-1).transpose(1, 2)):
+    for points, bytes_ in (
+        (by_head, 6000), (by_head, AMPLE), (parts, AMPLE), (parts[:, :, 5:], 6000),
+        (by_head.flip(-1).transpose(1, 2), AMPLE),
+    ):  # fmt: skip
         flat = points.reshape(-1, *points.shape[-2:]).contiguous()
         centroids = made(flat.shape[0], 5, flat.shape[2], seed=1)
         straight, wanted = (
             form(flat, centroids, cosine=False, scratch_bytes=AMPLE)
             for form in (kmeans_triton.nearest, kmeans_triton.means)
         )
-        for bytes_ in (6000, AMPLE):
-            ids, means = (
-                form(points, centroids, cosine=False, scratch_bytes=bytes_)
-                for form in (kmeans_triton.nearest, kmeans_triton.means)
-            )
-            assert torch.equal(ids, straight)
-            assert torch.allclose(means, wanted, atol=1e-5)
+        ids, means = (
+            form(points, centroids, cosine=False, scratch_bytes=bytes_)
+            for form in (kmeans_triton.nearest, kmeans_triton.means)
+        )
+        assert torch.equal(ids, straight)
+        assert torch.allclose(means, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("cosine", [False, True])

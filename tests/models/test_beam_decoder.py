@@ -84,8 +84,7 @@ def wanted(llama: PreTrainedModel) -> list[tuple[list[int], Any]]:
     return found(search(PlainDecoder(llama, max_tokens=MOST)))
 
 
-@pytest.mark.parametrize("block_tokens", [1, 16])
-@pytest.mark.parametrize("store", ["disk", "ufs"])
+@pytest.mark.parametrize(("store", "block_tokens"), [("disk", 1), ("ufs", 16)])
 def test_blocks_and_stores_change_nothing(
     llama: PreTrainedModel, wanted: list[tuple[list[int], Any]], store: str, block_tokens: int,
     tmp_path: Path,

@@ -32,7 +32,7 @@ PROMPT = (
     "Question : Start at grey hen and follow the path until stop . Answer : grey hen"
 )
 WHOLE = "> red fox > blue cow > stop ."
-TOY = ["--tokens=128", "--temperatures=2.0", "--beams=1,4,8", "--checked-beams=4", "--step=6"]
+TOY = ["--tokens=128", "--temperatures=2.0", "--beams=1,4", "--checked-beams=4", "--step=6"]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_the_program_goes_on_and_changes_nothing_in_small_memory(
     assert keys == [(0.0, 0), (2.0, 0), (0.0, 1), (2.0, 1)]
     rows = {(row["method"], row["beams"]): row for row in result.figures["rows"]}
     assert rows["verified", 1]["hops"] < rows["verified", 4]["hops"] <= 8
-    assert rows["verified", 8]["right"] > rows["verified", 1]["right"]
+    assert rows["verified", 4]["right"] > rows["verified", 1]["right"]
     greedy = result.figures["references"][0]
     assert (greedy["method"], greedy["right"], greedy["hops"]) == ("greedy", 2, 8)
     small = result.figures["small_memory"]

@@ -163,8 +163,7 @@ def test_scheduled_equals_plain_attention(name: str, num_slots: int, window: int
         assert sum(search.loaded_blocks) > 0
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("resident", [16, 90, 400])
+@pytest.mark.parametrize(("resident", "window"), [(16, None), (16, 9), (90, 9), (400, None)])
 def test_layerwise_equals_plain_attention(resident: int, window: int | None) -> None:
     memory = layerwise(block_shape(window), resident)
     search = Search(memory, seed=resident)
@@ -178,7 +177,7 @@ def test_layerwise_equals_plain_attention(resident: int, window: int | None) -> 
 
 def test_shared_blocks_are_loaded_once_and_take_one_slot() -> None:
     loaded = {}
-    for name in OPTIONS:
+    for name in ("inter-token", "inter-beam", "prefetch", "share"):
         memory = scheduled(block_shape(None), 45, **OPTIONS[name])
         search = Search(memory, seed=3)
         for _ in range(6):

@@ -25,6 +25,7 @@ from penstock.models.loader import load
 
 PARTS = ("reopen", "encryption", "verify")
 KIND = "documents"
+ANSWER_TOKENS = 40
 _CHUNK = 1024
 
 
@@ -109,7 +110,7 @@ def _reopen(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for tokens in args.lengths:
         say(f"a document of {tokens:,} tokens")
         case = Case(
-            loaded=loaded, tokens=tokens, questions=args.questions, answer_tokens=40,
+            loaded=loaded, tokens=tokens, questions=args.questions, answer_tokens=ANSWER_TOKENS,
             memory=args.memory, chunk=_CHUNK, rounds=args.rounds, folder=folder / str(tokens),
             seed=args.seed,
         )  # fmt: skip
