@@ -12,7 +12,7 @@ from rich.text import Text
 from penstock.cli.console import PlainConsole
 from penstock.cli.options import JsonOption, WeightsOption, memory_option
 from penstock.cli.tables import print_table
-from penstock.core.byte_size import format_bytes, is_share, parse_memory
+from penstock.core.byte_size import format_bytes
 from penstock.core.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Predict speed and memory on a machine that is not here."""
     from penstock.devices.presets import PRESETS
-    from penstock.engine.runtime_settings import HELD_STATES
     from penstock.tuner.advice import advise, fastest
-    from penstock.tuner.cost_model import Workload, check_weights
+    from penstock.tuner.cost_model import Workload, check_weights, limit_of
     from penstock.tuner.hardware import hardware
     from penstock.tuner.model_sizes import model_sizes
     from penstock.tuner.step_work import PAPER_REUSE_RATE, PREDICTABLE
@@ -75,11 +74,9 @@ def plan_command(
     where = hardware(machine)
     full = sizes.shape.full_cache_bytes(batch, context)
     free = max(0, where.memory_bytes - sizes.weight_bytes)
-    # As in a cache: of a size recurrent states are a part, to a share they come on top.
-    own = 0 if is_share(memory) else HELD_STATES * batch * sizes.beside.state_bytes
     load = Workload(
         model=sizes, hardware=where, disk=PRESETS[disk], context=context, batch=batch,
-        limit_bytes=max(1, parse_memory(memory, full, free) - own),
+        limit_bytes=limit_of(memory, full, free, batch * sizes.beside.state_bytes),
         reuse_rate=PAPER_REUSE_RATE if reuse is None else reuse,
     )  # fmt: skip
     check_weights(load)

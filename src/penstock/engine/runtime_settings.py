@@ -13,7 +13,7 @@ from penstock.engine.stored_past import StoredPast
 from penstock.kernels.key_rotation import KeyRotation
 from penstock.storage.store import Sealing
 
-HELD_STATES = 2
+STATE_COPIES = 2
 """Copies of a recurrent state that a cache holds beside checkpoints: now, and before the last
 step."""
 

@@ -28,7 +28,7 @@ from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.runtime_settings import HELD_STATES, RuntimeSettings
+from penstock.engine.runtime_settings import STATE_COPIES, RuntimeSettings
 from penstock.engine.stored_past import StoredPast
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import SelectionPolicy
@@ -225,7 +225,7 @@ class TieredCache(RecurrentCache):
         sizes, self.takes_chunks = measure_states(model, shape)
         self._room = checkpoints
         self._states = {i: StateLayer(count, sizes[i]) for i, count in shape.states.items()}
-        return (HELD_STATES + checkpoints) * sum(sizes.values())
+        return (STATE_COPIES + checkpoints) * sum(sizes.values())
 
     def _make_layers(self, shape: ModelShape) -> list[CacheLayerMixin]:
         layers: dict[int, Any] = dict(self._states)

@@ -6,13 +6,13 @@ of one layer behind the work of the layer before.
 
 from dataclasses import dataclass, replace
 
-from penstock.core.byte_size import format_bytes
+from penstock.core.byte_size import format_bytes, is_share, parse_memory
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.devices.profile import DeviceProfile
 from penstock.engine.head_rows import HeadRows
 from penstock.engine.policy import SelectionPolicy
-from penstock.engine.runtime_settings import HELD_STATES
+from penstock.engine.runtime_settings import STATE_COPIES
 from penstock.tuner.hardware import Hardware
 from penstock.tuner.model_sizes import ModelSizes
 from penstock.tuner.step_work import PAPER_REUSE_RATE, StepWork, work_of
@@ -31,6 +31,13 @@ PLAIN_LAUNCHES = 15
 READ_SUBMIT_S = 4e-6
 """Host time of handing one read to the kernel: 3.6 to 4.4 us by native AIO on a server's core
 (research/notes/2026-11-22-fewer-calls.md); no source has an edge board's."""
+
+
+def limit_of(memory: str, full_bytes: int, free_bytes: int, state_bytes: int) -> int:
+    """What a `memory=` setting leaves for KV: as in a cache, recurrent states are a part of a size,
+    and come on top of a share."""
+    limit = parse_memory(memory, full_bytes, free_bytes)
+    return limit if is_share(memory) else max(1, limit - STATE_COPIES * state_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +63,7 @@ class Workload:
     @property
     def state_bytes(self) -> int:
         """What a cache holds of recurrent states, all sequences."""
-        return HELD_STATES * self.batch * self.model.beside.state_bytes
+        return STATE_COPIES * self.batch * self.model.beside.state_bytes
 
     @property
     def full_bytes(self) -> int:
@@ -250,7 +257,7 @@ def _check_total(kv_bytes: int, load: Workload) -> None:
 def _predict_resident(policy: SelectionPolicy, load: Workload) -> Prediction:
     """Everything in memory; sequences that do not fit beside each other run in waves."""
     shape = load.model.shape
-    states = HELD_STATES * load.model.beside.state_bytes
+    states = STATE_COPIES * load.model.beside.state_bytes
     one = shape.full_cache_bytes(1, load.context) + states
     free = load.hardware.memory_bytes - load.model.weight_bytes
     room = min(load.limit_bytes + load.state_bytes, free)

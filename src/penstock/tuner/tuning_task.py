@@ -207,9 +207,14 @@ def require_tunable(model: CausalLM) -> KVShape:
     """The shape of a model whose documents can be put together from parts.
 
     Raises:
-        UnsupportedModelError: some of its layers have a sliding window.
+        UnsupportedModelError: some of its layers have a sliding window, or a recurrent state.
     """
     shape = inspect_model(model)
+    if shape.states:
+        raise UnsupportedModelError(
+            "penstock tune puts documents together from parts, and a recurrent state stands for "
+            "one text; run hybrid models with --policy kvswap and its defaults"
+        )
     if len(shape.tiered_layers) != len(shape.layer_types):
         raise UnsupportedModelError(
             "penstock tune cannot tune models with sliding-window layers yet; run them with "
