@@ -40,7 +40,9 @@ def test_works_with_the_default_policy(family: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_RECURRENT_LAYERS, reason="transformers keeps their states elsewhere")
-@pytest.mark.parametrize(("family", "said"), [("bamba", "right"), ("jamba", "refused")])
+@pytest.mark.parametrize(
+    ("family", "said"), [("bamba", "right"), ("zaya", "right"), ("jamba", "refused")]
+)
 def test_hybrids_go_back_to_states_alone(family: str, said: str) -> None:
     """Jamba's own code forgets its state where several tokens come behind others."""
     result = sweep_family(family, ("quest",), ("full",))

@@ -22,6 +22,8 @@ class _Watched(DynamicCache):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, last: int) -> None:
         super().__init__(config=model.config)
         self._last = last
+        self.saw_nan = False
+        """Whether keys or values were no numbers."""
 
     def stop_behind(self, last: int) -> None:
         """Stop the next pass elsewhere."""
@@ -35,6 +37,7 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self._pass(layer_idx)
+        self.saw_nan |= bool((key_states.isnan().any() | value_states.isnan().any()).item())
         both: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -93,14 +96,16 @@ def _pass_two(model: PreTrainedModel, cache: _Watched) -> None:
 
 
 def _heeds_state(model: PreTrainedModel, cache: _Watched, layer: int) -> bool:
-    """Whether what is not a number in the state of a layer is in its next one too."""
+    """Whether what is not a number in the state of a layer is in its next one too, or in keys and
+    values of the same layer (Zaya)."""
     states: dict[int, Tensor | None] = cast(Any, cache.layers[layer]).recurrent_states
     held = [state.fill_(torch.nan) for state in states.values() if state is not None]
     if not held:
         return True
     cache.stop_behind(layer)
     _pass_two(model, cache)
-    return all(bool(state.isnan().any()) for state in states.values() if state is not None)
+    new = [bool(state.isnan().any()) for state in states.values() if state is not None]
+    return cache.saw_nan or all(new)
 
 
 def _row_bytes(layer: Any) -> int:
