@@ -20,8 +20,9 @@ from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity, require_same, weights_of
 from penstock.models.model_config import read_config
 from penstock.models.packed import kept
-from penstock.models.packed.kept import PackedSource, kept_model
+from penstock.models.packed.kept import kept_model
 from penstock.models.packed.modules import packed_modules
+from penstock.models.packed.sources import PackedSource
 from penstock.testing.tiny_chat import tiny_chat_model
 
 SIZES: Any = {

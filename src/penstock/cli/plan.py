@@ -66,10 +66,7 @@ def plan_command(
 
     if disk not in PRESETS:
         raise ConfigError(f"--disk {disk} is not known; choose from {', '.join(PRESETS)}")
-    if group < 0 or context < 1 or batch < 1:
-        raise ConfigError(
-            f"--group {group}, --context {context} and --batch {batch} must be at least 1"
-        )
+    _check_counts(group, context, batch)
     sizes = replace(model_sizes(model), bits=None if weights is None else weights.bits)
     where = hardware(machine)
     full = sizes.shape.full_cache_bytes(batch, context)
@@ -94,6 +91,13 @@ def plan_command(
     for sentence in sentences:
         console.print(Text(sentence))
     console.print(Text(_fine_print(load), style="dim"))
+
+
+def _check_counts(group: int, context: int, batch: int) -> None:
+    if group < 0 or context < 1 or batch < 1:
+        raise ConfigError(
+            f"--group {group}, --context {context} and --batch {batch} must be at least 1"
+        )
 
 
 def predictions(

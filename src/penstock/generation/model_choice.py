@@ -78,7 +78,7 @@ def _check_quantization(loaded: LoadedModel, wanted: str | None) -> None:
     )  # fmt: skip
     found = None if method is None else str(getattr(method, "value", method))
     if isinstance(said, PackedConfig):
-        found = f"int{said.bits}"
+        found = said.origin if wanted == said.origin else f"int{said.bits}"
     if found != wanted.removesuffix(_KERNELS):
         has = "weights that are not quantised" if found is None else f"{found} weights"
         raise ConfigError(

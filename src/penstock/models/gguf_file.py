@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,53 @@ def converted_folder(path: Path, on_bytes: OnBytes, cache: Path | None = None) -
         UnsupportedModelError: a tiered cache cannot work with the model; says why.
         StorageError: the cache cannot be written.
     """
+    folder = _folder_of(path, on_bytes, cache)
+    if not _is_made(folder, lambda: _convert(path, folder, on_bytes)):
+        return folder, ""
+    size = format_bytes(sum(each.stat().st_size for each in folder.iterdir()))
+    return folder, f"dequantised, which takes {size} in {folder}; it can be removed at any time"
+
+
+def described_folder(path: Path, on_bytes: OnBytes, cache: Path | None = None) -> Path:
+    """Configuration and tokenizer of a GGUF file as a folder without weights.
+
+    Args:
+        As of `converted_folder`.
+
+    Raises:
+        As `converted_folder`.
+    """
+    folder = _folder_of(path, on_bytes, cache)
+    folder = folder.with_name(f"{folder.name}-described")
+    _is_made(folder, lambda: _describe(path, folder))
+    return folder
+
+
+def architecture_of(path: Path) -> str:
+    """The architecture that a GGUF file names; empty where it cannot be read."""
+    try:
+        from gguf import GGUFReader
+
+        named = GGUFReader(path).get_field("general.architecture")
+    except (ImportError, OSError, ValueError):
+        return ""
+    return "" if named is None else str(named.contents())
+
+
+def _folder_of(path: Path, on_bytes: OnBytes, cache: Path | None) -> Path:
     if _PART.search(path.stem):
         raise ModelLoadError(
             "it is one of several parts; put them together with: llama-gguf-split --merge"
         )
-    cache = gguf_cache() if cache is None else cache
-    folder = cache / f"{path.stem}-{_sum(path, on_bytes)}"
+    return (gguf_cache() if cache is None else cache) / f"{path.stem}-{_sum(path, on_bytes)}"
+
+
+def _is_made(folder: Path, make: Callable[[], None]) -> bool:
+    """Make a folder of the cache; False if it was there already."""
+    cache = folder.parent
     try:
         if folder.is_dir():
-            return folder, ""
+            return False
         for library in ("gguf", "accelerate"):
             if find_spec(library) is None:
                 raise ModelLoadError(
@@ -74,14 +113,14 @@ def converted_folder(path: Path, on_bytes: OnBytes, cache: Path | None = None) -
                 )
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / "lock"):
-            if not folder.is_dir():
-                _convert(path, folder, on_bytes)
+            if folder.is_dir():
+                return False
+            make()
     except OSError as error:
         if isinstance(error, StorageError) or error.errno is None:
             raise
         raise StorageError(f"cannot write {error.filename or cache}: {error.strerror}") from error
-    size = format_bytes(sum(each.stat().st_size for each in folder.iterdir()))
-    return folder, f"dequantised, which takes {size} in {folder}; it can be removed at any time"
+    return True
 
 
 def _sum(path: Path, on_bytes: OnBytes) -> str:
@@ -124,6 +163,19 @@ def _convert(path: Path, folder: Path, on_bytes: OnBytes) -> None:
         (beside / _NAME).write_text(json.dumps(about), encoding="utf-8")
         beside.rename(folder)
     on_bytes(f"writing {folder}", size, size)
+
+
+def _describe(path: Path, folder: Path) -> None:
+    source: Any = {
+        "pretrained_model_name_or_path": str(path.absolute().parent), "gguf_file": path.name,
+        "local_files_only": True, "trust_remote_code": False,
+    }  # fmt: skip
+    config = AutoConfig.from_pretrained(**source)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_WORK) as work:
+        beside = Path(work) / "model"
+        config.save_pretrained(beside)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(beside)
+        beside.rename(folder)
 
 
 def _dtype(path: Path) -> torch.dtype:

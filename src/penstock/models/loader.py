@@ -25,13 +25,15 @@ from penstock.core.errors import (
 from penstock.models.fetch import OnBytes
 from penstock.models.first_look import UNSUPPORTED_DEVICES
 from penstock.models.gguf_file import SUFFIX as GGUF
-from penstock.models.gguf_file import converted_folder
+from penstock.models.gguf_file import architecture_of, converted_folder, described_folder
 from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
 from penstock.models.load_errors import said_of
 from penstock.models.model_class import auto_class, generates_text, load_processor
 from penstock.models.model_config import read_config
 from penstock.models.model_shape import drop_idle_window, inspect_model
-from penstock.models.packed.kept import PackedSource, kept_model
+from penstock.models.packed.gguf_rows import ARCHITECTURES
+from penstock.models.packed.kept import kept_model
+from penstock.models.packed.sources import packed_source
 from penstock.models.released import BUNDLED_NAME, released_models
 
 BUNDLED = "recall"
@@ -114,7 +116,8 @@ def load(
     hub = HubModel(
         name=name, revision=revision, token=token, offline=bool(offline), own_code=trust_remote_code
     )
-    folder, notices = _find_folder(hub, on_bytes or _unheard)
+    file = _packable_file(name) if bits else None
+    folder, notices = _find_folder(hub, on_bytes or _unheard, file)
     config = _checked_config(folder, name, own_code=trust_remote_code)
     if not any((folder / file).is_file() for file in TOKENIZERS):
         raise ModelLoadError(f"{name}: the folder has no tokenizer files ({TOKENIZERS[0]})")
@@ -122,14 +125,14 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        if bits is None:
-            model, kept = _read(folder, config, wanted, own_code=trust_remote_code), ""
-        else:
-            _check_plain(config, weights)
-            model, kept = kept_model(PackedSource(
-                folder=folder, config=config, dtype=wanted, bits=bits, own_code=trust_remote_code,
-                on_bytes=on_bytes or _unheard,
-            ))  # fmt: skip
+        source = packed_source(
+            bits, target, file, folder=folder, config=config, dtype=wanted,
+            own_code=trust_remote_code, on_bytes=on_bytes or _unheard,
+        )  # fmt: skip
+        model, kept = (
+            (_read(folder, config, wanted, own_code=trust_remote_code), "")
+            if source is None else kept_model(source)
+        )  # fmt: skip
     model = model.to(target).eval()
     processor, said = load_processor(folder, config, own_code=trust_remote_code)
     notices = tuple(filter(None, (*notices, kept, *said)))
@@ -251,15 +254,11 @@ def _bits(weights: str | None, device: torch.device) -> int | None:
     return WEIGHTS[weights]
 
 
-def _check_plain(config: PretrainedConfig, weights: str | None) -> None:
-    said = getattr(config, "quantization_config", None)
-    if said is None:
-        return
-    method = said.get("quant_method") if isinstance(said, dict) else said
-    raise ConfigError(
-        f"its weights are quantised already ({method}); leave weights={weights!r} out, or take "
-        "the model before it was"
-    )
+def _packable_file(name: str) -> Path | None:
+    """The GGUF file of a name, if its codes can be packed as they are; others are dequantised."""
+    path = Path(os.path.expanduser(name))
+    is_file = path.suffix.lower() == GGUF and os.path.isfile(path)
+    return path if is_file and architecture_of(path) in ARCHITECTURES else None
 
 
 @contextlib.contextmanager
@@ -312,12 +311,20 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     return DTYPES[known]
 
 
-def _find_folder(hub: HubModel, on_bytes: OnBytes) -> tuple[Path, tuple[str, ...]]:
+def _find_folder(
+    hub: HubModel, on_bytes: OnBytes, file: Path | None = None
+) -> tuple[Path, tuple[str, ...]]:
     """The folder that a name stands for, and what to report of it.
 
     It is ours, the user's, one that a GGUF file became, one in the hub's cache, or the hub's.
+
+    Args:
+        file: a GGUF file whose weights are read from itself.
     """
     name = hub.name
+    if file is not None:
+        with _as_load_error(name):
+            return described_folder(file, on_bytes), ()
     if name in (BUNDLED, BUNDLED_NAME):
         return Path(__file__).parent / BUNDLED, ()
     released = released_models().get(name)

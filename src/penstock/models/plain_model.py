@@ -94,6 +94,15 @@ def _qwen3_5(positions: int) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _llama_1b(positions: int) -> PretrainedConfig:
+    return LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        max_position_embeddings=max(131072, positions),
+    )  # fmt: skip
+
+
 def _tiny(positions: int) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -107,6 +116,7 @@ ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyTyp
         "qwen3-0.6b": _qwen3,
         "qwen3-8b": _qwen3_8b,
         "llama-3.1-8b": _llama,
+        "llama-3.2-1b": _llama_1b,
         "opt-125m": _opt_125m,
         "opt-6.7b": _opt_6_7b,
         "qwen-7b": _qwen_7b,

@@ -4,34 +4,29 @@ The file lies in the user's cache, in a folder for the model, its bits and this 
 """
 
 import copy
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import xxhash
 from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from penstock.core.byte_size import format_bytes
-from penstock.core.errors import ModelLoadError
 from penstock.core.regular_file import JSON_BYTES_MAX, open_regular, read_regular
 from penstock.kernels.packed_weights import packing
 from penstock.models.fetch import OnBytes
-from penstock.models.model_class import auto_class
-from penstock.models.packed.quantizer import METHOD, PackedConfig
+from penstock.models.packed.quantizer import PackedConfig
+from penstock.models.packed.sources import FORMAT, PackedSource, loaded
 
-_FORMAT = 2
 _ABOUT = "penstock-weights.json"
 """In a kept folder: what it was made of, and its checksum. Written last."""
 _FILE = "model.safetensors"
@@ -44,42 +39,6 @@ _UNFIT = re.compile(r"[^\w.-]+")
 def weights_cache() -> Path:
     """The user's folder of packed weights."""
     return Path.home() / ".cache" / "penstock" / "weights"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedSource:
-    """A model folder, and how its weights are to be packed."""
-
-    folder: Path
-    config: PretrainedConfig
-    dtype: torch.dtype | str
-    bits: int
-    own_code: bool
-    on_bytes: OnBytes
-
-    def make(self) -> PreTrainedModel:
-        """Read and pack the weights, in memory; one plain parameter is there at a time.
-
-        Raises:
-            ModelLoadError: some are missing.
-        """
-        total = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        packed = PackedConfig(self.bits)
-        packed.on_packed = _Counted(f"packing {self.folder.name}", total, self.on_bytes)
-        config = copy.deepcopy(self.config)
-        return loaded(self.folder, config, self.dtype, packed, own_code=self.own_code)
-
-    @property
-    def key(self) -> str:
-        """Changes with the weights, the bits, and whatever else the file depends on."""
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update((self.folder / "config.json").read_bytes())
-        for path in sorted(self.folder.glob("*.safetensors*")):
-            status = path.stat()
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-        versions = (torch.__version__, transformers.__version__)
-        digest.update(repr((_FORMAT, self.bits, str(self.dtype), packing(), versions)).encode())
-        return digest.hexdigest()
 
 
 def kept_model(source: PackedSource, cache: Path | None = None) -> tuple[PreTrainedModel, str]:
@@ -98,7 +57,7 @@ def kept_model(source: PackedSource, cache: Path | None = None) -> tuple[PreTrai
     if source.own_code:  # its code lies in its own folder
         return source.make(), ""
     cache = weights_cache() if cache is None else cache
-    name = _UNFIT.sub("-", source.folder.name) or "model"
+    name = _UNFIT.sub("-", source.name) or "model"
     place = cache / f"{name}-int{source.bits}-{source.key}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -125,51 +84,10 @@ def kept_model(source: PackedSource, cache: Path | None = None) -> tuple[PreTrai
     return _opened(place, source), f"{said}; it can be removed at any time"
 
 
-def loaded(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype | str, packed: PackedConfig | None,
-    *, own_code: bool = False,
-) -> PreTrainedModel:  # fmt: skip
-    """A folder's model as transformers loads it.
-
-    Args:
-        packed: how to pack it; None: it is packed, as `config.quantization_config` says.
-
-    Raises:
-        ModelLoadError: weights are missing.
-    """
-    asked = {} if packed is None else {"quantization_config": packed}
-    model, info = auto_class(config).from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
-        trust_remote_code=own_code, output_loading_info=True, **asked,
-    )  # fmt: skip
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelLoadError(
-            f"the weights are incomplete, {len(missing)} tensors are missing ({missing[0]}, ...)"
-        )
-    model.config.quantization_config.on_packed = None
-    found: PreTrainedModel = model.eval()
-    return found
-
-
-@dataclass
-class _Counted:
-    """Progress of packing."""
-
-    what: str
-    total: int
-    on_bytes: OnBytes
-    done: int = 0
-
-    def __call__(self, weight: Tensor) -> None:
-        self.done = min(self.done + weight.nbytes, self.total)
-        self.on_bytes(self.what, self.done, self.total)
-
-
 def _opened(place: Path, source: PackedSource) -> PreTrainedModel:
     about = _about(place)
     config = copy.deepcopy(source.config)
-    config.quantization_config = {"quant_method": METHOD, **about["packed"]}
+    config.quantization_config = about["packed"]
     model = loaded(place, config, getattr(torch, about["dtype"]), None)
     model.name_or_path = model.config._name_or_path = str(source.folder)
     return model
@@ -189,8 +107,8 @@ def _write(model: PreTrainedModel, place: Path, source: PackedSource) -> None:
                 shutil.copyfile(source.folder / name, beside / name)
         packed: PackedConfig = model.config.quantization_config
         about = {
-            "format": _FORMAT, "source": str(source.folder), "packing": packing(),
-            "packed": {"bits": packed.bits, "forms": packed.forms},
+            "format": FORMAT, "source": str(source.folder), "packing": packing(),
+            "packed": packed.to_dict(),
             "dtype": str(model.dtype).removeprefix("torch."),
             "checksum": _checksum(beside / _FILE, lambda done: None),
         }  # fmt: skip

@@ -25,6 +25,9 @@ from penstock.models.packed.modules import (
 )
 from penstock.models.query_projection import decoder_layers
 
+_EIGHT_BIT_NAMES = ("k_proj", "v_proj")
+"""Where few heads share keys and values, these are a few percent of a layer, and in 4 bits half of
+what its rounding costs (research/notes)."""
 METHOD = "penstock"
 """Of `quantization_config`."""
 _PLAIN_NAMES = ("gate", "router", "kv_b_proj")
@@ -37,23 +40,27 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Which bits a model's weights are in."""
 
     def __init__(
-        self, bits: int = 8, forms: Mapping[str, list[int]] | None = None, **_: Any
-    ) -> None:
+        self, bits: int = 8, forms: Mapping[str, list[int]] | None = None, origin: str = "",
+        **_: Any,
+    ) -> None:  # fmt: skip
         """Say it.
 
         Args:
             bits: 4 or 8, of the decoder's layers.
             forms: bits and group of modules that are in others.
+            origin: the format that they were in before, such as "gptq"; empty: plain.
         """
         self.quant_method = METHOD
         self.bits = bits
         self.forms = dict(forms or {})
+        self.origin = origin
         self.on_packed: Callable[[Tensor], None] | None = None
         """Called with each plain weight that has been packed."""
 
     def to_dict(self) -> dict[str, Any]:
         """What lasts of it."""
-        return {"quant_method": METHOD, "bits": self.bits, "forms": dict(self.forms)}
+        made = {"bits": self.bits, "forms": dict(self.forms), "origin": self.origin}
+        return {"quant_method": METHOD, **made}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """As items of `to_dict`."""
@@ -138,7 +145,9 @@ def replace_modules(
             for name, child in list(parent.named_children()):
                 if type(child) is not nn.Linear or name in _PLAIN_NAMES or _reads(parent, name):
                     continue
-                form = form_of(child, child.out_features, child.in_features, bits)
+                small = name in _EIGHT_BIT_NAMES and 2 * child.out_features <= child.in_features
+                ours = 8 if small else bits
+                form = form_of(child, child.out_features, child.in_features, ours)
                 if form is not None:
                     setattr(parent, name, PackedLinear(child, form, dtype, ready=ready))
     _replace_ends(model, form_of, dtype, ready=ready)
