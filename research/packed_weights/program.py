@@ -77,8 +77,8 @@ def prompt_s(model: Any, ids: Tensor, chunk: int) -> float:
     """Seconds of reading a prompt chunk by chunk. [1, tokens]"""
     cache = plain_cache(model, "dynamic", ids.shape[1])
     start = time.perf_counter()
-    for part in ids.split(chunk, dim=1):
-        model(part, past_key_values=cache, logits_to_keep=1)
+    for first in range(0, ids.shape[1], chunk):
+        model(ids[:, first : first + chunk], past_key_values=cache, logits_to_keep=1)
     return time.perf_counter() - start
 
 
@@ -159,10 +159,9 @@ def mean_loss(model: Any, ids: Tensor) -> float:
     """Mean negative log-likelihood of a text's tokens behind the first, in nats. [1, tokens]"""
     hidden = model.model(ids).last_hidden_state[0, :-1]
     total = 0.0
-    for states, tokens in zip(
-        hidden.split(_HEAD_TOKENS), ids[0, 1:].split(_HEAD_TOKENS), strict=True
-    ):
-        logits = model.lm_head(states).float()
+    for first in range(0, len(hidden), _HEAD_TOKENS):
+        logits = model.lm_head(hidden[first : first + _HEAD_TOKENS]).float()
+        tokens = ids[0, 1 + first : 1 + first + len(logits)]
         total += float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
     return total / (ids.shape[1] - 1)
 
