@@ -153,8 +153,10 @@ class LatentWeights:
         Returns:
             [batch, new_tokens, heads, width of an expanded value]
         """
-        by_head = torch.matmul(out.transpose(1, 2), self._to_values.transpose(1, 2))
-        return by_head.transpose(1, 2)
+        by_head = out.transpose(1, 2)
+        if out.shape[1] == 1:  # rows of a transposed bfloat16 matrix are slow for one token
+            return torch.matmul(self._to_values, by_head.transpose(2, 3)).permute(0, 3, 1, 2)
+        return torch.matmul(by_head, self._to_values.transpose(1, 2)).transpose(1, 2)
 
 
 def in_latents(
