@@ -56,8 +56,9 @@ test-matrix: $(INSTALLED) ## Run the tests as other machines do; writes docs/tes
 sanitize: $(INSTALLED) ## Run what calls the compiled kernels under ASan and UBSan.
 	$(PY) tests/sanitize.py
 
-sweep: $(INSTALLED) ## Run every policy over every model family; the table is docs/families.md.
+sweep: $(INSTALLED) ## Run every policy over every model family; the tables are docs/families.md and docs/vision-families.md.
 	OMP_NUM_THREADS=1 $(PY) -m penstock.testing.family_sweep --json docs/families.json --table docs/families.md
+	OMP_NUM_THREADS=1 $(PY) -m penstock.testing.vision_sweep --json docs/vision-families.json --table docs/vision-families.md
 
 # SNAPSHOT='write FILE' before a change, SNAPSHOT='compare FILE' behind it; '--device cuda' where there is one.
 SNAPSHOT ?= --help

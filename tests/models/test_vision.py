@@ -18,6 +18,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel
 from penstock.models.media import read_video
 from penstock.models.processing import Media
+from penstock.search.beam_searcher import BeamSearcher
 from penstock.testing.tiny_vision import END, IMAGE, START, VIDEO, tiny_picture, tiny_vision_model
 
 NEW = 6
@@ -199,6 +200,9 @@ def test_what_a_prompt_with_pictures_cannot_be(tmp_path: Path) -> None:
         ask(IMAGE, image=tmp_path / "text.png")
     with pytest.raises(PromptError, match="nothing is fetched"):
         ask(IMAGE, image="https://example.com/a.png")
+    shown = {"prompt": IMAGE, "multi_modal_data": {"image": tiny_picture(0)}}
+    with pytest.raises(PromptError, match="a search reads texts alone"):
+        BeamSearcher(loaded).search(shown)
     several = loaded.processor(
         text=[IMAGE, IMAGE], images=[Image.fromarray(tiny_picture(i)) for i in (0, 1)],
         return_tensors="pt",

@@ -70,6 +70,8 @@ def test_folder(tmp_path: Path) -> None:
     assert sizes.layer_weights == 64 * (64 + 64 + 32 + 32) + 3 * 64 * 96
     assert sizes.weights == 2 * sizes.layer_weights + 2 * 64 * 500
     assert model_sizes(write(tmp_path, tie_word_embeddings=True)).weights < sizes.weights
+    inner = write(tmp_path, text_config={"num_hidden_layers": 3})
+    assert model_sizes(inner).shape.num_layers == 3
 
 
 @pytest.mark.parametrize(

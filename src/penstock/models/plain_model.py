@@ -103,6 +103,34 @@ def _llama_1b(positions: int) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _qwen2_5_vl_3b(positions: int) -> PretrainedConfig:
+    """The text decoder of Qwen2.5-VL-3B, which decodes alone once a video is read: Qwen2's layers.
+    Positions on three axes are one number each for text, so that they change no step's work."""
+    return Qwen2Config(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
+        max_position_embeddings=max(128000, positions),
+    )  # fmt: skip
+
+
+def _qwen2_5_vl_7b(positions: int) -> PretrainedConfig:
+    """As `_qwen2_5_vl_3b`, of Qwen2.5-VL-7B."""
+    return Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+        max_position_embeddings=max(128000, positions),
+    )  # fmt: skip
+
+
+def _internvl3_14b(positions: int) -> PretrainedConfig:
+    """The text decoder of InternVL3-14B: Qwen2.5-14B's, with a vocabulary of its own."""
+    return Qwen2Config(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
+        num_key_value_heads=8, vocab_size=151674, tie_word_embeddings=False,
+        max_position_embeddings=max(32768, positions),
+    )  # fmt: skip
+
+
 def _tiny(positions: int) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -121,6 +149,9 @@ ARCHITECTURES: Mapping[str, Callable[[int], PretrainedConfig]] = MappingProxyTyp
         "opt-6.7b": _opt_6_7b,
         "qwen-7b": _qwen_7b,
         **({"qwen3.5-0.8b": _qwen3_5} if HAS_RECURRENT_LAYERS else {}),
+        "qwen2.5-vl-3b": _qwen2_5_vl_3b,
+        "qwen2.5-vl-7b": _qwen2_5_vl_7b,
+        "internvl3-14b": _internvl3_14b,
         "tiny": _tiny,
     }
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PromptError
 from penstock.generation.prompts import Prompt, make_batch, single_prompt
 from penstock.generation.token_text import own_stop_texts
 from penstock.models.beam_decoder import ModelBeamDecoder, make_decoder
@@ -135,7 +135,7 @@ class BeamSearcher:
             The beams, best first, and the record of the search.
 
         Raises:
-            PromptError: the prompt is empty or does not fit the model.
+            PromptError: the prompt is empty, does not fit the model, or has pictures.
             ConfigError: a step is longer than the context, or a setting needs a tokenizer.
             BudgetError: `memory` is too small for one beam; says how much would do.
             VerifierError: the scorer failed.
@@ -151,6 +151,11 @@ class BeamSearcher:
         batch = make_batch(
             self._loaded, [single_prompt(prompt)], new_tokens=new_tokens, pad_token_id=0
         )
+        if batch.visuals:
+            raise PromptError(
+                "a search reads texts alone, as its beams know no positions of pictures; take "
+                "LLM.generate"
+            )
         [token_ids] = batch.token_ids
         check_step(len(token_ids), params, inspect_model(self._loaded.model).max_positions)
         stops, ends = params.stop_texts, frozenset[int]()

@@ -143,7 +143,7 @@ def run(model: PreTrainedModel, policy: str, setting: Setting, expected: Any) ->
 
 
 def _cache(model: PreTrainedModel, policy: str, setting: Setting) -> TieredCache:
-    chosen = _policy(policy, 10**6 if setting == "full" else 16)
+    chosen = sized_policy(policy, 10**6 if setting == "full" else 16)
     options: dict[str, Any] = {
         "store": "memory", "max_tokens": MAX_TOKENS, "batch_size": 2, "exact": setting == "exact",
     }  # fmt: skip
@@ -154,7 +154,8 @@ def _cache(model: PreTrainedModel, policy: str, setting: Setting) -> TieredCache
         return TieredCache(model, chosen, error.needed_bytes, **options)
 
 
-def _policy(name: str, selected: int) -> SelectionPolicy:
+def sized_policy(name: str, selected: int) -> SelectionPolicy:
+    """A policy with the sizes of tiny prompts."""
     plain = POLICIES[name]()
     wanted = {"selected_tokens": selected, "window_tokens": 8, "sink_tokens": 4}
     wanted["group_tokens"] = min(8, getattr(plain, "group_tokens", 8))

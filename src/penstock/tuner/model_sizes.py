@@ -150,6 +150,7 @@ def model_sizes(name_or_folder: str) -> ModelSizes:
 def _from_config(path: Path) -> ModelSizes:
     try:
         config: Any = json.loads(read_regular_text(path))
+        config = {**config, **(config.get("text_config") or {})}  # of a model that sees
         entry = {name: int(config[key]) for name, key in _FIELDS.items()}
         heads = entry["query_heads"]
         entry["kv_heads"] = int(config.get("num_key_value_heads") or heads)
