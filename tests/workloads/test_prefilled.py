@@ -9,16 +9,21 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.plain_model import tokens_of
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
+from penstock.testing.tiny_families import tiny_family
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from penstock.workloads.prefilled import PrefilledText
 
 TOKENS, MORE = 90, 7
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+HYBRIDS = ["qwen3_next", "falcon_h1"] if HAS_RECURRENT_LAYERS else []
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3", *HYBRIDS])
 def model(request: pytest.FixtureRequest) -> CausalLM:
-    """One with full attention alone, one with sliding windows."""
-    return tiny_model(request.param)
+    """With full attention alone, with sliding windows, with recurrent states."""
+    return (tiny_family if request.param in HYBRIDS else tiny_model)(request.param)
 
 
 def ids(batch: int = 1, tokens: int = TOKENS + MORE) -> Tensor:

@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
 from penstock.models.cache_argument import cache_argument
-from penstock.models.model_shape import ModelShape
+from penstock.models.model_shape import ModelShape, inspect_model
 from penstock.models.weight_access import model_device
 
 
@@ -77,6 +77,19 @@ def measure_states(model: PreTrainedModel, shape: ModelShape) -> tuple[dict[int,
         )
     held = {layer: sizes[shape.layer_types[layer], count] for layer, count in shape.states.items()}
     return held, _heeds_state(model, cache, min(first.values()))
+
+
+def require_chunks(model: PreTrainedModel) -> None:
+    """Refuse a model that forgets its states where several tokens come behind others.
+
+    Raises:
+        UnsupportedModelError: it does.
+    """
+    if not measure_states(model, inspect_model(model))[1]:
+        raise UnsupportedModelError(
+            f"the recurrent layers of {type(model).__name__} forget their state where several "
+            "tokens come behind others, so that a text cannot be read in parts; take another model"
+        )
 
 
 def _pass_two(model: PreTrainedModel, cache: _Watched) -> None:

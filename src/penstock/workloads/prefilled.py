@@ -1,17 +1,18 @@
 """PrefilledText: a prompt's keys and values, made once by the plain model, for any TieredCache."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.models.beside_tiers import BesideTiers
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
+from penstock.models.state_sizes import require_chunks
 from penstock.models.weight_access import model_device
 
 EXACT_TAIL = 33
@@ -41,6 +42,7 @@ class PrefilledText:
             progress: called with the tokens read so far, after every chunk.
         """
         self._model: Any = model
+        require_chunks(model)
         device = model_device(model)
         self.length = token_ids.shape[1]
         """Tokens of each row, padding included."""
@@ -82,7 +84,7 @@ class PrefilledText:
             [batch, last, vocabulary]
         """
         count = token_ids.shape[1]
-        windows = self._windows()
+        beside = BesideTiers(self.cache, self.tiered)
         mask = torch.cat([self._mask, self._mask.new_ones(len(token_ids), count)], dim=1)
         logits = self._read(token_ids.to(mask.device), mask, logits_to_keep=last)
         for layer in self.tiered:
@@ -90,17 +92,8 @@ class PrefilledText:
             cached.keys, cached.values = (
                 t[:, :, : self.length] for t in (cached.keys, cached.values)
             )
-        for layer, window in windows.items():
-            self.cache.layers[layer] = window
+        beside.put_back(self.cache)
         return logits
-
-    def _windows(self) -> dict[int, Any]:
-        """Copies of the layers with a sliding window, by number."""
-        return {
-            layer: copy.deepcopy(cached)
-            for layer, cached in enumerate(self.cache.layers)
-            if layer not in self.tiered
-        }
 
     def put_into(self, cache: TieredCache) -> None:
         """Give an empty cache the text.
@@ -115,5 +108,4 @@ class PrefilledText:
         for tier, layer in enumerate(self.tiered):
             keys, values = tokens_of(self.cache, layer, self.shape)
             cache.tiers.append(tier, keys, values, self._visible)
-        for layer, window in self._windows().items():  # kept as transformers does
-            cache.layers[layer].hold(window.keys, window.values, window.cumulative_length)
+        BesideTiers(self.cache, self.tiered).hold(cache, self.length)

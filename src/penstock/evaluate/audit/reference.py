@@ -1,6 +1,5 @@
 """The reference of an audit: what full attention says behind a prompt, and where it looks."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,11 +12,13 @@ from penstock.engine.attention_call import AttentionCall
 from penstock.evaluate.audit.fidelity import attention_shares
 from penstock.evaluate.audit.tap import AttentionTap
 from penstock.generation.prompts import PromptBatch
+from penstock.models.beside_tiers import BesideTiers
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import plain_cache, tokens_of
+from penstock.models.state_sizes import require_chunks
 from penstock.workloads.prefilled import EXACT_TAIL
 
 Counter = Callable[[int], None]
@@ -61,8 +62,8 @@ class Reference:
     prefix: list[tuple[Tensor, Tensor]]
     """Keys and values of the prompt but its tail, by tiered layer; each [batch, kv_heads, tokens,
     head_dim]."""
-    windows: dict[int, Any]
-    """Cache layers with a sliding window after the same tokens, by layer of the model."""
+    beside: BesideTiers
+    """Sliding windows and recurrent states behind the same tokens."""
     tokens: Tensor
     """What is fed at each step. int64 [batch, steps], on the model's device"""
     live: Tensor
@@ -94,10 +95,7 @@ class Reference:
             visible = self.mask[:, :end].bool()
             for layer, (keys, values) in enumerate(self.prefix):
                 cache.tiers.append(layer, keys, values, None if visible.all() else visible)
-            for index, window in self.windows.items():
-                cache.layers[index].hold(
-                    window.keys.clone(), window.values.clone(), window.cumulative_length
-                )
+            self.beside.hold(cache, end)
         ids = self.prompt.input_ids[:, end:].to(self.mask.device)
         forward(model, ids, self.mask[:, :total], cache)
 
@@ -129,8 +127,10 @@ def make_reference(
 
     Raises:
         PromptError: the answer ends at once, so that there is nothing to compare.
+        UnsupportedModelError: the model reads prompts whole only.
     """
     model = loaded.model
+    require_chunks(model)
     shape = inspect_model(model)
     device = model.get_input_embeddings().weight.device
     total = prompt.padded_tokens
@@ -144,12 +144,7 @@ def make_reference(
         end = min(start + chunk, prefix_end)
         forward(model, ids[:, start:end], mask[:, :end], cache)
         on_prefill(end)
-    tiered = set(shape.tiered_layers)
-    windows = {
-        index: copy.deepcopy(layer)
-        for index, layer in enumerate(cache.layers)
-        if index not in tiered
-    }
+    beside = BesideTiers(cache, shape.tiered_layers)
     log_probs = forward(model, ids[:, prefix_end:], mask[:, :total], cache)
     on_prefill(total)
     steps = _decode(
@@ -167,7 +162,7 @@ def make_reference(
             keys, values = tokens_of(cache, layer, shape.kv)
             prefix.append((keys[:, :, :prefix_end], values[:, :, :prefix_end]))
     return Reference(
-        prompt=prompt, mask=mask[:, : total + len(steps)], prefix=prefix, windows=windows,
+        prompt=prompt, mask=mask[:, : total + len(steps)], prefix=prefix, beside=beside,
         tokens=torch.stack([step.fed for step in steps], dim=1).to(device),
         live=torch.stack([step.live for step in steps], dim=1),
         log_probs=[step.log_probs for step in steps], shares=[step.shares for step in steps],
