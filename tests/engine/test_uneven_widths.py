@@ -55,7 +55,7 @@ def test_every_policy_attends_to_all(name: str, shape: str) -> None:
 
 
 SETTINGS: dict[str, tuple[KVSwap, dict[str, Any]]] = {
-    "exact": (KVSwap(), {"exact": True, "limit_bytes": 60_000}),
+    "exact": (KVSwap(), {"exact": True, "limit_bytes": 110_000}),
     "gathered": (KVSwap(attend="selected", selected_tokens=10**6, rank=8), {}),
     "staged": (KVSwap(group_tokens=3, selected_tokens=10**6, rank=8), {}),
     "shared": (KVSwap(reuse_tokens=0, selected_tokens=10**6, rank=8), {}),
@@ -84,5 +84,6 @@ def test_tokens_take_no_more_than_their_numbers() -> None:
     assert torch.equal(APART.tokens_of(keys, values), tokens)
     latents = torch.randn(3, *INSIDE.token_size)
     assert torch.equal(INSIDE.values_of(latents)[:, 0], latents[:, :16])
+    assert (APART.padding_bytes(3), INSIDE.padding_bytes(3)) == (3 * 2 * 24 * 4, 0)
     even = replace(APART, value_dim=24)
     assert even.token_size == (2, 2, 24)

@@ -65,6 +65,14 @@ class KVShape:
             return 2, self.num_kv_heads, self.head_dim
         return (self.token_elements,)
 
+    def padding_bytes(self, tokens: int) -> int:
+        """Bytes of what attention makes of the narrower ones of a layer's keys and values, as wide
+        as the others, for so many tokens at once."""
+        if self.is_even or self.values_in_keys:
+            return 0
+        width = max(self.head_dim, self.value_width)
+        return tokens * self.num_kv_heads * width * self.dtype.itemsize
+
     def keys_of(self, tokens: Tensor) -> Tensor:
         """The keys among tokens, a view. [..., *token_size] to [..., kv_heads, head_dim]"""
         if self.is_even:

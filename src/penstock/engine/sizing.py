@@ -50,13 +50,15 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
 
 def resident_plan(request: SizingRequest) -> SlotPlan:
     """The plan that keeps the whole cache in memory and needs no store."""
-    size = request.shape.full_cache_bytes(request.batch, request.max_tokens)
+    tokens = request.max_tokens
+    size = request.shape.full_cache_bytes(request.batch, tokens)
     # One additive mask per row serves all layers.
     mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
     return SlotPlan(
         batch=request.batch, max_units=request.max_tokens, group_tokens=1, num_slots=0,
         selected_units=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
-        index_bytes=0, fixed_bytes=mask, unit_bytes=request.shape.token_bytes, staging_slots=0,
+        index_bytes=0, fixed_bytes=mask + request.shape.padding_bytes(request.batch * tokens),
+        unit_bytes=request.shape.token_bytes, staging_slots=0,
         pool_bytes=size,
     )  # fmt: skip
 
@@ -135,7 +137,8 @@ def make_plan(
     if not (request.is_direct(group_tokens) or request.device_tier):
         read_units = selected_units if read_units is None else read_units
         staging_slots = batch * max(read_units, num_slots // 2, 1)
-    fixed = mask_bytes + scratch_bytes + 8 * batch * max_units
+    places = max((num_slots + kept) * group_tokens, min(STREAM_BLOCK_TOKENS, request.max_tokens))
+    fixed = mask_bytes + scratch_bytes + 8 * batch * max_units + shape.padding_bytes(batch * places)
     staging_bytes = 3 * staging_slots * request.padded_bytes(group_tokens)
     if request.device_is_cpu:
         fixed += staging_bytes

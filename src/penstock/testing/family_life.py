@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -19,6 +20,8 @@ from penstock.testing.tiny_families import VOCABULARY
 PADDING = (7, 0, 31)
 """Of three rows, on their left."""
 PROMPT, TURN, NEW, CHUNK, BACK = 52, 12, 3, 17, 6
+_COUNTS_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+"""Before, transformers lost count in chunked prefill, with its own caches too."""
 TOLERANCE = 1e-4
 """Of logits, as a share of the largest."""
 _POLICY = KVSwap(group_tokens=8, window_tokens=8, selected_tokens=16, sink_tokens=4)
@@ -58,7 +61,7 @@ def _generate(
     return model.generate(
         ids, attention_mask=torch.ones_like(ids) if mask is None else mask,
         **cache_argument(model, cache), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
-        eos_token_id=None, return_dict_in_generate=True, output_logits=True, **options,
+        return_dict_in_generate=True, output_logits=True, **{"eos_token_id": None, **options},
     )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def _turns(model: PreTrainedModel) -> str:
     longer = torch.cat([mask, torch.ones(3, NEW + TURN, dtype=torch.int64)], dim=1)
     both = _plain(model, (ids, mask), (more, longer))
     with _tiered(model, 3) as cache:
-        chunk = CHUNK if cache.takes_chunks else None
+        chunk = CHUNK if cache.takes_chunks and _COUNTS_CHUNKS else None
         found = _generate(model, cache, ids, mask, prefill_chunk_size=chunk)
         _compare("a padded batch in chunks", first, found)
         if both is None:
@@ -127,7 +130,10 @@ def _lookup(model: PreTrainedModel) -> str:
         return "plain model fails"
     with _tiered(model, 1) as cache:
         try:
-            found = _generate(model, cache, ids, prompt_lookup_num_tokens=3)
+            # Older releases look for an end among the drafts, whether there is one or not.
+            found = _generate(
+                model, cache, ids, prompt_lookup_num_tokens=3, eos_token_id=VOCABULARY
+            )
         except (CacheStateError, ValueError):
             return "refused"
     if not torch.equal(found.sequences, right[0].sequences):
