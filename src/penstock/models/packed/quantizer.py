@@ -27,7 +27,7 @@ from penstock.models.query_projection import decoder_layers
 
 _EIGHT_BIT_NAMES = ("k_proj", "v_proj")
 """Where few heads share keys and values, these are a few percent of a layer, and in 4 bits half of
-what its rounding costs (research/notes)."""
+what its rounding costs (research/notes/2026-11-26-packed-weights.md)."""
 METHOD = "penstock"
 """Of `quantization_config`."""
 _PLAIN_NAMES = ("gate", "router", "kv_b_proj")
