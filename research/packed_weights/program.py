@@ -25,6 +25,7 @@ from penstock.evaluate.sitting import Sitting, closed
 from penstock.evaluate.tasks.real.texts import read_shipped_texts
 from penstock.evaluate.text_table import format_table
 from penstock.generation.prompts import encode
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import CausalLM, load
 from penstock.models.model_config import read_config
 from penstock.models.packed.kept import kept_model
@@ -65,10 +66,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def decode_s(model: Any, ids: Tensor, steps: int) -> float:
     """Seconds of a step behind `ids`. [1, tokens]"""
     cache = plain_cache(model, "dynamic", ids.shape[1] + steps)
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = model(ids, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
     start = time.perf_counter()
     for _ in range(steps):
-        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        token = (
+            model(token, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
+        )
     return (time.perf_counter() - start) / steps
 
 
@@ -78,7 +81,7 @@ def prompt_s(model: Any, ids: Tensor, chunk: int) -> float:
     cache = plain_cache(model, "dynamic", ids.shape[1])
     start = time.perf_counter()
     for first in range(0, ids.shape[1], chunk):
-        model(ids[:, first : first + chunk], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, first : first + chunk], **cache_argument(model, cache), logits_to_keep=1)
     return time.perf_counter() - start
 
 
