@@ -65,13 +65,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 @torch.no_grad()
 def decode_s(model: Any, ids: Tensor, steps: int) -> float:
     """Seconds of a step behind `ids`. [1, tokens]"""
-    cache = plain_cache(model, "dynamic", ids.shape[1] + steps)
-    token = model(ids, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
+    past = cache_argument(model, plain_cache(model, "dynamic", ids.shape[1] + steps))
+    token = model(ids, **past, logits_to_keep=1).logits[:, -1:].argmax(-1)
     start = time.perf_counter()
     for _ in range(steps):
-        token = (
-            model(token, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
-        )
+        token = model(token, **past, logits_to_keep=1).logits[:, -1:].argmax(-1)
     return (time.perf_counter() - start) / steps
 
 
