@@ -16,7 +16,7 @@ from penstock.models.model_shape import FULL
 from penstock.models.row_positions import Block, blocks_of
 
 _KNOWN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks",
-          "deepstack_visual_embeds", *CACHE_NAMES}  # fmt: skip
+          "deepstack_visual_embeds", "cache_position", *CACHE_NAMES}  # fmt: skip
 _FAULTS = (TypeError, AttributeError, ValueError, LookupError, RuntimeError)
 """What a model raises where tokens and pictures do not fit together."""
 

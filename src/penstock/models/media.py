@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from penstock.core.errors import ConfigError, PromptError
 
 FRAMES_PER_S = 2.0
-"""Taken of a folder of frames, of which nothing says it: what Qwen's processors sample at."""
+"""Taken of a folder of frames, of which nothing says it, and from a file, where the processor's
+settings do not say it: as Qwen's own tools sample."""
 _EXTRA = "pip install 'penstock[vision]'"
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 

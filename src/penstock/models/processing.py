@@ -1,7 +1,7 @@
 """encode_with_media(): a text and what stands at its placeholders, by the model's own processor."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import PromptError
 from penstock.models.load_errors import said_of
-from penstock.models.media import read_image, read_video
+from penstock.models.media import FRAMES_PER_S, read_image, read_video
 from penstock.models.visuals import Visual, digest_of, processed_visuals, visual_tokens
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _prepared(processor: Any, media: Media) -> tuple[dict[str, Any], list[bytes]
     if media.kind == "image":
         image = read_image(media.source)
         return {"images": [[image.picture]]}, [*parts, *_bytes_of(image.pixels)]
-    frames = read_video(media.source, getattr(part, "sample_frames", None))
+    frames = read_video(media.source, _sampler(part))
     metadata = {
         "total_num_frames": frames.total, "fps": frames.frames_per_s,
         "frames_indices": frames.numbers,
@@ -219,6 +219,16 @@ def _prepared(processor: Any, media: Media) -> tuple[dict[str, Any], list[bytes]
     }  # fmt: skip
     said = json.dumps(metadata, sort_keys=True).encode()
     return given, [*parts, said, *_bytes_of(frames.pixels)]
+
+
+def _sampler(part: Any) -> Callable[[Any], Sequence[int]] | None:
+    """How a video processor chooses the frames of a file: by its settings, or else so many a
+    second; None: it takes all."""
+    sample = getattr(part, "sample_frames", None)
+    if sample is None:
+        return None
+    said = getattr(part, "fps", None) or getattr(part, "num_frames", None)
+    return partial(sample) if said else partial(sample, fps=FRAMES_PER_S)
 
 
 def _bytes_of(pixels: NDArray[np.uint8]) -> list[bytes]:
