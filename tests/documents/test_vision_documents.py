@@ -41,7 +41,7 @@ def prompt(loaded: LoadedModel, *pictures: Any, behind: str = "") -> dict[str, A
     """A text with pictures, and a video behind them where the model takes any."""
     text = "".join(f"part {i} {mark(loaded)} of a text. " for i in range(len(pictures)))
     data: dict[str, Any] = {"image": list(pictures)}
-    if "qwen" in loaded.name:
+    if "qwen" in loaded.name and hasattr(loaded.processor, "replace_video_token"):
         text += f"{mark(loaded, VIDEO)} end"
         data["video"] = [np.stack([tiny_picture(i) for i in range(5)])]
     return {"prompt": text + behind, "multi_modal_data": data}

@@ -121,6 +121,13 @@ def draw(loaded: "LoadedModel", media: Media) -> Drawn:
         ConfigError: what reads it is not installed.
     """
     marker, processor = placeholder(loaded, media.kind), loaded.processor
+    # Older releases write Qwen3-VL's times only where a whole prompt is given.
+    in_whole = hasattr(processor, "vision_start_token")
+    if media.kind == "video" and in_whole and not hasattr(processor, "replace_video_token"):
+        raise PromptError(
+            f"{loaded.name}'s videos want a newer transformers; or give what its processor makes "
+            "of the prompt"
+        )
     given, parts = _prepared(processor, media)
     try:
         made = processor(text=[marker], add_special_tokens=False, return_tensors="pt", **given)
