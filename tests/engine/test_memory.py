@@ -1,10 +1,12 @@
 """The ledger's claim is what is really allocated: tensors and buffers, counted one by one."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
@@ -24,6 +26,7 @@ from penstock.methods.hillinfer.policy import HillInfer
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.louiskv.device_index import DeviceSemanticUnits
 from penstock.methods.louiskv.policy import LouisKV
+from penstock.storage.unit_region import UnitRegion
 from penstock.testing.allocated_memory import allocated_bytes
 
 SHAPE = KVShape(num_layers=4, num_query_heads=8, num_kv_heads=4, head_dim=32, dtype=torch.bfloat16)
@@ -215,4 +218,35 @@ def test_slots_lend_a_prompt_their_memory(policy: SelectionPolicy) -> None:
     assert int((pool.tensor == 0).sum()) > 0.9 * min(held, pool.tensor.numel()), "given back"
     step(runtime, 1)
     assert runtime.report().items == decoding.items
+    runtime.close()
+
+
+def test_slots_lend_no_page_that_is_still_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that came in outside a pass may be on their way to the disk when one begins."""
+    written, past, new = UnitRegion.write, 800, 40
+
+    def late(*args: Any) -> int:
+        time.sleep(0.03)
+        return written(*args)
+
+    monkeypatch.setattr(UnitRegion, "write", late)
+    settings = RuntimeSettings(
+        shape=SHAPE, policy=KVSwap(), limit_bytes=FULL_BYTES // 3, store="memory",
+        max_tokens=MAX_TOKENS, exact=False, adapter=None, device=torch.device("cpu"),
+        rotations=[ROTATION] * SHAPE.num_layers,
+    )  # fmt: skip
+    runtime = TieredRuntime(settings, BATCH)
+    draw = torch.Generator().manual_seed(5)
+    keys = torch.randn(BATCH, 4, past + new, 32, generator=draw).bfloat16()
+    query = torch.randn(BATCH, 8, new, 32, generator=draw).bfloat16()
+    for layer in range(SHAPE.num_layers):
+        runtime.append(layer, keys[:, :, :past], keys[:, :, :past])
+    mask = torch.ones(new, past + new, dtype=torch.bool).tril(past)
+    expected = scaled_dot_product_attention(
+        query.float(), keys.float(), keys.float(), attn_mask=mask, scale=0.2, enable_gqa=True
+    ).transpose(1, 2)
+    for layer in range(SHAPE.num_layers):
+        fresh = keys[:, :, past:]
+        out = runtime.attend(layer, AttentionCall(query, fresh, fresh, 0.2))
+        assert (out.float() - expected).abs().max() < 0.02, layer
     runtime.close()
