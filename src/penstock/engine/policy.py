@@ -193,6 +193,10 @@ class SelectionPolicy(ABC):
         """Whether `select` is this class's own."""
         return type(self).select is SelectionPolicy.select and "select" not in vars(self)
 
+    def first_in_first_out(self) -> "SelectionPolicy":
+        """The same policy without a say of scores in what leaves the slots."""
+        return self
+
     def resident_factor(self, selected_units: int) -> float:
         """Factor on the scores of units that are in slots when the next ones are selected, so that
         what comes in is worth its bytes; of methods whose `select` is this one.

@@ -112,6 +112,7 @@ def streamed(policy: SelectionPolicy, stream: SelectionStream) -> SelectionPolic
     """
     if not policy.retrieves or (policy.drops and stream.replaces):
         return policy
+    policy = policy.first_in_first_out()  # scores do not say who wins
     chosen = {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
     if isinstance(policy, StreamedPolicy):
         return replace(policy, stream=stream)
@@ -131,11 +132,6 @@ class StreamedPolicy(SelectionPolicy):
     """Laid over a method's class by `streamed`."""
 
     stream: SelectionStream
-
-    @override
-    def resident_factor(self, selected_units: int) -> float:
-        """Scores do not say who wins."""
-        return 1.0
 
     @override
     def plan(self, request: SizingRequest) -> tuple[SelectionPolicy, SlotPlan]:

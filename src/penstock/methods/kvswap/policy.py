@@ -218,6 +218,10 @@ class KVSwap(SelectionPolicy):
         return self.head_reduction == "softmax" and self.mass is None
 
     @override
+    def first_in_first_out(self) -> "KVSwap":
+        return replace(self, keep=1)
+
+    @override
     def resident_factor(self, selected_units: int) -> float:
         if self.keep is not None and self._may_keep:
             return self.keep
