@@ -36,8 +36,8 @@ def draw(count: int, rows: int = 1) -> torch.Tensor:
 def answer(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
     return model.generate(
         input_ids=ids, **cache_argument(model, cache), max_new_tokens=6, do_sample=False,
-        pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
-        **options,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        **{"eos_token_id": None, **options},
     )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ def test_turns_crops_and_lookup(
         expected, actual = (answer(model, each, again) for each in (plain, cache))
         assert torch.equal(expected.sequences, actual.sequences)
         cache.reset()
-        looked = answer(model, cache, ids, prompt_lookup_num_tokens=2)
+        # transformers 5.2 looks for an end token; no token of these models has that number.
+        looked = answer(model, cache, ids, prompt_lookup_num_tokens=2, eos_token_id=VOCABULARY)
         assert torch.equal(looked.sequences, first.sequences)
 
 
