@@ -167,7 +167,7 @@ def test_advice_has_the_numbers() -> None:
     assert plain is not None
     assert f"{plain.tokens_per_s:.1f} tokens/s, against {made.tokens_per_s:.1f}" in memory
     assert "reading is faster" in recompute
-    assert "qwen3.5-0.8b with its whole cache fits" in smaller, "a hybrid's is small"
+    assert "qwen2.5-vl-3b with its whole cache fits" in smaller, "2 KV heads a layer"
     small = workload(model="qwen3-0.6b")
     assert "no known one" in advise(run("kvswap", small), small)[3]
     assert "sets the pace" in advise(run("kvswap", replace(load, disk=EMMC)), load)[0]

@@ -7,7 +7,6 @@ from typing import Protocol
 from penstock.core.errors import ConfigError
 from penstock.evaluate.tasks.english.filler import joined
 from penstock.evaluate.tasks.sample import Sample
-from penstock.generation.chat_template import ChatTemplate, has_chat_template
 
 _FIRST_GUESS = 16
 _INTERPOLATIONS = 12
@@ -41,8 +40,13 @@ class Prompter:
     def __init__(self, tokenizer: TextTokenizer, *, chat: bool = False) -> None:
         self._tokenizer = tokenizer
         self.chat = chat
-        if chat and not has_chat_template(tokenizer):
-            raise ConfigError("this tokenizer has no chat template; ask without one")
+        if chat:
+            # Templates bring torch along, which a process that makes texts would start with.
+            from penstock.generation.chat_template import ChatTemplate, has_chat_template
+
+            if not has_chat_template(tokenizer):
+                raise ConfigError("this tokenizer has no chat template; ask without one")
+            self._template = ChatTemplate()
 
     def render(self, text: str, lead: str) -> str:
         """The prompt of a text and of the words that the answer starts with.
@@ -53,7 +57,7 @@ class Prompter:
         """
         if not self.chat:
             return f"{text}\n{lead}" if lead else text
-        opened = ChatTemplate().render(self._tokenizer, [{"role": "user", "content": text}])
+        opened = self._template.render(self._tokenizer, [{"role": "user", "content": text}])
         return f"{opened}{lead}"
 
     def ids(self, prompt: str) -> Sequence[int]:
