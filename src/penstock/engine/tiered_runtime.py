@@ -369,8 +369,7 @@ class TieredRuntime:
         """A pass of many tokens begins; slots are idle in it, and lend their memory."""
         if setup.workspace.blocks is None:
             self._forget_slots()
-            for layer in self.layers:
-                layer.drain_writes()  # from slots whose pages are given back
+            setup.writer.wait()  # slots whose pages are given back may still be written from
             setup.workspace.open()
 
     def _close_workspace(self) -> None:

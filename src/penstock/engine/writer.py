@@ -77,6 +77,10 @@ class Writer:
         self.start_deferred()
         return self._pool.submit(job)
 
+    def wait(self) -> None:
+        """Until all that was queued has ended; what failed comes up in its own `drain`."""
+        self.run(lambda: None).result()
+
     def _write_all(self, deferred: "list[_Write]") -> None:
         for write in deferred:
             try:
