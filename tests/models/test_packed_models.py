@@ -1,5 +1,6 @@
 """Models with weights in 8 and 4 bits: loaded, kept, found again, run, and told apart."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "chat"
     tiny_chat_model(folder=folder)
     return folder
+
+
+class Display:
+    """A progress display, which is locked and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.seen: list[tuple[str, int, int]] = []
+
+    def show(self, what: str, done: int, total: int) -> None:
+        with self.lock:
+            self.seen.append((what, done, total))
+
+
+def test_packing_is_shown_as_it_goes_on(folder: Path) -> None:
+    display = Display()
+    load(folder, weights="int8", on_bytes=display.show)
+    packing = [done for what, done, total in display.seen if what.startswith("packing")]
+    assert len(packing) > 2
+    assert 0 < packing[0] < packing[-1]
+    assert packing == sorted(packing)
 
 
 def source_of(folder: Path, bits: int) -> PackedSource:

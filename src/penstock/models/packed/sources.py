@@ -184,6 +184,10 @@ class _Counted:
     on_bytes: OnBytes
     done: int = 0
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "_Counted":
+        """Transformers copies the config that it is in; a progress display is no value to copy."""
+        return self
+
     def __call__(self, weight: Tensor) -> None:
         self.done = min(self.done + weight.nbytes, self.total)
         self.on_bytes(self.what, self.done, self.total)
