@@ -8,6 +8,7 @@ from penstock.core.slot_plan import SlotPlan
 from penstock.engine.policy import ceil_div
 from penstock.engine.slot_transfer import PoolMemory
 from penstock.engine.stream_blocks import STREAM_BLOCK_TOKENS, BlockBuffer
+from penstock.engine.writer import Writer
 
 ITEM, LENDER = "prompt workspace", "slots and window"
 """Names in the ledger."""
@@ -46,8 +47,12 @@ class PromptWorkspace:
         if pool.pages is not None:
             self._pools.append(pool)
 
-    def open(self) -> None:
-        """Take the memory; what the slots hold is lost."""
+    def open(self, writer: Writer) -> None:
+        """Take the memory; what the slots hold is lost.
+
+        Args:
+            writer: of what may still be written from them.
+        """
         if self.blocks is not None or not self._pools:
             return
         plan, least = self._plan, max(1, self._plan.num_slots // 2)
@@ -57,6 +62,7 @@ class PromptWorkspace:
             return  # the slots of a layer do as well
         free, per_unit = self._ledger.free_bytes, self._num_bytes(1)
         wanted = max(0, self._num_bytes(most) - free)
+        writer.wait()
         self._lent = self._give_pages_back(wanted)
         units = min(most, (self._lent + free) // per_unit)
         if units <= least:

@@ -369,8 +369,7 @@ class TieredRuntime:
         """A pass of many tokens begins; slots are idle in it, and lend their memory."""
         if setup.workspace.blocks is None:
             self._forget_slots()
-            setup.writer.wait()  # slots whose pages are given back may still be written from
-            setup.workspace.open()
+            setup.workspace.open(setup.writer)
 
     def _close_workspace(self) -> None:
         """Tokens are decoded again; what is left to index of the prompt has large blocks still."""
