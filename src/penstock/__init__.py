@@ -19,6 +19,7 @@ from penstock.core.errors import (
     ModelLoadError,
     PenstockError,
     PromptError,
+    QueueFullError,
     StorageError,
     StoreFullError,
     UnsupportedModelError,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.generation.output import CompletionOutput, RequestOutput
     from penstock.generation.prompts import TextPrompt, TokensPrompt
     from penstock.generation.sampling import SamplingParams
+    from penstock.generation.serving.engine import Engine
+    from penstock.generation.serving.request import Request
     from penstock.methods import POLICIES
     from penstock.methods.kvswap.policy import KVSwap
     from penstock.methods.tuned_config import TunedConfig
@@ -63,12 +66,15 @@ __all__ = [
     "DocumentError",
     "DocumentMismatchError",
     "DocumentSettings",
+    "Engine",
     "FetchError",
     "KVSwap",
     "Logprob",
     "ModelLoadError",
     "PenstockError",
     "PromptError",
+    "QueueFullError",
+    "Request",
     "RequestOutput",
     "SamplingParams",
     "SearchMemory",
@@ -95,10 +101,12 @@ _HOMES = {
     "Conversation": "penstock.documents.conversation",
     "Document": "penstock.documents.document",
     "DocumentSettings": "penstock.documents.settings",
+    "Engine": "penstock.generation.serving.engine",
     "KVSwap": "penstock.methods.kvswap.policy",
     "LLM": "penstock.generation.engine",
     "Logprob": "penstock.generation.logprobs",
     "POLICIES": "penstock.methods",
+    "Request": "penstock.generation.serving.request",
     "RequestOutput": "penstock.generation.output",
     "SamplingParams": "penstock.generation.sampling",
     "SearchMemory": "penstock.search.beam_searcher",

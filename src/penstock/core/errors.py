@@ -18,6 +18,7 @@ PenstockError
 │       ├── DocumentBusyError        another process has it open
 │       ├── DocumentKeyError         no key, the wrong key, or nothing to decrypt with
 │       └── DocumentFormatError      written in a newer format, or not by Penstock
+├── QueueFullError(RuntimeError)     an engine has as many waiting requests as it takes
 └── CacheStateError(RuntimeError)    a call that the cache's present state does not allow
 
 Programmer mistakes are `assert`s; these are for everything else.
@@ -121,6 +122,18 @@ class DocumentKeyError(DocumentError):
 
 class DocumentFormatError(DocumentError):
     """A document in a newer format, or a folder of something else."""
+
+
+class QueueFullError(PenstockError, RuntimeError):
+    """An engine has as many waiting requests as it takes; ask again later.
+
+    Attributes:
+        retry_after_s: when a place will probably be free, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class CacheStateError(PenstockError, RuntimeError):

@@ -1,7 +1,7 @@
 """BatchRun: prompts that are read and answered together, over a cache of their own."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.core.errors import BudgetError
 from penstock.generation.answer import Answer, EndTokens
 from penstock.generation.answer_text import stops_with
-from penstock.generation.chunked_prefill import OnLogits, prefill
+from penstock.generation.chunked_prefill import OnLogits, prefill_chunks
 from penstock.generation.decoding import (
     DecodeSteps,
     end_tokens,
@@ -111,24 +111,63 @@ class BatchRun:
         self._answers = [self._answers_of(row, self._ends) for row in range(len(requests))]
         self._rows = [answer for answers in self._answers for answer in answers]
         self._choices: dict[int, Choice] = {}
+        self.tokens: list[int] = []
+        """The newest token of each row; padding of those that were done before."""
         self._notices = loaded.notices
         self._prefill_s = self._first_token_s = self._last_token_s = 0.0
 
     def run(self) -> None:
         """Read the prompts and make the answers."""
+        for _ in self.read():
+            pass
+        self.decode()
+
+    def read(self) -> Iterator[int]:
+        """Read the prompts, and choose the first tokens.
+
+        Yields:
+            The tokens that are in behind each chunk, padding counted.
+        """
         started_s, prompts = time.perf_counter(), self._prompt_logprobs
         # Of a stored text, a cache may have begun with a row for each answer.
         if self._cache.batch_size == len(self._rows):
-            logits = self._prefill(self._batch.take(self._row_prompts()))
+            logits = yield from self._prefill(self._batch.take(self._row_prompts()))
         else:
             on_logits = prompts.take if prompts.is_wanted else None
-            logits = self._fork(self._prefill(self._batch, on_logits))
-        tokens = self._choose(logits)
-        done = self._take()
+            logits = yield from self._fork((yield from self._prefill(self._batch, on_logits)))
+        self.step(logits)
         self._first_token_s = self._last_token_s
         self._prefill_s = self._first_token_s - started_s
-        if not all(done):
-            self._decode(tokens)
+
+    def step(self, logits: Tensor) -> None:
+        """Choose and take a token for each row that is not done. logits: [rows, vocabulary]"""
+        self.tokens = self._choose(logits)
+        self._take()
+
+    def decode(self) -> None:
+        """All tokens behind the first ones, step by step."""
+        if not self.is_done:
+            self._decode(self.tokens)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer is over."""
+        return all(each.finish_reason is not None for each in self._rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Answers, each of which has a row of the cache."""
+        return len(self._rows)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(len(answer.token_ids) for answer in self._rows)
+
+    def end(self) -> None:
+        """Answers that are not over end here ("abort")."""
+        for row, answer in enumerate(self._rows):
+            self._pass_on(row, answer, answer.end("abort"))
 
     def outputs(self, report: RunReport) -> list[RequestOutput]:
         """What is returned, one for each prompt."""
@@ -150,7 +189,7 @@ class BatchRun:
             restored, recomputed: tokens; see `RunReport`.
         """
         cache = self._cache
-        new_tokens = sum(len(answer.token_ids) for answer in self._rows)
+        new_tokens = self.new_tokens
         return RunReport(
             policy=cache.policy.name,
             exact=cache._settings.exact,
@@ -188,7 +227,9 @@ class BatchRun:
             )
         return answers
 
-    def _prefill(self, batch: PromptBatch, on_logits: OnLogits | None = None) -> Tensor:
+    def _prefill(
+        self, batch: PromptBatch, on_logits: OnLogits | None = None
+    ) -> Generator[int, None, Tensor]:
         """Read a batch; returns the logits behind it. [rows, vocabulary]"""
         held = self._cache.get_seq_length()
         if self._verify is not None and 0 < held == batch.padded_tokens - 1:
@@ -196,9 +237,10 @@ class BatchRun:
             logits = passing.exactly([batch.input_ids[:, -1].tolist()])[:, 0]
             self._cache.crop(-1)
             return logits
-        return prefill(self._model, self._cache, batch, self._chunk, on_logits)
+        chunks = prefill_chunks(self._model, self._cache, batch, self._chunk, on_logits)
+        return (yield from chunks)
 
-    def _fork(self, logits: Tensor) -> Tensor:
+    def _fork(self, logits: Tensor) -> Generator[int, None, Tensor]:
         """Give each answer a row of the cache, and of the logits. [answers, vocabulary]"""
         if len(self._rows) == len(self._requests):
             return logits
@@ -208,7 +250,7 @@ class BatchRun:
         except BudgetError:
             self._notices += ("prompts were read once for each answer: the budget holds no fork",)
             self._cache.reset()
-            return self._prefill(self._batch.take(rows))
+            return (yield from self._prefill(self._batch.take(rows)))
         return logits[rows.to(logits.device)]
 
     def _row_prompts(self) -> Tensor:
@@ -272,8 +314,7 @@ class BatchRun:
         if self._listeners.on_step is not None:
             self._listeners.on_step(len(self._choices))
         if self._listeners.should_stop():
-            for row, answer in enumerate(self._rows):
-                self._pass_on(row, answer, answer.end("abort"))
+            self.end()
         return [answer.finish_reason is not None for answer in self._rows]
 
     def _pass_on(self, number: int, answer: Answer, piece: str, *, is_new: bool = False) -> None:

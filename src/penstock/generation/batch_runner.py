@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.trace import Tracer
 from penstock.generation.batch_cache import batch_cache
 from penstock.generation.batch_run import BatchRun, Listeners, OnText
-from penstock.generation.cache_choices import CacheChoices
+from penstock.generation.cache_choices import BatchChoices, CacheChoices
 from penstock.generation.output import RequestOutput
 from penstock.generation.requests import Batch
 from penstock.generation.sampler import Sampler
@@ -54,19 +54,29 @@ class BatchRunner:
         on_index: Callable[[float], None] | None = None, tracer: Tracer | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answer a batch over a cache of its own."""
-        total = batch.prompts.padded_tokens
         choices = self.choices.for_batch(batch.num_answers, batch.most_tokens)
+        with self.open(batch, choices, on_progress, on_index=on_index, tracer=tracer) as cache:
+            return self.answer(batch, cache, listeners, notices=choices.notices)
+
+    def open(
+        self, batch: Batch, choices: BatchChoices, on_progress: OnProgress | None = None,
+        on_index: Callable[[float], None] | None = None, **options: Any,
+    ) -> TieredCache:  # fmt: skip
+        """Make a cache for a batch, which holds nothing yet.
+
+        Args:
+            options: further arguments of `TieredCache`.
+        """
+        total = batch.prompts.padded_tokens
         make = partial(
             TieredCache, self.loaded.model, store=choices.store, max_tokens=batch.most_tokens,
             batch_size=batch.num_answers, exact=self.exact, sealed=self.seal,
-            adapter=choices.adapter, cuda_graphs=self.graphs, tracer=tracer,
+            adapter=choices.adapter, cuda_graphs=self.graphs,
             progress=None if on_progress is None else lambda done: on_progress(done, total),
-            prompt_tokens=total, index_progress=on_index,
+            prompt_tokens=total, index_progress=on_index, **options,
         )  # fmt: skip
         prompts, answers = len(batch.requests), batch.num_answers
-        cache = batch_cache(make, choices, prompts=prompts, answers=answers)
-        with cache:
-            return self.answer(batch, cache, listeners, notices=choices.notices)
+        return batch_cache(make, choices, prompts=prompts, answers=answers)
 
     def answer(
         self, batch: Batch, cache: TieredCache, listeners: Listeners, *,
@@ -79,12 +89,16 @@ class BatchRunner:
             recomputed: tokens of what the cache holds, for the report.
         """
         held = cache.get_seq_length()
-        run = BatchRun(
+        run = self.begin(batch, cache, listeners)
+        run.run()
+        return run.outputs(run.report(notices, restored=held - recomputed, recomputed=recomputed))
+
+    def begin(self, batch: Batch, cache: TieredCache, listeners: Listeners) -> BatchRun:
+        """A run over a cache that is the caller's, before its first chunk."""
+        return BatchRun(
             self.loaded, batch.prompts, batch.requests, cache, sampler=self.sampler,
             chunk=self.chunk, listeners=listeners, verify=self.verify,
         )  # fmt: skip
-        run.run()
-        return run.outputs(run.report(notices, restored=held - recomputed, recomputed=recomputed))
 
 
 def _numbered_from(first: int, on_text: OnText, number: int, piece: str) -> None:

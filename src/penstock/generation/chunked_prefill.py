@@ -5,7 +5,7 @@ first, and then says nonsense without a word; so nothing here depends on it.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -40,11 +40,29 @@ def read_ahead(model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: i
             called(begin, end)
 
 
-@torch.no_grad()
 def prefill(
     model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: int,
     on_logits: OnLogits | None = None, on_chunk: Callable[[int], None] = lambda done: None,
 ) -> Tensor:  # fmt: skip
+    """As `prefill_chunks`, in one call.
+
+    Args:
+        on_chunk: called with the tokens that are in behind each chunk, padding counted.
+    """
+    chunks = prefill_chunks(model, cache, batch, chunk, on_logits)
+    while True:
+        try:
+            on_chunk(next(chunks))
+        except StopIteration as end:
+            last: Tensor = end.value
+            return last
+
+
+@torch.no_grad()
+def prefill_chunks(
+    model: CausalLM, cache: TieredCache, batch: PromptBatch, chunk: int,
+    on_logits: OnLogits | None = None,
+) -> Generator[int, None, Tensor]:  # fmt: skip
     """Prefill what the cache does not hold yet, at least a token.
 
     Args:
@@ -52,7 +70,9 @@ def prefill(
         batch: padded on the left.
         chunk: tokens per forward pass, at least 2: a single one would be a decode step.
         on_logits: gets the logits at every token, of a chunk at a time.
-        on_chunk: called with the tokens that are in behind each chunk, padding counted.
+
+    Yields:
+        The tokens that are in behind each chunk, padding counted.
 
     Returns:
         Logits behind the last token. float32 [rows, vocabulary]
@@ -67,9 +87,9 @@ def prefill(
         logits = called(begin, end, keeps_all=on_logits is not None)
         if on_logits is not None:
             on_logits(begin, logits)
-        on_chunk(end)
         last = logits[:, -1].to(torch.float32, copy=True)
         del logits  # or two chunks' would be there at once
+        yield end
     return last
 
 

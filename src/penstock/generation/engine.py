@@ -1,6 +1,7 @@
 """LLM: prompts in, answers out, over `model.generate` with a TieredCache."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -392,6 +393,19 @@ class LLM:
             self._loaded, as_prompt_list(prompts), new_tokens=params.max_tokens or 1,
             pad_token_id=self._requests.pad_token_id,
         )  # fmt: skip
+
+    def batches(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Batch]:
+        """Encode prompts and check everything that can be, for `runner_with`.
+
+        Raises:
+            PromptError: a prompt is empty, or too long to be answered.
+            ConfigError: the settings are impossible.
+        """
+        return self._requests.batches(prompts, params.clone())
+
+    def runner_with(self, *, chunk: int) -> BatchRunner:
+        """What runs batches as `generate` does, with other chunks of prompts."""
+        return replace(self._runner, chunk=max(2, chunk))
 
     def answer(
         self, batch: PromptBatch, params: SamplingParams, cache: TieredCache, *,

@@ -1,0 +1,1 @@
+"""Requests that come and go: what a server, or anything with several users, asks a model by."""

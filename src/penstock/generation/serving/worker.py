@@ -1,0 +1,238 @@
+"""Worker: the thread of an engine: admits, reads prompts in turns, and steps who decodes."""
+
+import bisect
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from penstock.core.errors import CacheStateError, QueueFullError
+from penstock.generation.batch_runner import BatchRunner
+from penstock.generation.serving.admission import Admission
+from penstock.generation.serving.served import Served
+from penstock.generation.serving.stats import EngineStats
+from penstock.generation.serving.steps import next_logits
+
+_IDLE_S = 1.0
+"""How long a wait may hold back a Ctrl-C on systems whose locks cannot be interrupted."""
+
+
+class Worker:
+    """All requests of an engine and the thread that moves them; knows no `Engine`, so that one that
+    is forgotten is closed.
+
+    Between two steps of those who decode, one chunk of one prompt is read, of each prompt in turn.
+    """
+
+    def __init__(
+        self, runner: BatchRunner, admission: Admission, max_running: int, max_waiting: int
+    ) -> None:
+        """Start the thread."""
+        self._runner, self._admission = runner, admission
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._changed = threading.Condition()
+        self._waiting: list[Served] = []
+        self._reading: deque[Served] = deque()
+        self._decoding: list[Served] = []
+        self._is_closing = self._is_closed = False
+        self._error: BaseException | None = None
+        self._stats = EngineStats()
+        self._seconds_each = 0.0
+        self.thread = threading.Thread(target=self._main, name="penstock-engine", daemon=True)
+        self.thread.start()
+
+    # From any thread --------------------------------------------------------------------------
+
+    def submit(self, served: Served) -> None:
+        """Let a request wait.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            CacheStateError: closed.
+        """
+        with self._changed:
+            if self._is_closing:
+                raise CacheStateError("the engine is closed") from self._error
+            # Those that will be admitted before the next step do not wait.
+            busy = len(self._decoding) + len(self._reading)
+            most = self._max_waiting + max(0, self._max_running - busy)
+            if len(self._waiting) >= most:
+                self._stats.refused += 1
+                after = max(1.0, self._seconds_each)
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait already; ask again in {after:.0f} s",
+                    retry_after_s=after,
+                )
+            self._stats.submitted += 1
+            place = bisect.bisect([each.order for each in self._waiting], served.order)
+            self._waiting.insert(place, served)
+            served.queued(place)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """A request was cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self, *, abort: bool) -> None:
+        """Take no more requests.
+
+        Args:
+            abort: cancel those that are there.
+        """
+        with self._changed:
+            self._is_closing = True
+            if abort:
+                for each in (*self._waiting, *self._reading, *self._decoding):
+                    each.is_cancelled = True
+            self._changed.notify_all()
+
+    def stats(self) -> EngineStats:
+        """What it does and has done."""
+        with self._changed:
+            ledger = self._admission.ledger
+            return replace(
+                self._stats, finished=dict(self._stats.finished), waiting=len(self._waiting),
+                running=len(self._reading) + len(self._decoding), prefilling=len(self._reading),
+                used_bytes=ledger.used_bytes, peak_bytes=ledger.peak_bytes,
+                limit_bytes=ledger.limit_bytes,
+            )  # fmt: skip
+
+    # The thread -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _main(self) -> None:
+        try:
+            while self._await_work():
+                self._end_cancelled()
+                self._admit()
+                self._read_chunk()
+                self._decode()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._is_closing = self._is_closed = True
+                left = (*self._waiting, *self._reading, *self._decoding)
+                self._waiting.clear()
+                self._reading.clear()
+                self._decoding.clear()
+            for each in left:
+                each.fail(self._error or CacheStateError("the engine is closed"))
+
+    def _await_work(self) -> bool:
+        """Whether there is something to do; false when the engine is closed and all is done."""
+        with self._changed:
+            while not (self._waiting or self._reading or self._decoding):
+                if self._is_closing:
+                    return False
+                self._changed.wait(_IDLE_S)
+        return True
+
+    def _end_cancelled(self) -> None:
+        with self._changed:
+            every = (*self._waiting, *self._reading, *self._decoding)
+            cancelled = [each for each in every if each.is_cancelled]
+        for each in cancelled:
+            self._finish(each)
+
+    def _admit(self) -> None:
+        """Give caches to those who wait, in order, as far as the memory goes."""
+        while True:
+            with self._changed:
+                busy = len(self._reading) + len(self._decoding)
+                if not self._waiting or busy >= self._max_running:
+                    return
+                first = self._waiting[0]
+            if not self._try(first, partial(self._admit_one, first)):
+                return
+
+    def _admit_one(self, served: Served) -> bool:
+        """Whether the next one may be tried."""
+        admission = self._admission
+        if served.price is not None and served.price > admission.ledger.free_bytes:
+            return False
+        cache, notices = admission.open(served.request, served.batch)
+        served.price = admission.price(cache)
+        reservation = admission.book(cache)
+        if reservation is None:
+            cache.close()
+            return False
+        with self._changed:
+            self._waiting.remove(served)
+            self._reading.append(served)
+        served.admit(self._runner, cache, reservation, notices)
+        return True
+
+    def _read_chunk(self) -> None:
+        if not self._reading:
+            return
+        served = self._reading[0]
+        with self._changed:
+            self._reading.rotate(-1)
+            self._stats.chunks += 1
+        self._try(served, served.read_chunk)
+        if served.is_over or served.is_reading:
+            return
+        with self._changed:
+            self._reading.remove(served)
+            self._decoding.append(served)
+            self._stats.prompt_tokens += served.usage.prompt_tokens
+            self._stats.cached_tokens += served.usage.cached_tokens
+        if served.run.is_done:
+            self._finish(served)
+
+    def _decode(self) -> None:
+        """One step of everyone who decodes."""
+        for served in [*self._decoding]:
+            self._try(served, partial(self._step_alone, served))
+        for served in [each for each in self._decoding if each.run.is_done]:
+            self._finish(served)
+
+    def _step_alone(self, served: Served) -> None:
+        run = served.run
+        if self._runner.verify is not None:
+            run.decode()
+            return
+        with self._changed:
+            self._stats.steps += 1
+            self._stats.step_rows += run.num_rows
+        run.step(next_logits(self._runner.loaded.model, served.cache, run.tokens))
+
+    # The end of one ---------------------------------------------------------------------------
+
+    def _try(self, served: Served, do: Callable[[], bool | None]) -> bool:
+        """Do something for one request, which fails alone.
+
+        Returns:
+            Whether what was done says to go on, or has failed.
+        """
+        try:
+            return do() is not False
+        except BaseException as error:
+            self._end(served, "error", partial(served.fail, error))
+            return True
+
+    def _finish(self, served: Served) -> None:
+        self._try(served, lambda: self._end(served, None, served.finish))
+
+    def _end(self, served: Served, reason: str | None, end: Callable[[], str | None]) -> None:
+        with self._changed:
+            for where in (self._waiting, self._reading, self._decoding):
+                if served in where:
+                    where.remove(served)
+        count, stats = self._stats, served.stats
+        if stats is not None:
+            count.new_tokens += served.usage.new_tokens
+            for phase in (stats.prefill, stats.decode, stats.verify):
+                count.read_bytes += phase.read_bytes
+                count.written_bytes += phase.written_bytes
+                count.stall_s += phase.stall_s
+                count.units_wanted += phase.units_wanted
+                count.units_hit += phase.units_hit
+        reason = end() or reason or "error"
+        with self._changed:
+            count.finished[reason] = count.finished.get(reason, 0) + 1
