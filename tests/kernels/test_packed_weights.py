@@ -74,6 +74,23 @@ def test_known_codes_are_put_and_read_back(group: int) -> None:
     assert torch.equal(matrix.content()[0], codes.flatten(1))
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_products_of_few_tokens_are_the_twin(group: int) -> None:
+    packed = Int4Matrix.pack(drawn(ROWS, 256), torch.bfloat16, group)
+    matrix = Int4Matrix(packed, 256, torch.bfloat16, group)
+    x = drawn(3, 256)
+    x[:, 5] *= 100  # as some of a model's inputs are
+    x[1, 64:128] = 0
+    twin, made = matrix.twin(x.bfloat16()), matrix(x.bfloat16())
+    torch.testing.assert_close(made, twin, rtol=0.01, atol=0.004 * float(twin.abs().max()))
+    x[1, 7], x[2, 200] = torch.nan, torch.inf
+    made = matrix(x.bfloat16())
+    assert made[0].isfinite().all()
+    assert not made[1:].isfinite().any()
+    if kernel("int4_groups") is None:
+        pytest.skip("torch's operator stood in for the kernel")
+
+
 def test_the_kernel_is_its_twin() -> None:
     matrix = Int4Matrix(Int4Matrix.pack(drawn(ROWS, WIDTH), torch.bfloat16), WIDTH, torch.bfloat16)
     for first, end in ((0, ROWS), (BLOCK, ROWS)):

@@ -34,6 +34,7 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "low_rank": (_ADDRESS, *5 * (_COUNT,), _ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "int8_linear": (*3 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
     "int8_groups": (*3 * (_ADDRESS,), *4 * (_COUNT,), _ADDRESS),
+    "int4_groups": (*3 * (_ADDRESS,), *5 * (_COUNT,), *2 * (_ADDRESS,)),
     "unpack_int4": (*2 * (_ADDRESS,), *5 * (_COUNT,), _ADDRESS),
     "predict_query": (*4 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
     "select_groups": (
@@ -76,6 +77,7 @@ _NEEDS: Mapping[str, int] = MappingProxyType({
     **dict.fromkeys((
         "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
         "split_cluster", "select_groups", "fetch_groups", "turned_scores", "bfloat16_units",
+        "int4_groups",
     ), LEVELS.index("auto")),
 })  # fmt: skip
 """Level of kernels that are written for certain vectors; elsewhere torch is as good as plain C."""
