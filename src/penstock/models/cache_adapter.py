@@ -20,24 +20,17 @@ from penstock.core.errors import (
     CacheStateError,
     ConfigError,
     PenstockError,
-    UnsupportedModelError,
 )
 from penstock.core.ledger import MemoryReport
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import RunStats
 from penstock.core.trace import Tracer
 from penstock.engine.adapter import LowRankAdapter
-from penstock.engine.attention_call import AttentionCall
 from penstock.engine.runtime_settings import STATE_COPIES, RuntimeSettings
 from penstock.engine.stored_past import StoredPast
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import SelectionPolicy
-from penstock.models.attention_adapter import (
-    Attachment,
-    attention_dtype,
-    mark_keys,
-    mark_window,
-)
+from penstock.models.attention_adapter import Attachment, mark_window
 from penstock.models.attention_scaling import attention_scaling
 from penstock.models.budget_advice import add_advice
 from penstock.models.cache_layers import EmptyLayer, TieredCacheLayer, WindowLayer
@@ -54,7 +47,7 @@ from penstock.models.cache_settings import (
 from penstock.models.decoder_calls import DecoderCalls, sees
 from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
-from penstock.models.latents import joined, returned
+from penstock.models.key_handover import KeyHandover
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
@@ -83,10 +76,6 @@ class TieredCache(RecurrentCache):
     """
 
     _open = False
-    _awaited: int | None = None
-    """The tier whose keys are on their way to the attention function."""
-    _has_received = False
-    """Whether the attention function has ever got this cache's keys."""
     _length = 0
     """Tokens held before the step under way."""
     _attachment: Attachment | None = None
@@ -104,6 +93,7 @@ class TieredCache(RecurrentCache):
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
         sealed: Sealing = "auto", sector_bytes: int | None = None, checkpoints: int = 0,
+        copies_weights: bool = True,
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -133,6 +123,7 @@ class TieredCache(RecurrentCache):
             sealed, sector_bytes: see `KVStore.create`. With the sectors of documents a cache is
                 planned as the one is that goes on from a document.
             checkpoints: most to keep (see `checkpoint`); each takes the recurrent states' memory.
+            copies_weights: may keep 8-bit copies of the weights that predict queries.
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -154,7 +145,8 @@ class TieredCache(RecurrentCache):
             shape=kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, *sizes), exact=exact, state_bytes=states,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
-            predictor_bytes=predictor_bytes(model, shape, chosen, late), rotary=rotary_of(model),
+            predictor_bytes=predictor_bytes(model, shape, chosen, late) if copies_weights else 0,
+            rotary=rotary_of(model),
             rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
             device_tier=serves_device_tier(str(store), chosen, device, kv, exact=exact),
             past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
@@ -194,7 +186,7 @@ class TieredCache(RecurrentCache):
         self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
         self._others = [*self._windows, *self._states.values()]
         self._runtime.set_other_layers(self._others)
-        self._decoder_config = decoder_config(model)
+        self._handover = KeyHandover(self._settings.shape, decoder_config(model))
         try:
             self._attachment = Attachment(model)
             self._hooks = PrefetchHooks(model, shape, self._runtime)
@@ -262,8 +254,7 @@ class TieredCache(RecurrentCache):
         return keys, values
 
     def _begin_step(self) -> None:
-        if self._awaited is not None and self._has_received:
-            self._awaited = None  # of a step that was given up
+        self._handover.begin_step()
         if self._states:
             self._take_back()  # what recurrent layers have of it
         self._runtime.check_sound()
@@ -291,51 +282,10 @@ class TieredCache(RecurrentCache):
                     each.remove(count)
 
     def _expect(self, tier: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer has new keys: make sure that its attention will come to us; as it takes them."""
-        if self._decoder_config._attn_implementation != "penstock":
-            raise CacheStateError(
-                "the model's attention implementation was changed while this cache was open, or "
-                "the cache is closed"
-            )
-        if self._awaited is not None:
-            raise UnsupportedModelError(
-                "the attention function never received the keys that the cache handed out: this "
-                "model transforms them in between"
-            )
-        shape, given = self._settings.shape, (keys, values)
-        keys, values = joined(shape, keys, values)
-        found = (*keys.shape[1::2], *values.shape[1::2])
-        heads = shape.num_kv_heads
-        if found != (heads, shape.head_dim, heads, shape.value_width):
-            raise UnsupportedModelError(
-                f"keys {list(keys.shape)} and values {list(values.shape)} do not have the "
-                f"{heads} heads of widths {shape.head_dim} and {shape.value_width} that the "
-                "configuration promises"
-            )
-        dtype = attention_dtype(keys)
-        if dtype != shape.dtype:
-            raise CacheStateError(
-                f"attention is in {dtype} now, and this cache was made for {shape.dtype}; make the "
-                "cache under the autocast under which the model runs"
-            )
-        keys, values = keys.to(dtype), values.to(dtype)
-        self._awaited = tier
-
-        def attend(call: AttentionCall) -> Tensor:
-            if self._awaited != tier or call.values is not values:
-                raise UnsupportedModelError(
-                    "this model attends twice to the keys that the cache handed out, or transforms "
-                    "their values in between"
-                )
-            self._awaited = None
-            return self._runtime.attend(tier, call)
-
-        mark_keys(keys, attend, received=self._receive, failed=self._take_back)
-        return returned(shape, given, keys, values)
-
-    def _receive(self) -> None:
-        """The attention function has the keys that were handed out."""
-        self._has_received = True
+        """A layer has new keys; returns them marked, as the model takes them."""
+        return self._handover.expect(
+            tier, keys, values, attend=self._runtime.attend, failed=self._take_back
+        )
 
     def before_layer(self, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """A decoder layer begins; see `PrefetchHooks.before_layer`."""
@@ -344,7 +294,7 @@ class TieredCache(RecurrentCache):
 
     def forget_awaited(self) -> None:
         """A forward pass was given up between a layer's keys and its attention."""
-        self._awaited = None
+        self._handover.forget()
 
     # What generate asks -----------------------------------------------------------------------
 
@@ -459,7 +409,8 @@ class TieredCache(RecurrentCache):
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._awaited, self._at, self._stored = None, -1, None
+        self._handover.forget()
+        self._at, self._stored = -1, None
         for layer in self._others:
             layer.clear()
         self._crop_positions(0)

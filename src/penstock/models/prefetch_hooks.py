@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.core.errors import UnsupportedModelError
+from penstock.engine.joined_runtime import JoinedRuntime
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.attention_adapter import without_autocast, without_gradients
@@ -78,7 +79,9 @@ class PrefetchHooks:
     A model has one hook a layer, for all of its caches: it asks the cache of the call.
     """
 
-    def __init__(self, model: PreTrainedModel, shape: ModelShape, runtime: TieredRuntime) -> None:
+    def __init__(
+        self, model: PreTrainedModel, shape: ModelShape, runtime: TieredRuntime | JoinedRuntime
+    ) -> None:
         self._begun: dict[int, list[tuple[int, int, bool]]] = {}
         """By layer, what its hook begins: the layer whose query it is, its tier, and whether it is
         the hook's own."""
@@ -135,7 +138,7 @@ class PrefetchHooks:
             self._begun[layer - 1] = [each for each in ahead if each[0] != layer]
 
     def _begin(
-        self, runtime: TieredRuntime, layer: int, tier: int, hidden: Tensor,
+        self, runtime: TieredRuntime | JoinedRuntime, layer: int, tier: int, hidden: Tensor,
         kwargs: dict[str, Any], *, is_own: bool,
     ) -> None:  # fmt: skip
         steps = runtime.device_steps

@@ -146,7 +146,7 @@ class QueryProjection:
             direct = None
         fits = direct is not None and _agree(direct, probed)
         self._ways[layer] = "direct" if fits else "probe"
-        return probed
+        return direct if fits else probed
 
     def _predicted_query(self, layer: int) -> PredictedQuery | None:
         """The layer's copy, made when it is first used; copies go when their room goes."""

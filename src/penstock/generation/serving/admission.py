@@ -69,9 +69,11 @@ class Admission:
         if request.document is None:
 
             def make(memory: Memory) -> TieredCache:
-                return runner.open(batch, replace(choices, memory=memory), on_progress)
+                return runner.open(
+                    batch, replace(choices, memory=memory), on_progress, copies_weights=False
+                )
         else:
-            document, options = request.document, dict[str, Any]()
+            document, options = request.document, dict[str, Any](copies_weights=False)
             if runner.choices.policy is not None:
                 options["policy"] = choices.policy
 

@@ -1,16 +1,70 @@
 """Decode steps of requests that run at the same time."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.core.closing import close_all
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument, position_argument
+from penstock.models.joined_cache import JoinedCache, may_join
 from penstock.models.loader import CausalLM
 from penstock.models.weight_access import model_device
+
+
+class Steps:
+    """Steps caches of one model, those that may join in one forward pass."""
+
+    def __init__(self, model: CausalLM) -> None:
+        """Nothing is on the model yet."""
+        self._model = model
+        self._joined: dict[Hashable, JoinedCache] = {}
+        self.joint = 0
+        """Forward passes that several caches shared."""
+        self.passes = 0
+
+    def __call__(
+        self, caches: Sequence[TieredCache], tokens: Sequence[Sequence[int]]
+    ) -> list[Tensor | Exception]:
+        """Take one token a row into each cache.
+
+        Returns:
+            For each cache the logits behind its tokens, float32 [rows, vocabulary], or what it
+            failed of.
+        """
+        sets: dict[Hashable, list[int]] = {}
+        for number, cache in enumerate(caches):
+            settings, policy = cache.tiers.settings, cache.policy
+            kind = (policy.predicts, settings.exact, settings.true_query_layers)
+            joins = may_join(self._model, cache)
+            sets.setdefault(kind if joins else number, []).append(number)
+        found: dict[int, Tensor | Exception] = {}
+        for kind, numbers in sets.items():
+            part = [caches[number] for number in numbers], [tokens[number] for number in numbers]
+            found |= zip(numbers, self._step(kind, *part), strict=True)
+        return [found[number] for number in range(len(caches))]
+
+    def _step(
+        self, kind: Hashable, caches: list[TieredCache], tokens: list[Sequence[int]]
+    ) -> Sequence[Tensor | Exception]:
+        self.passes += 1
+        self.joint += len(caches) > 1
+        try:
+            if isinstance(kind, int):
+                return [next_logits(self._model, caches[0], tokens[0])]
+            if kind not in self._joined:
+                self._joined[kind] = JoinedCache(self._model, caches[0])
+            return self._joined[kind].step(caches, tokens)
+        except Exception as error:
+            return [error] * len(caches)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        joined, self._joined = self._joined, {}
+        close_all(*(each.close for each in joined.values()))
 
 
 def next_logits(model: CausalLM, cache: TieredCache, tokens: Sequence[int]) -> Tensor:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from penstock.core.errors import CacheStateError, QueueFullError
 from penstock.generation.batch_runner import BatchRunner
 from penstock.generation.serving.admission import Admission
 from penstock.generation.serving.served import Served
 from penstock.generation.serving.stats import EngineStats
-from penstock.generation.serving.steps import next_logits
+from penstock.generation.serving.steps import Steps
 
 _IDLE_S = 1.0
 """How long a wait may hold back a Ctrl-C on systems whose locks cannot be interrupted."""
@@ -40,6 +41,7 @@ class Worker:
         self._is_closing = self._is_closed = False
         self._error: BaseException | None = None
         self._stats = EngineStats()
+        self._steps = Steps(runner.loaded.model)
         self._seconds_each = 0.0
         self.thread = threading.Thread(target=self._main, name="penstock-engine", daemon=True)
         self.thread.start()
@@ -120,6 +122,7 @@ class Worker:
                 self._waiting.clear()
                 self._reading.clear()
                 self._decoding.clear()
+            self._steps.close()
             for each in left:
                 each.fail(self._error or CacheStateError("the engine is closed"))
 
@@ -187,20 +190,23 @@ class Worker:
 
     def _decode(self) -> None:
         """One step of everyone who decodes."""
-        for served in [*self._decoding]:
-            self._try(served, partial(self._step_alone, served))
+        if self._runner.verify is not None:
+            for served in [*self._decoding]:
+                self._try(served, served.run.decode)
+        elif self._decoding:
+            self._step([*self._decoding])
         for served in [each for each in self._decoding if each.run.is_done]:
             self._finish(served)
 
-    def _step_alone(self, served: Served) -> None:
-        run = served.run
-        if self._runner.verify is not None:
-            run.decode()
-            return
+    def _step(self, every: list[Served]) -> None:
+        found = self._steps(
+            [served.cache for served in every], [served.run.tokens for served in every]
+        )
         with self._changed:
-            self._stats.steps += 1
-            self._stats.step_rows += run.num_rows
-        run.step(next_logits(self._runner.loaded.model, served.cache, run.tokens))
+            self._stats.steps, self._stats.joint_steps = self._steps.passes, self._steps.joint
+            self._stats.step_rows += sum(served.run.num_rows for served in every)
+        for served, logits in zip(every, found, strict=True):
+            self._try(served, partial(_choose, served, logits))
 
     # The end of one ---------------------------------------------------------------------------
 
@@ -236,3 +242,9 @@ class Worker:
         reason = end() or reason or "error"
         with self._changed:
             count.finished[reason] = count.finished.get(reason, 0) + 1
+
+
+def _choose(served: Served, logits: Tensor | Exception) -> None:
+    if isinstance(logits, Exception):
+        raise logits
+    served.run.step(logits)

@@ -1,0 +1,109 @@
+"""JoinedRuntime: rows of several caches that go through one decode step together."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock.core.slot_plan import SlotPlan
+from penstock.engine.attention_call import AttentionCall
+from penstock.engine.device_tier.device_steps import DeviceSteps
+from penstock.engine.policy import SelectionPolicy
+from penstock.engine.runtime_settings import RuntimeSettings
+from penstock.engine.tiered_runtime import TieredRuntime
+
+
+class JoinedRuntime:
+    """Splits what a model computes for all rows into the parts of the caches that hold them.
+
+    Each cache keeps its store, its ledger, its length and its index; joining and leaving moves no
+    byte. What a cache computes in a step depends on its own rows alone. One that fails is left out
+    until the step's end, and its rows get zeros; the others go on.
+    """
+
+    device_steps: DeviceSteps | None = None
+    """Caches of the device tier do not join."""
+
+    def __init__(self, like: TieredRuntime) -> None:
+        """Hold no cache yet.
+
+        Args:
+            like: those that join have its policy's way of predicting and its shape.
+        """
+        self.policy: SelectionPolicy = like.policy
+        self.settings: RuntimeSettings = replace(like.settings, past=None)
+        self.plan: SlotPlan = like.plan
+        self.failures: dict[int, Exception] = {}
+        """What caches of the step have failed of, by their number in it."""
+        self._members: Sequence[TieredRuntime] = ()
+        self._rows: list[slice] = []
+
+    def begin(self, members: Sequence[TieredRuntime]) -> None:
+        """Say whose rows the next step has, in the order of the rows; further rows are no one's."""
+        self._members, self.failures = members, {}
+        ends = torch.tensor([member.batch for member in members]).cumsum(0).tolist()
+        self._rows = [slice(end - each.batch, end) for each, end in zip(members, ends, strict=True)]
+
+    def end(self) -> None:
+        """The step is over."""
+        self._members = ()
+
+    @property
+    def parts(self) -> Sequence[slice]:
+        """The rows of each cache."""
+        return self._rows
+
+    def attend(self, layer: int, call: AttentionCall) -> Tensor:
+        """As `TieredRuntime.attend`, of one new token a row; what fails is in `failures`."""
+        rows, count = call.query.shape[0], call.query.shape[1]
+        out = call.values.new_zeros((rows, 1, count, call.values.shape[-1]))
+        for number, (member, part) in enumerate(zip(self._members, self._rows, strict=True)):
+            if number in self.failures:
+                continue
+            try:
+                out[part] = member.attend(layer, rows_of(call, part))
+            except Exception as error:
+                self.failures[number] = error
+        return out
+
+    def wants_query(self, layer: int) -> bool:
+        """Whether a cache would begin a fetch by this layer's query."""
+        return any(
+            number not in self.failures and member.wants_query(layer)
+            for number, member in enumerate(self._members)
+        )
+
+    def begin_fetch(self, layer: int, query: Tensor) -> None:
+        """As `TieredRuntime.begin_fetch`, for those that want it."""
+        for number, (member, part) in enumerate(zip(self._members, self._rows, strict=True)):
+            if number in self.failures or not member.wants_query(layer):
+                continue
+            try:
+                member.begin_fetch(layer, query[part])
+            except Exception as error:
+                self.failures[number] = error
+
+    @property
+    def length(self) -> int:
+        """Tokens that all rows hold, which grows with each step."""
+        return sum(member.length for member in self._members)
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens that all rows hold of one layer."""
+        return sum(member.layer_length(layer) for member in self._members)
+
+    def drop_fetches(self) -> None:
+        """As `TieredRuntime.drop_fetches`."""
+        for member in self._members:
+            member.drop_fetches()
+
+
+def rows_of(call: AttentionCall, rows: slice) -> AttentionCall:
+    """A call's part for some of its rows; nothing is padded."""
+    sinks = call.sink_logits
+    if sinks is not None and sinks.ndim > 1:
+        sinks = sinks[rows]
+    return AttentionCall(
+        call.query[rows], call.keys[rows], call.values[rows], call.scaling, call.softcap, sinks
+    )
