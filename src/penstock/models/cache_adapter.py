@@ -107,8 +107,7 @@ class TieredCache(RecurrentCache):
                 (the device tier; on CUDA "memory" means the same to policies that can).
             max_tokens: most tokens per sequence, prompt, padding and answer; default: the model's
                 positions. Sizes the index, so give what you need.
-            batch_size: rows expected (beams counted), for the budget; a fraction in `memory` is one
-                of this many full sequences.
+            batch_size: rows expected (beams counted); a fraction in `memory` is of so many.
             exact: stream the past through attention at every step: plain attention, slowly.
             adapter: low-rank basis for policies that use one; default: what `penstock calibrate`
                 made, or a shipped one; else, and for "none", one of the prompt's own keys.
@@ -120,8 +119,7 @@ class TieredCache(RecurrentCache):
             past: KV on disk that every row begins with (see `Document.cache`).
             past_tokens: begin with so many of its tokens; default: all.
             must_tier: keep no more than slots in memory, also where the budget would hold all.
-            sealed, sector_bytes: see `KVStore.create`. With the sectors of documents a cache is
-                planned as the one is that goes on from a document.
+            sealed, sector_bytes: see `KVStore.create`; documents' make a plan like theirs.
             checkpoints: most to keep (see `checkpoint`); each takes the recurrent states' memory.
             copies_weights: may keep 8-bit copies of the weights that predict queries.
 
@@ -146,12 +144,11 @@ class TieredCache(RecurrentCache):
             limit_bytes=limit_bytes(memory, *sizes), exact=exact, state_bytes=states,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late) if copies_weights else 0,
-            rotary=rotary_of(model),
+            rotary=rotary_of(model), scaling=attention_scaling(model, kv.head_dim), tracer=tracer,
             rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
             device_tier=serves_device_tier(str(store), chosen, device, kv, exact=exact),
             past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,
-            scaling=attention_scaling(model, kv.head_dim), tracer=tracer,
         )  # fmt: skip
         self._plan(batch_size, at_least=is_auto(memory))
         super().__init__(layers=self._make_layers(shape))

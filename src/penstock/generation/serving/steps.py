@@ -38,9 +38,9 @@ class Steps:
         sets: dict[Hashable, list[int]] = {}
         for number, cache in enumerate(caches):
             settings, policy = cache.tiers.settings, cache.policy
-            kind = (policy.predicts, settings.exact, settings.true_query_layers)
+            alike = (policy.predicts, settings.exact, settings.true_query_layers)
             joins = may_join(self._model, cache)
-            sets.setdefault(kind if joins else number, []).append(number)
+            sets.setdefault(alike if joins else number, []).append(number)
         found: dict[int, Tensor | Exception] = {}
         for kind, numbers in sets.items():
             part = [caches[number] for number in numbers], [tokens[number] for number in numbers]
