@@ -52,10 +52,16 @@ def _prepare() -> None:
     compiled.limit(os.environ.get("PENSTOCK_KERNELS", "auto"))  # the whole suite under one level
     runner: Any = typer.testing  # makes all commands anew each time
     runner._get_command = functools.cache(runner._get_command)
+    system: Any = os  # no power cut is tested: what must be synced, tests see by the calls
+    system.fsync = system.fdatasync = _synced
     if not torch.cuda.is_available():
         # Kernels in Triton run in its interpreter. It must be told before anything imports Triton,
         # which transformers does, so that this stands above the tests of the kernels.
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _synced(descriptor: int) -> None:
+    os.fstat(descriptor)
 
 
 # The process that starts xdist's workers runs no test. They wait until it has imported what it

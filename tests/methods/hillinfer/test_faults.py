@@ -258,7 +258,7 @@ def test_a_device_that_does_not_start_leaves_no_descriptors(
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", refuse)
+        patched.setattr(f"{device_client.__name__}.subprocess.Popen", refuse)
         for place in (tmp_path, "memory"):
             with pytest.raises(StorageError, match="no more processes"):
                 NearRig(place)
