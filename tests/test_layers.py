@@ -22,6 +22,7 @@ LADDER = (  # a package may import only from earlier rungs; packages on one rung
     {"workloads"},
     {"tuner"},
     {"evaluate"},
+    {"server"},
     {"bench", "cli", "testing", "research"},  # bench: the former name of evaluate
 )
 WALLS = {  # library -> the only packages that may import it
@@ -31,6 +32,12 @@ WALLS = {  # library -> the only packages that may import it
     "matplotlib": {"evaluate", "research"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "pydantic": {"server"},
+    "uvicorn": {"server"},
+    "prometheus_client": {"server"},
+    "llguidance": {"server"},
 }
 RUNG = {package: rung for rung, packages in enumerate(LADDER) for package in packages}
 RESEARCH = Path(__file__).parents[1] / "research"

@@ -20,6 +20,7 @@ ABOUT = {
     "tuner": "settings from measurements and models of cost",
     "evaluate": "a user's bench: tasks, accuracy, audit, throughput",
     "bench": "evaluate, as of old",
+    "server": "HTTP over the engine, and a page",
     "cli": "entry points",
     "testing": "contracts and doubles",
     "research": "not in the wheel",

@@ -1,5 +1,6 @@
 """What `--log-level` shows on stderr: what Penstock and the libraries below it log."""
 
+import json
 import logging
 import os
 import sys
@@ -26,6 +27,28 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write it to what is stderr now."""
         print(printable(self.format(record)), file=sys.stderr)
+
+
+class _Json(logging.Formatter):
+    """Each record as a JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time in epoch seconds, level, logger, message, and what the record brings besides."""
+        said: dict[str, object] = {
+            "time": record.created, "level": record.levelname.lower(), "logger": record.name,
+            "message": record.getMessage(), **getattr(record, "fields", {}),
+        }  # fmt: skip
+        if record.exc_info:
+            said["trace"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=False, default=str)
+
+
+def log_as_json() -> None:
+    """Show what Penstock logs as lines of JSON, from "info" on at least."""
+    own = logging.getLogger("penstock")
+    own.setLevel(min(own.level, logging.INFO))
+    for each in own.handlers:
+        each.setFormatter(_Json())
 
 
 def show_logs(level: LogLevel, *, warn: bool = False) -> None:

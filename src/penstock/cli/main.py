@@ -24,6 +24,7 @@ from penstock.cli.generate import generate_command
 from penstock.cli.log import LogLevel, show_logs
 from penstock.cli.plan import plan_command
 from penstock.cli.search import SearchCommand, search_command
+from penstock.cli.serve import serve_command
 from penstock.cli.settings import SettingsFile, name_variables, settings_path
 from penstock.cli.tune import tune_command
 from penstock.core.byte_size import enough_size
@@ -102,6 +103,7 @@ app.command("demo", cls=TorchCommand)(demo_command)
 app.command("generate", cls=TorchCommand)(generate_command)
 app.command("chat", cls=TorchCommand)(chat_command)
 app.command("search", cls=SearchCommand)(search_command)
+app.command("serve", cls=TorchCommand)(serve_command)
 app.command("calibrate", cls=TorchCommand)(calibrate_command)
 app.command("fetch", cls=PenstockCommand)(fetch_command)
 app.command("devices", cls=PenstockCommand)(devices_command)

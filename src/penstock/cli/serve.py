@@ -1,0 +1,219 @@
+"""`penstock serve`: the APIs that clients of language models speak, and a page, over one engine."""
+
+import os
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.console import PlainConsole, say
+from penstock.cli.doc_options import KeyOption, open_shelf
+from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.log import log_as_json
+from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
+from penstock.cli.options import (
+    AdapterOption,
+    ChunkOption,
+    ConfigOption,
+    DeviceOption,
+    DiskOption,
+    DtypeOption,
+    ExactOption,
+    MaxNewTokensOption,
+    MemoryOption,
+    ModelArgument,
+    SealOption,
+    TunedPolicyOption,
+    WeightsOption,
+)
+from penstock.core.byte_size import format_bytes, parse_bytes
+from penstock.core.errors import ConfigError
+
+_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
+_DOCUMENT_SHARE = 4
+"""Of --memory, one part in so many reads new documents."""
+
+HostOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Listen there; 0.0.0.0 is every network.")
+]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE", help="Answer those alone who bring this key: file:PATH or env:NAME."
+    ),
+]
+ServedNameOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="What clients call the model.", show_default="MODEL's last part"
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context", metavar="TOKENS", help="Longest prompt and answer.",
+        show_default="the model's positions",
+    ),
+]  # fmt: skip
+RunningOption = Annotated[
+    int, typer.Option(min=1, help="Most requests at a time; --memory is divided by it.")
+]
+WaitingOption = Annotated[
+    int, typer.Option(min=0, help="Most requests that wait; more are told to come later (429).")
+]
+BodyOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest request.")]
+ImagesOption = Annotated[int, typer.Option(min=0, help="Most pictures of a request.")]
+TimeoutOption = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Longest request, its waiting included.")
+]
+GraceOption = Annotated[
+    float, typer.Option(metavar="SECONDS", help="For answers under way when it is told to end.")
+]
+OriginOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin", metavar="ORIGIN", help="Another page that may ask; repeatable; * is all."
+    ),
+]
+AllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host", metavar="NAME",
+        help="A further name of this server, such as a proxy's; repeatable.",
+    ),
+]  # fmt: skip
+ShelfOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--library", metavar="DIR", help="The folder with the documents.",
+        show_default="the user's data",
+    ),
+]  # fmt: skip
+LogJsonOption = Annotated[
+    bool, typer.Option("--log-json", help="Log each request as a line of JSON on stderr.")
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Load, listen, ask everything once, and end.")
+]
+
+
+def serve_command(
+    model: ModelArgument, host: HostOption = "127.0.0.1", port: PortOption = 8000,
+    api_key: ApiKeyOption = None, served_name: ServedNameOption = None,
+    config: ConfigOption = None, policy: TunedPolicyOption = None, memory: MemoryOption = "auto",
+    disk: DiskOption = "auto", max_running: RunningOption = 8, max_waiting: WaitingOption = 64,
+    max_context: ContextOption = None, max_new_tokens: MaxNewTokensOption = 1024,
+    library: ShelfOption = None, key: KeyOption = None, exact: ExactOption = False,
+    adapter: AdapterOption = None, seal: SealOption = None,
+    chunk: ChunkOption = 512, max_body: BodyOption = "32MiB", max_images: ImagesOption = 8,
+    timeout: TimeoutOption = 3600.0, grace: GraceOption = 30.0, cors_origin: OriginOption = None,
+    allow_host: AllowHostOption = None, log_json: LogJsonOption = False,
+    check: CheckOption = False, device: DeviceOption = "cpu", dtype: DtypeOption = None,
+    weights: WeightsOption = None, revision: RevisionOption = None,
+    offline: OfflineOption = False, trust_remote_code: TrustOption = False,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page at /.
+
+    All requests share --memory. Whoever can reach the address can ask: it is this machine alone
+    unless --host says otherwise, and then --api-key should stand beside it.
+    """
+    require_server()
+    from penstock.generation.engine import LLM
+    from penstock.generation.serving.engine import Engine
+    from penstock.server.app import make_app
+    from penstock.server.serving import LOOPBACK, bind, hosts_of, serve, url_of
+    from penstock.server.serving import check as check_server
+    from penstock.server.settings import ServerSettings
+
+    console = PlainConsole(stderr=True)
+    if log_json:
+        log_as_json()
+    settings = ServerSettings(
+        model_name=served_name or Path(model).name or model, api_key=_api_key(api_key),
+        cors_origins=tuple(cors_origin or ()), max_model_len=max_context,
+        allowed_hosts=hosts_of(host, tuple(allow_host or ())),
+        max_body_bytes=parse_bytes(max_body), max_images=max_images,
+        max_answer_tokens=max_new_tokens, max_request_s=timeout,
+    )  # fmt: skip
+    if host not in LOOPBACK and settings.api_key is None:
+        console.print(f"note: {host} is open to others, and there is no --api-key", soft_wrap=True)
+    for_requests, for_documents = _divided(memory)
+    with bind(host, port) as listening:
+        loaded = load_model(
+            console, model, dtype=None if dtype is None else dtype.value, device=device,
+            weights=weights, source=ModelSource(revision, offline, trust_remote_code),
+        )  # fmt: skip
+        llm = LLM(
+            loaded, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
+            config=config, seal="auto" if seal is None else seal, max_model_len=max_context,
+        )  # fmt: skip
+        shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
+        with Engine(
+            llm, memory=for_requests, max_running=max_running, max_waiting=max_waiting,
+            prefill_chunk_size=chunk,
+        ) as engine:  # fmt: skip
+            app = make_app(engine, settings, shelf, for_documents)
+            with closing(app.state.backend.shelf):
+                if check:
+                    check_server(app, listening, settings, say)
+                    return
+                limit = engine.stats().limit_bytes
+                within = "" if limit is None else f", KV caches within {format_bytes(limit)}"
+                console.print(
+                    f"{settings.model_name} at {url_of(listening)} (a page), "
+                    f"{url_of(listening)}/v1 (OpenAI's clients){within}; Ctrl-C ends it",
+                    soft_wrap=True,
+                )
+                serve(app, listening, grace_s=grace)
+
+
+def require_server() -> None:
+    """Refuse where what the server is built on is not installed.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not installed, which the server needs: pip install 'penstock[server]'"
+        )
+
+
+def _divided(memory: str) -> tuple[int | None, str | int]:
+    """Memory of all requests together, and of the cache that reads a new document.
+
+    A size is divided between them; a share of the full cache, or "auto", is for each cache.
+    """
+    if memory == "auto" or set("/%") & set(memory):
+        return None, memory
+    total = parse_bytes(memory)
+    for_documents = total // _DOCUMENT_SHARE
+    return total - for_documents, for_documents
+
+
+def _api_key(source: str | None) -> str | None:
+    """The key that a source holds.
+
+    Raises:
+        ConfigError: it is no source, or holds none.
+    """
+    if source is None:
+        return None
+    kind, _, place = source.partition(":")
+    if kind == "env" and place:
+        key = os.environ.get(place, "")
+    elif kind == "file" and place:
+        try:
+            key = Path(place).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise ConfigError(f"--api-key {source}: cannot read it: {reason}") from error
+    else:
+        raise ConfigError("--api-key is file:PATH or env:NAME; the key itself would show in ps")
+    if not key.strip():
+        raise ConfigError(f"--api-key {source} holds no key")
+    return key.strip()

@@ -1,0 +1,1 @@
+"""HTTP over an Engine: the APIs that clients of language models speak, and a page."""

@@ -1,0 +1,143 @@
+"""serve(): an application behind a socket, until a signal; check(): the same for a few requests."""
+
+import json
+import signal
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.core.errors import ConfigError
+from penstock.server.backend import Backend
+from penstock.server.settings import ServerSettings
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CHECK_S = 600.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        port: 0: any that is free.
+
+    Raises:
+        ConfigError: there is no such address, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=256)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen at {host}, port {port}: {reason}") from error
+
+
+def hosts_of(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Values of the Host header that are answered: on loopback, its own names alone."""
+    if host not in LOOPBACK:
+        return allowed or ("*",)
+    return ("localhost", "127.0.0.1", "[::1]", *allowed)
+
+
+class _Server(uvicorn.Server):
+    """Takes no new requests as soon as it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
+        super().__init__(config)
+        self._backend = backend
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """As uvicorn's; a second signal ends it at once."""
+        self._backend.is_closing = True
+        super().handle_exit(sig, frame)
+
+
+def _server_of(app: FastAPI, grace_s: float) -> _Server:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )  # fmt: skip
+    return _Server(config, app.state.backend)
+
+
+def serve(app: FastAPI, listening: socket.socket, *, grace_s: float = 30.0) -> None:
+    """Answer requests until SIGINT or SIGTERM; then finish what is under way.
+
+    Args:
+        listening: from `bind`; closed at the end.
+        grace_s: how long answers under way may take then; a second signal ends them at once.
+    """
+    with _signals_end_quietly():
+        _server_of(app, grace_s).run(sockets=[listening])
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """uvicorn raises its signals again when it has ended: they have done their work by then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in former:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def in_background(app: FastAPI, listening: socket.socket) -> Iterator[str]:
+    """Serve from a thread; yields the URL. Requests that are left at the end are cut off."""
+    server = _server_of(app, 1.0)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listening]}, name="penstock-http", daemon=True
+    )
+    thread.start()
+    try:
+        yield url_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where a socket is reached from this machine."""
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check(
+    app: FastAPI, listening: socket.socket, settings: ServerSettings, say: Callable[[str], None]
+) -> None:
+    """Ask a server of everything once, through its socket; says what was answered.
+
+    Raises:
+        ConfigError: something was not answered.
+    """
+    with in_background(app, listening) as url:
+        for path, body in (
+            ("/health", None),
+            ("/v1/models", None),
+            ("/v1/completions", {"prompt": "1, 2, 3,", "max_tokens": 4, "temperature": 0}),
+            ("/metrics", None),
+        ):
+            headers = {"Content-Type": "application/json"}
+            if settings.api_key is not None:
+                headers["Authorization"] = f"Bearer {settings.api_key}"
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(url + path, data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=_CHECK_S) as answer:
+                    answer.read()
+            except OSError as error:
+                raise ConfigError(f"{path} was not answered: {error}") from error
+            say(f"{path} is answered")
