@@ -29,6 +29,7 @@ from penstock.core.errors import (
 if TYPE_CHECKING:
     from penstock.documents.conversation import Conversation
     from penstock.documents.document import Document
+    from penstock.documents.sessions import Sessions
     from penstock.documents.settings import DocumentSettings
     from penstock.engine.policy import SelectionPolicy
     from penstock.generation.engine import LLM
@@ -80,6 +81,7 @@ __all__ = [
     "SearchMemory",
     "SearchParams",
     "SelectionPolicy",
+    "Sessions",
     "StepScorer",
     "StorageError",
     "StoreFullError",
@@ -112,6 +114,7 @@ _HOMES = {
     "SearchMemory": "penstock.search.beam_searcher",
     "SearchParams": "penstock.search.search_params",
     "SelectionPolicy": "penstock.engine.policy",
+    "Sessions": "penstock.documents.sessions",
     "StepScorer": "penstock.search.step_scorer",
     "TextPrompt": "penstock.generation.prompts",
     "TieredCache": "penstock.models.cache_adapter",

@@ -433,6 +433,11 @@ class TieredCache(RecurrentCache):
     # What users ask ---------------------------------------------------------------------------
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._open
+
+    @property
     def stats(self) -> RunStats:
         """Bytes, reads, hits, stalls and times so far, of prefill and of decoding."""
         self._runtime.end_step()

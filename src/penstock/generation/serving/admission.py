@@ -8,8 +8,9 @@ from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger, Reservation
 from penstock.generation.batch_runner import BatchRunner, OnProgress
+from penstock.generation.prompts import visuals_in
 from penstock.generation.requests import Batch
-from penstock.generation.serving.request import Request
+from penstock.generation.serving.request import Request, StoredBeginnings
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import free_bytes, is_auto
 from penstock.models.weight_access import model_device
@@ -28,12 +29,16 @@ class Admission:
     others hold: its tokens would depend on them otherwise.
     """
 
-    def __init__(self, runner: BatchRunner, memory: Memory, max_running: int) -> None:
+    def __init__(
+        self, runner: BatchRunner, memory: Memory, max_running: int,
+        sessions: StoredBeginnings | None = None,
+    ) -> None:  # fmt: skip
         """Divide the memory.
 
         Args:
             memory: of all requests together, in bytes or "2GiB"; "auto": half of what is free now;
                 None: what the LLM's own setting says, if it is a size, or "auto".
+            sessions: what requests may begin with.
 
         Raises:
             ConfigError: it is not a size.
@@ -47,7 +52,7 @@ class Admission:
         if total is None:
             total = free_bytes(model_device(runner.loaded.model)) // 2
         self.ledger = MemoryLedger(total)
-        self._runner = runner
+        self._runner, self._sessions = runner, sessions
         is_share = config is None and (is_auto(own) or _size(own) is not None)
         self._share = max(1, total // max_running) if is_share else None
 
@@ -69,7 +74,7 @@ class Admission:
         if request.document is None:
 
             def make(memory: Memory) -> TieredCache:
-                return runner.open(
+                return self._stored(request, batch, memory) or runner.open(
                     batch, replace(choices, memory=memory), on_progress, copies_weights=False
                 )
         else:
@@ -91,6 +96,17 @@ class Admission:
             cache.close()
             raise _too_large(self.price(cache), limit)
         return cache, choices.notices
+
+    def _stored(self, request: Request, batch: Batch, memory: Memory) -> TieredCache | None:
+        """A cache with what is stored of the prompt's beginning."""
+        [ids] = batch.prompts.token_ids
+        params = batch.requests[0].params
+        if self._sessions is None or visuals_in(ids) or params.prompt_logprobs is not None:
+            return None
+        return self._sessions.open(
+            request.cache_salt, ids, max_tokens=batch.most_tokens, batch_size=batch.num_answers,
+            memory=memory, exact=self._runner.exact, copies_weights=False, prompt_tokens=len(ids),
+        )  # fmt: skip
 
     def _at_least(self, make: Callable[[Memory], TieredCache], share: int) -> TieredCache:
         """A cache of a share of the memory, or of the least that would do."""

@@ -11,7 +11,7 @@ from penstock.generation.prompts import TokenIds, encode, single_prompt, text_in
 from penstock.generation.requests import Batch
 from penstock.generation.serving.admission import Admission, Memory
 from penstock.generation.serving.handle import Handle, OnEvent
-from penstock.generation.serving.request import Request
+from penstock.generation.serving.request import Request, StoredBeginnings
 from penstock.generation.serving.served import Served
 from penstock.generation.serving.stats import EngineStats
 from penstock.generation.serving.worker import Worker
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(
         self, llm: LLM, *, memory: Memory = None, max_running: int = 16, max_waiting: int = 64,
-        prefill_chunk_size: int = 512,
+        prefill_chunk_size: int = 256, sessions: StoredBeginnings | None = None,
     ) -> None:  # fmt: skip
         """Start the thread.
 
@@ -50,6 +50,8 @@ class Engine:
             max_running: most requests that have a cache.
             max_waiting: most requests that wait for one.
             prefill_chunk_size: tokens of a prompt that are read between two steps of others.
+            sessions: where conversations are stored, and found again by the longest stored
+                beginning of a prompt with the same `cache_salt`; closed by its owner, later.
 
         Raises:
             ConfigError: a setting is out of its range.
@@ -65,8 +67,9 @@ class Engine:
         self._llm, self._numbers = llm, count()
         runner = llm.runner_with(chunk=prefill_chunk_size)
         self._worker = Worker(
-            runner, Admission(runner, memory, max_running), max_running, max_waiting
-        )
+            runner, Admission(runner, memory, max_running, sessions), max_running, max_waiting,
+            sessions,
+        )  # fmt: skip
         # Also when Python ends, before a daemon thread is cut off inside a forward pass.
         self._close = weakref.finalize(self, _end, self._worker, True)
 

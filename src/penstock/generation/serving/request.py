@@ -1,5 +1,7 @@
 """Request: a prompt with its settings, as `Engine.submit` takes it."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +21,19 @@ class Beginning(Protocol):
         self, *, new_tokens: int, batch_size: int, memory: Any, **options: Any
     ) -> TieredCache:
         """A cache that holds the text in every row, with room for more."""
+
+
+class StoredBeginnings(Protocol):
+    """What answered requests have left for later ones; `Sessions` is one."""
+
+    def open(
+        self, salt: str, tokens: Sequence[int], *, max_tokens: int, batch_size: int, memory: Any,
+        **options: Any,
+    ) -> TieredCache | None:  # fmt: skip
+        """A cache that holds the longest stored beginning of some tokens; None: there is none."""
+
+    def keep(self, salt: str, tokens: Sequence[int], cache: TieredCache) -> "Future[None] | None":
+        """Begin to store what a cache holds, which is free when that is done; None: it is now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,10 @@
 """Served: one request on its way through an engine."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.core.closing import close_all
 from penstock.core.ledger import Reservation
@@ -23,6 +25,8 @@ from penstock.generation.serving.events import (
 )
 from penstock.generation.serving.request import Request
 from penstock.models.cache_adapter import TieredCache
+
+Keeping: TypeAlias = Future[None]
 
 
 @dataclass(slots=True)
@@ -55,6 +59,11 @@ class Served:
         """Set from any thread."""
         self.price: int | None = None
         """Fast memory that its cache wants, in bytes; None while that is not known."""
+        self.deadline = 0
+        """Lower ones are read first; in tokens that the engine has read."""
+        self._read = 0
+        self.keeping: Keeping | None = None
+        """Set while its cache is stored behind the end."""
         self._submitted_s = time.monotonic()
         self._admitted_s = self._first_s = self._last_s = 0.0
         self._kept: _Kept | None = None
@@ -78,7 +87,7 @@ class Served:
         """Begin over a cache, which is its own from now on."""
         self._admitted_s = time.monotonic()
         run = runner.begin(self.batch, cache, Listeners(on_news=self._news))
-        cached = cache.get_seq_length()
+        self._read = cached = cache.get_seq_length()
         self._kept = _Kept(cache, reservation, run, run.read(), cached, notices)
         self._put(self._progress(cached))
 
@@ -99,11 +108,17 @@ class Served:
         """Whether its first tokens are still to come."""
         return not self.run.tokens
 
+    @property
+    def unread_tokens(self) -> int:
+        """Of the prompt, still to be read."""
+        return self.batch.prompts.padded_tokens - self._read
+
     def read_chunk(self) -> None:
         """Read the next part of the prompt; behind the last one, choose the first tokens."""
         assert self._kept is not None
         done = next(self._kept.chunks, None)
         if done is not None:
+            self._read = done
             self._put(self._progress(done))
             if done < self.batch.prompts.padded_tokens:
                 return
@@ -140,18 +155,26 @@ class Served:
             new_tokens=0 if kept is None else kept.run.new_tokens,
         )
 
-    def finish(self) -> str:
+    def finish(self, keep: Callable[[Sequence[int], TieredCache], Keeping | None]) -> str:
         """Say that it is over, and give its memory back; what has not ended ends here.
+
+        Args:
+            keep: may go on reading the cache of a request with one answer that has ended; gets the
+                tokens of prompt and answer.
 
         Returns:
             The reason of its first answer.
         """
         kept, run, outputs, prompt_logprobs = self._kept, None, [], None
+        keeping: Keeping | None = None
         if kept is not None:
+            is_whole = kept.run.is_done and kept.run.num_rows == 1
             kept.run.end()
             run = kept.run.report(kept.notices, restored=kept.cached, recomputed=0)
             [made] = kept.run.outputs(run)
             outputs, prompt_logprobs = made.outputs, made.prompt_logprobs
+            if is_whole:
+                keeping = keep([*made.prompt_token_ids, *made.token_ids], kept.cache)
         else:
             outputs = [
                 CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort")
@@ -161,9 +184,17 @@ class Served:
             outputs=outputs, usage=self.usage, timings=self._timings(), run=run,
             prompt_logprobs=prompt_logprobs,
         )  # fmt: skip
-        self._give_back()
+        if keeping is None:
+            self._give_back()
+        else:
+            self.is_over = True
+            self.keeping = keeping
         self._put(end)
         return end.reason
+
+    def give_back(self) -> None:
+        """Give its memory back; what kept it has done with it."""
+        self._give_back()
 
     def fail(self, error: BaseException) -> None:
         """Say what it failed of, and give its memory back."""

@@ -2,8 +2,7 @@
 
 import bisect
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +12,11 @@ from torch import Tensor
 from penstock.core.errors import CacheStateError, QueueFullError
 from penstock.generation.batch_runner import BatchRunner
 from penstock.generation.serving.admission import Admission
-from penstock.generation.serving.served import Served
+from penstock.generation.serving.request import StoredBeginnings
+from penstock.generation.serving.served import Keeping, Served
 from penstock.generation.serving.stats import EngineStats
 from penstock.generation.serving.steps import Steps
+from penstock.models.cache_adapter import TieredCache
 
 _IDLE_S = 1.0
 """How long a wait may hold back a Ctrl-C on systems whose locks cannot be interrupted."""
@@ -25,18 +26,23 @@ class Worker:
     """All requests of an engine and the thread that moves them; knows no `Engine`, so that one that
     is forgotten is closed.
 
-    Between two steps of those who decode, one chunk of one prompt is read, of each prompt in turn.
+    Between two steps of those who decode, one chunk of one prompt is read: of the one that would be
+    done first if each had been read at once. So a short prompt does not wait for a long one, and a
+    long one waits for no more than came before its end would have.
     """
 
     def __init__(
-        self, runner: BatchRunner, admission: Admission, max_running: int, max_waiting: int
-    ) -> None:
+        self, runner: BatchRunner, admission: Admission, max_running: int, max_waiting: int,
+        sessions: StoredBeginnings | None = None,
+    ) -> None:  # fmt: skip
         """Start the thread."""
+        self._sessions, self._storing = sessions, list[Served]()
         self._runner, self._admission = runner, admission
         self._max_running, self._max_waiting = max_running, max_waiting
         self._changed = threading.Condition()
         self._waiting: list[Served] = []
-        self._reading: deque[Served] = deque()
+        self._reading: list[Served] = []
+        self._tokens_read = 0
         self._decoding: list[Served] = []
         self._is_closing = self._is_closed = False
         self._error: BaseException | None = None
@@ -110,6 +116,7 @@ class Worker:
         try:
             while self._await_work():
                 self._end_cancelled()
+                self._end_stored()
                 self._admit()
                 self._read_chunk()
                 self._decode()
@@ -123,6 +130,8 @@ class Worker:
                 self._reading.clear()
                 self._decoding.clear()
             self._steps.close()
+            for each in self._storing:
+                self._try(each, each.give_back)
             for each in left:
                 each.fail(self._error or CacheStateError("the engine is closed"))
 
@@ -130,10 +139,32 @@ class Worker:
         """Whether there is something to do; false when the engine is closed and all is done."""
         with self._changed:
             while not (self._waiting or self._reading or self._decoding):
+                if self._storing:
+                    break
                 if self._is_closing:
                     return False
                 self._changed.wait(_IDLE_S)
+            if not (self._reading or self._decoding) and self._storing:
+                keeping = self._storing[0].keeping
+                self._changed.wait_for(lambda: keeping is None or keeping.done(), _IDLE_S)
         return True
+
+    def _end_stored(self) -> None:
+        """Give back the memory of requests whose caches have been stored."""
+        for served in [*self._storing]:
+            if served.keeping is None or served.keeping.done():
+                self._storing.remove(served)
+                self._try(served, served.give_back)
+
+    def _keep(self, served: Served, tokens: Sequence[int], cache: TieredCache) -> Keeping | None:
+        """Let a cache be stored that has answered."""
+        if self._sessions is None or served.request.document is not None:
+            return None
+        keeping = self._sessions.keep(served.request.cache_salt, tokens, cache)
+        if keeping is not None:
+            self._storing.append(served)
+            keeping.add_done_callback(lambda _: self.wake())
+        return keeping
 
     def _end_cancelled(self) -> None:
         with self._changed:
@@ -168,16 +199,18 @@ class Worker:
             self._waiting.remove(served)
             self._reading.append(served)
         served.admit(self._runner, cache, reservation, notices)
+        served.deadline = self._tokens_read + served.unread_tokens
         return True
 
     def _read_chunk(self) -> None:
         if not self._reading:
             return
-        served = self._reading[0]
-        with self._changed:
-            self._reading.rotate(-1)
-            self._stats.chunks += 1
+        served = min(self._reading, key=lambda each: each.deadline)
+        before = served.unread_tokens
         self._try(served, served.read_chunk)
+        with self._changed:
+            self._stats.chunks += 1
+        self._tokens_read += before if served.is_over else before - served.unread_tokens
         if served.is_over or served.is_reading:
             return
         with self._changed:
@@ -223,7 +256,8 @@ class Worker:
             return True
 
     def _finish(self, served: Served) -> None:
-        self._try(served, lambda: self._end(served, None, served.finish))
+        keep = partial(self._keep, served)
+        self._try(served, lambda: self._end(served, None, partial(served.finish, keep)))
 
     def _end(self, served: Served, reason: str | None, end: Callable[[], str | None]) -> None:
         with self._changed:

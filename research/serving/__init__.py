@@ -1,0 +1,1 @@
+"""Clients of one engine, at once and one after another."""

@@ -1,0 +1,324 @@
+"""Sessions: what answered requests have stored, for requests that begin with the same tokens."""
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core.errors import PenstockError
+from penstock.documents.contents import About
+from penstock.documents.creating import shared_tokens
+from penstock.documents.opened import OpenDocument
+from penstock.documents.settings import DocumentSettings, Reader, stored_fields, unit_tokens
+from penstock.documents.storing import document_shape, store_cache
+from penstock.engine.index_fit import SAMPLE_TOKENS
+from penstock.engine.stored_past import SECTOR_BYTES
+from penstock.generation.prompts import TokenIds
+from penstock.methods import SelectionPolicy
+from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_settings import named_policy
+from penstock.models.loader import LoadedModel, lasting_name
+from penstock.models.model_shape import inspect_model
+from penstock.storage.documents import DocumentWriter
+
+_LOG = logging.getLogger(__name__)
+LEAST_TOKENS = 64
+"""A shorter beginning is read as fast as it is opened."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """One stored conversation."""
+
+    path: Path
+    salt: str
+    tokens: TokenIds
+    num_bytes: int
+    used_s: float
+    busy: int = 0
+    """Caches that read it."""
+    is_replaced: bool = False
+    """Whether a longer one begins with it, and it goes with the last cache that reads it."""
+
+
+class Sessions:
+    """Conversations of an `Engine`, each a document in one folder; later requests go on from them.
+
+        with Sessions(llm.loaded, "sessions", max_bytes=8 << 30) as sessions, \\
+                Engine(llm, sessions=sessions) as engine:
+            ...
+
+    A request begins with the stored tokens that it shares with the conversation that shares most,
+    and only the rest is read: the next turn, and a history whose middle was edited. Storing happens
+    behind the answer, in a thread; what is not whole on the disk is not there after a restart.
+    Conversations of different salts never meet. Those that were not used for longest go first.
+
+    Prompts with pictures, several answers to one prompt and models with recurrent layers are not
+    stored.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, folder: str | Path, *, max_bytes: int,
+        policy: str | SelectionPolicy = "kvswap", settings: DocumentSettings | None = None,
+    ) -> None:  # fmt: skip
+        """Find what is there; of other models and settings, or damaged, is left alone.
+
+        Args:
+            folder: theirs alone; made if need be.
+            max_bytes: most bytes on the disk.
+            policy: of the engine's LLM.
+            settings: key, store and adapter; without a key, tokens and KV can be read on the disk.
+        """
+        self._folder, self._max_bytes = Path(folder), max_bytes
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._policy = named_policy(policy)
+        self._reader = Reader(loaded, settings or DocumentSettings())
+        self._lock = threading.RLock()
+        self._sessions: list[_Session] = []
+        self._pending: list[tuple[str, Future[None]]] = []
+        self._open: list[tuple[TieredCache, OpenDocument, _Session]] = []
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-sessions")
+        self._stores = not (self._policy.drops or inspect_model(loaded.model).states)
+        for path in sorted(self._folder.iterdir()):
+            self._find(path)
+
+    def _find(self, path: Path) -> None:
+        try:
+            opened = OpenDocument.open(self._reader, path)
+        except PenstockError as error:
+            _LOG.info("%s is no session: %s", path.name, error)
+            return
+        try:
+            tokens, salt = opened.tokens, path.name.partition("-")[0]
+            size, used = _size(path), path.stat().st_mtime
+            self._sessions.append(_Session(path, salt, tokens, size, used))
+        except PenstockError as error:
+            _LOG.warning("the session %s is damaged: %s", path.name, error)
+        finally:
+            opened.stored.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """On the disk, of all that are whole."""
+        with self._lock:
+            return sum(each.num_bytes for each in self._sessions)
+
+    def __len__(self) -> int:
+        """Conversations that are whole on the disk."""
+        return len(self._sessions)
+
+    # Going on ---------------------------------------------------------------------------------
+
+    def open(
+        self, salt: str, tokens: Sequence[int], *, max_tokens: int, batch_size: int, memory: Any,
+        **options: Any,
+    ) -> TieredCache | None:  # fmt: skip
+        """A cache that holds the longest stored beginning of some tokens; None: there is none.
+
+        Waits for what is being stored of the same salt.
+
+        Args:
+            options: as for `TieredCache`.
+
+        Raises:
+            BudgetError: the memory is too little.
+        """
+        self._close_unread()
+        for waiting in self._storing(self._digest(salt)):
+            waiting.result()
+        found = self._longest(self._digest(salt), tokens)
+        if found is None:
+            return None
+        session, _ = found
+        try:
+            opened = OpenDocument.open(self._reader, session.path)
+        except PenstockError as error:
+            self._forget(session, error)
+            return None
+        try:
+            shared = shared_tokens(opened, tokens)
+            if shared < LEAST_TOKENS:
+                opened.stored.close()
+                return None
+            cache = self._cache(
+                opened, shared, max_tokens=max_tokens, batch_size=batch_size, memory=memory,
+                **options,
+            )  # fmt: skip
+        except BaseException as error:
+            opened.stored.close()
+            if isinstance(error, OSError):  # damaged: the prompt is read anew
+                self._forget(session, error)
+                return None
+            raise
+        with self._lock:
+            session.used_s, session.busy = time.time(), session.busy + 1
+            self._open.append((cache, opened, session))
+        return cache
+
+    def _cache(
+        self, opened: OpenDocument, shared: int, *, memory: Any, **given: Any
+    ) -> TieredCache:
+        settings, policy = self._reader.settings, opened.policy
+        given |= {"adapter": opened.settings.adapter, "sealed": settings.sealed}
+        model = opened.loaded.model
+        with TieredCache(model, policy, memory, settings.store, **given) as bare:
+            if bare.plan.is_resident:  # as it would be if the conversation had gone on
+                policy = named_policy("full")
+        whole = shared == opened.about.tokens and policy is opened.policy
+        cache = TieredCache(
+            model, policy, memory, settings.store, past=opened.past(with_index=whole),
+            past_tokens=shared, sector_bytes=SECTOR_BYTES, **given,
+        )  # fmt: skip
+        opened.restore_beside(cache)
+        return cache
+
+    def _longest(self, salt: str, tokens: Sequence[int]) -> tuple[_Session, int] | None:
+        wanted = np.asarray(tokens)
+        with self._lock:
+            lengths = [
+                (_common(wanted, each.tokens), each) for each in self._sessions if each.salt == salt
+            ]
+        most, session = max(lengths, key=lambda each: each[0], default=(0, None))
+        return None if session is None or most < LEAST_TOKENS else (session, most)
+
+    def _close_unread(self) -> None:
+        """Let go of the documents of caches that are closed."""
+        with self._lock:
+            done = [each for each in self._open if not each[0].is_open]
+            self._open = [each for each in self._open if each[0].is_open]
+            for _, opened, session in done:
+                session.busy -= 1
+                opened.stored.close()
+                if session.is_replaced and not session.busy and session in self._sessions:
+                    self._remove(session)
+
+    # Storing ----------------------------------------------------------------------------------
+
+    def keep(self, salt: str, tokens: Sequence[int], cache: TieredCache) -> "Future[None] | None":
+        """Begin to store what a cache holds of some tokens; it stays as it is until that is done.
+
+        Returns:
+            What is done when the cache is free again, whether it was stored or not; None: it is not
+            stored, and free now.
+        """
+        length = cache.get_seq_length()
+        drops = cache.policy.drops or not cache.tiers.layers[0].reads_back
+        if not self._stores or drops or length < LEAST_TOKENS or cache.batch_size != 1:
+            return None
+        kept, name = TokenIds(tokens[:length]), self._digest(salt)
+        with self._lock:
+            future = self._writer.submit(self._store, name, kept, cache)
+            self._pending = [each for each in self._pending if not each[1].done()]
+            self._pending.append((name, future))
+        return future
+
+    def _storing(self, salt: str) -> "list[Future[None]]":
+        with self._lock:
+            return [future for name, future in self._pending if name == salt]
+
+    def _store(self, salt: str, tokens: TokenIds, cache: TieredCache) -> None:
+        try:
+            self._store_whole(salt, tokens, cache)
+        except Exception as error:
+            _LOG.warning("a conversation of %d tokens was not stored: %s", len(tokens), error)
+
+    def _store_whole(self, salt: str, tokens: TokenIds, cache: TieredCache) -> None:
+        former = self._former(salt, tokens)
+        if former is not None and len(former.tokens) == len(tokens):
+            former.used_s = time.time()
+            return
+        reader, policy = self._reader, self._policy
+        shape = inspect_model(reader.loaded.model).kv
+        group_tokens = unit_tokens(policy, shape)
+        made = cache.policy if type(cache.policy) is type(policy) else policy
+        about = About(
+            model=lasting_name(reader.loaded.name), title="a conversation", created=time.time(),
+            tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
+            policy_fields=stored_fields(policy, made), memory="auto", pending=[],
+            # What is fitted to few tokens ranks badly: it is made again from the keys.
+            has_index=policy.index_fields != () and len(tokens) >= SAMPLE_TOKENS
+            and type(cache.policy) is type(policy) and not cache.plan.is_resident,
+            has_windows=any(layer.is_sliding for layer in cache.layers),
+        )  # fmt: skip
+        path = self._folder / f"{salt}-{uuid.uuid4().hex}"
+        writer = DocumentWriter.create(
+            path, document_shape(shape, group_tokens), key=reader.settings.key
+        )
+        with writer:
+            store_cache(
+                cache, writer, tokens, np.empty(0, dtype=np.int64),
+                identity=reader.identity(policy, group_tokens), about=about, progress=_unseen,
+            )  # fmt: skip
+        with self._lock:
+            self._sessions.append(_Session(path, salt, tokens, _size(path), time.time()))
+            if former is not None:
+                former.is_replaced = True
+                if not former.busy:
+                    self._remove(former)
+            self._make_room()
+
+    def _former(self, salt: str, tokens: TokenIds) -> _Session | None:
+        """A session that is a beginning of these tokens, or all of them."""
+        found = self._longest(salt, tokens)
+        return found[0] if found is not None and found[1] == len(found[0].tokens) else None
+
+    def _make_room(self) -> None:
+        """Remove what was not used for longest, until the rest is within bounds."""
+        for each in sorted(self._sessions, key=lambda each: each.used_s):
+            if self.num_bytes <= self._max_bytes:
+                return
+            if not each.busy:
+                self._remove(each)
+
+    def _forget(self, session: _Session, error: BaseException) -> None:
+        _LOG.warning("the session %s is given up: %s", session.path.name, error)
+        with self._lock:
+            if session in self._sessions:
+                self._remove(session)
+
+    def _remove(self, session: _Session) -> None:
+        self._sessions.remove(session)
+        shutil.rmtree(session.path, ignore_errors=True)
+
+    def _digest(self, salt: str) -> str:
+        """Names a salt without saying it."""
+        key = self._reader.settings.key or b""
+        return blake2b(salt.encode(), key=key[:32], digest_size=12).hexdigest()
+
+    # The end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is being stored; caches that read it must be closed."""
+        self._writer.shutdown(wait=True)
+        self._close_unread()
+
+    def __enter__(self) -> "Sessions":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _common(wanted: "np.ndarray[Any, Any]", tokens: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    count = min(len(wanted), len(tokens))
+    other = np.asarray(tokens[:count])
+    differ = np.flatnonzero(wanted[:count] != other)
+    return int(differ[0]) if len(differ) else count
+
+
+def _size(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def _unseen(done: int, total: int) -> None:
+    pass

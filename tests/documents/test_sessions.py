@@ -1,0 +1,84 @@
+"""Sessions: a conversation goes on from what is stored of it, and from nobody else's."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.documents.sessions import Sessions
+from penstock.documents.settings import DocumentSettings
+from penstock.generation.engine import LLM
+from penstock.generation.sampling import SamplingParams
+from penstock.generation.serving.engine import Engine
+from penstock.generation.serving.events import Finished
+from penstock.generation.serving.request import Request
+from penstock.testing.tiny_chat import tiny_chat_model
+
+KEY = bytes(range(32))
+FIRST = [3 + place * place % 89 for place in range(2000)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(tiny_chat_model(), policy="kvswap", store="memory", adapter="none")
+
+
+def sessions(llm: LLM, folder: Path, max_bytes: int = 1 << 30) -> Sessions:
+    settings = DocumentSettings(key=KEY, store="memory", adapter="none")
+    return Sessions(llm.loaded, folder, max_bytes=max_bytes, settings=settings)
+
+
+def ask(engine: Engine, prompt: list[int], salt: str = "") -> Finished:
+    return engine.submit(Request(prompt=prompt, sampling=GREEDY, cache_salt=salt)).result()
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "4MiB"], ids=["resident", "tiered"])
+def test_a_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path, memory: str) -> None:
+    with Engine(llm, memory=memory) as engine:
+        alone = ask(engine, FIRST)
+        second = [*FIRST, *alone.outputs[0].token_ids, *range(20, 60)]
+        fresh = ask(engine, second)
+        edited = [*FIRST[:1500], *range(40, 90)]
+        fresh_edited = ask(engine, edited)
+    with sessions(llm, tmp_path) as kept, Engine(llm, memory=memory, sessions=kept) as engine:
+        assert ask(engine, FIRST).usage.cached_tokens == 0
+        further = ask(engine, second)
+        assert further.usage.cached_tokens == len(FIRST) + 11
+        if memory == "64MiB":  # all is attended to; else what is chosen depends on the index's fit
+            assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
+        other = ask(engine, second, salt="another user's")
+        assert other.usage.cached_tokens == 0
+        again = ask(engine, edited)
+        assert again.usage.cached_tokens == 1500
+        if memory == "64MiB":
+            assert again.outputs[0].token_ids == fresh_edited.outputs[0].token_ids
+        else:
+            assert again.run is not None
+            assert again.run.stats.decode.units_wanted > 0
+        before = ask(engine, third := [*second, *further.outputs[0].token_ids, 7, 8, 9])
+    with sessions(llm, tmp_path) as kept:  # after a restart
+        assert len(kept) == 3, "the second turn has the first one's place"
+        with Engine(llm, memory=memory, sessions=kept) as engine:
+            later = ask(engine, [*third, *before.outputs[0].token_ids, 7, 8, 9])
+            assert later.usage.cached_tokens == len(third) + 11
+        assert engine.stats().used_bytes == 0
+
+
+def test_the_oldest_go_and_the_damaged_are_read_anew(llm: LLM, tmp_path: Path) -> None:
+    with sessions(llm, tmp_path) as kept, Engine(llm, memory="64MiB", sessions=kept) as engine:
+        ask(engine, FIRST)
+    one = kept.num_bytes
+    with (
+        sessions(llm, tmp_path, max_bytes=one * 5 // 2) as kept,
+        Engine(llm, memory="64MiB", sessions=kept) as engine,
+    ):
+        for salt in ("a", "b"):
+            ask(engine, FIRST, salt)
+        ask(engine, FIRST[:100])  # waits for what is stored
+    assert kept.num_bytes <= one * 5 // 2
+    with sessions(llm, tmp_path) as kept, Engine(llm, memory="64MiB", sessions=kept) as engine:
+        assert ask(engine, [*FIRST, 5, 6], "b").usage.cached_tokens == len(FIRST)
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                path.write_bytes(bytes(path.stat().st_size))
+        assert ask(engine, [*FIRST, 6, 7], "b").usage.cached_tokens == 0
