@@ -26,9 +26,6 @@ from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
 
-WANTED = 3.0
-"""Throughput at once by that of one after another, at 16 clients."""
-
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
