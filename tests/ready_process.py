@@ -4,6 +4,7 @@ To import them takes four seconds. Here one process does so for all tests of a w
 others. How Python starts, and what it imports, needs a process that `subprocess` starts.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -95,7 +96,9 @@ class ReadyProcess:
     def send_signal(self, number: int) -> None:
         """If it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may end between the two; its server reaps it before the status is read here.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """At once."""

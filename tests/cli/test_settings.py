@@ -89,7 +89,7 @@ def test_a_run_takes_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_names_sources_and_can_leave_out_the_rest(file: Path) -> None:
     shown = run("config", "--changed").stdout
     assert shown.startswith(f"file: {file}\n")
-    assert "penstock.toml, line 7" in shown
+    assert "penstock.toml, line 7" in " ".join(shown.split())
     assert "default" not in shown
     assert {command for command, _ in settings("doc")} == {
         "doc add", "doc ask", "doc ls", "doc show", "doc verify", "doc rm", "doc gc",

@@ -25,8 +25,8 @@ GROUP = 32
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's 4-bit operator takes."""
 BLOCK = 64
-"""Rows that its codes are interleaved by where vectors have 512 bits; it is also asked of others,
-so that a matrix fits everywhere or nowhere."""
+"""Rows that its codes are interleaved by where vectors have 512 bits, half as many elsewhere; a
+matrix fits everywhere or nowhere."""
 FEW_ROWS = 16
 """Tokens up to which the packed operators are faster."""
 _TILE_ELEMENTS = 1 << 20
@@ -293,12 +293,11 @@ class Int4Matrix:
 
     def codes_of(self, first: int, end: int) -> Tensor:
         """Codes of some rows in their plain order, one a byte. [end - first, width]"""
-        count = (end - first) // BLOCK
-        packed = self.codes[first:end].reshape(-1, self.width, BLOCK // 2)
+        order = torch.tensor(code_order(), device=self.codes.device)
+        packed = self.codes[first:end].reshape(-1, self.width, len(order) // 2)
         both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(2)
-        order = torch.tensor(code_order(), device=both.device)
         plain = torch.empty_like(both).index_copy_(2, order, both)
-        return plain.transpose(1, 2).reshape(count * BLOCK, self.width)
+        return plain.transpose(1, 2).reshape(end - first, self.width)
 
     def plain(self, first: int, end: int) -> Tensor:
         """Some rows as a plain matrix; both ends divide by `BLOCK`. [end - first, width]"""
@@ -349,7 +348,9 @@ def code_order() -> tuple[int, ...]:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1)
         first = packed.reshape(-1, BLOCK // 2)[0].to(torch.int64)
         found += torch.stack([first & 15, first >> 4], dim=-1).flatten() << shift
-    return tuple(found.tolist())
+    order = tuple(found.tolist())
+    # In blocks of 32 rows the second half is the next column, of the same rows.
+    return order if len(set(order)) == BLOCK else order[: BLOCK // 2]
 
 
 def packing() -> str:

@@ -14,11 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.core.errors import BudgetError, CacheStateError, FetchError
 from penstock.core.shape import KVShape
+from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.models.calibrate import calibrate
 from penstock.testing.allocated_memory import allocated_bytes
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.mirrored_runtime import SCALING, SHAPE, MirroredRuntime, make_runtime
@@ -66,6 +68,13 @@ def generate(model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor]) -> A
 def _model(family: str) -> PreTrainedModel:
     """A tiny model, which the checks share."""
     return tiny_model(family)
+
+
+@functools.cache
+def _adapter(family: str) -> LowRankAdapter:
+    """A basis of keys of other tokens."""
+    text = torch.randint(3, VOCABULARY, (256,), generator=torch.Generator().manual_seed(1))
+    return calibrate(_model(family), [text])
 
 
 @functools.cache
@@ -141,7 +150,9 @@ class PolicyContract:
         """Another row beside it, which is padded, changes nothing of what is selected."""
         model, few = _model("llama"), self.few(policy)
         tokens = min(PROMPT_TOKENS + 6 * policy.unit_tokens, 300)
-        both, sizes = prompt(tokens=tokens), {"max_tokens": tokens + 8}
+        both = prompt(tokens=tokens)
+        # A basis of the prompt's own would be fitted to the keys of all rows, and codes differ.
+        sizes = {"max_tokens": tokens + 8, "adapter": _adapter("llama")}
         with _cache(model, few, **sizes) as cache:
             found = generate(model, cache, both)
         with _cache(model, few, batch_size=1, **sizes) as cache:
