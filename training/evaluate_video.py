@@ -30,7 +30,7 @@ KIND = "training-video-evaluation"
 SETTINGS = (
     "full,kvswap@1/13,kvswap@1/34,kvswap@1/13:group_tokens=8,kvswap@1/34:group_tokens=8,"
     "shadowkv@1/13,shadowkv@1/34,infinigen@1/13,infinigen@1/34,quest@1/13,quest@1/34,"
-    "snapkv@1/13,snapkv@1/34,streamingllm@1/13,streamingllm@1/34"
+    "snapkv@1/13,snapkv@1/34,streaming_llm@1/13,streaming_llm@1/34"
 )
 _SAY_S = 3.0
 

@@ -7,6 +7,7 @@ import torch
 
 from penstock import LLM, SamplingParams, TieredCache
 from penstock.models.cache_argument import position_argument
+from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 from penstock.testing.tiny_families import VOCABULARY, tiny_family
 
 
@@ -19,6 +20,9 @@ def test_only_models_that_take_positions_get_them() -> None:
     assert given[1] == {}
 
 
+@pytest.mark.skipif(
+    not HAS_RECURRENT_LAYERS, reason="this transformers has other states and masks for these two"
+)
 @pytest.mark.parametrize("family", ["camembert", "bamba"])
 def test_models_with_positions_of_their_own(family: str) -> None:
     """RoBERTa's count from the padding token without them, Bamba's by its first layer."""

@@ -38,7 +38,7 @@ def position_argument(
 
 def cache_name_in(kwargs: dict[str, Any]) -> str:
     """The name under which a model or a layer that was called with `kwargs` got its cache."""
-    return next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in kwargs), OUTPUT_NAME)
 
 
 @functools.cache
