@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import DocumentBusyError, PenstockError
 from penstock.documents.contents import About
 from penstock.documents.creating import shared_tokens
 from penstock.documents.opened import OpenDocument
@@ -46,8 +47,6 @@ class _Session:
     used_s: float
     busy: int = 0
     """Caches that read it."""
-    is_replaced: bool = False
-    """Whether a longer one begins with it, and it goes with the last cache that reads it."""
 
 
 class Sessions:
@@ -198,8 +197,6 @@ class Sessions:
             for _, opened, session in done:
                 session.busy -= 1
                 opened.stored.close()
-                if session.is_replaced and not session.busy and session in self._sessions:
-                    self._remove(session)
 
     # Storing ----------------------------------------------------------------------------------
 
@@ -249,22 +246,49 @@ class Sessions:
             and type(cache.policy) is type(policy) and not cache.plan.is_resident,
             has_windows=any(layer.is_sliding for layer in cache.layers),
         )  # fmt: skip
+        if former is not None and self._extend(former, cache, tokens, about):
+            return
         path = self._folder / f"{salt}-{uuid.uuid4().hex}"
-        writer = DocumentWriter.create(
-            path, document_shape(shape, group_tokens), key=reader.settings.key
-        )
-        with writer:
-            store_cache(
-                cache, writer, tokens, np.empty(0, dtype=np.int64),
-                identity=reader.identity(policy, group_tokens), about=about, progress=_unseen,
-            )  # fmt: skip
+        layout = document_shape(shape, group_tokens)
+        with DocumentWriter.create(path, layout, key=reader.settings.key) as writer:
+            self._write(writer, cache, tokens, about, np.empty(0, dtype=np.int64))
         with self._lock:
             self._sessions.append(_Session(path, salt, tokens, _size(path), time.time()))
-            if former is not None:
-                former.is_replaced = True
-                if not former.busy:
-                    self._remove(former)
             self._make_room()
+
+    def _extend(self, former: _Session, cache: TieredCache, tokens: TokenIds, about: About) -> bool:
+        """Append a turn to what is stored of its conversation; false where that cannot be."""
+        try:
+            opened = OpenDocument.open(self._reader, former.path)
+        except PenstockError as error:
+            self._forget(former, error)
+            return False
+        try:
+            if opened.about.group_tokens != about.group_tokens:
+                return False
+            held = opened.groups[: opened.about.tokens // about.group_tokens]
+            with DocumentWriter.extend(
+                former.path, key=self._reader.settings.key, generation=opened.stored.generation
+            ) as writer:
+                self._write(writer, cache, tokens, about, held)
+        except DocumentBusyError:
+            return False
+        finally:
+            opened.stored.close()
+        with self._lock:
+            former.tokens, former.used_s = tokens, time.time()
+            former.num_bytes = _size(former.path)
+            self._make_room()
+        return True
+
+    def _write(
+        self, writer: DocumentWriter, cache: TieredCache, tokens: TokenIds, about: About,
+        held: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        store_cache(
+            cache, writer, tokens, held, about=about, progress=_unseen,
+            identity=self._reader.identity(self._policy, about.group_tokens),
+        )  # fmt: skip
 
     def _former(self, salt: str, tokens: TokenIds) -> _Session | None:
         """A session that is a beginning of these tokens, or all of them."""
@@ -308,7 +332,7 @@ class Sessions:
         self.close()
 
 
-def _common(wanted: "np.ndarray[Any, Any]", tokens: Sequence[int]) -> int:
+def _common(wanted: NDArray[np.int64], tokens: Sequence[int]) -> int:
     """How many first tokens are the same."""
     count = min(len(wanted), len(tokens))
     other = np.asarray(tokens[:count])
