@@ -82,7 +82,7 @@ def test_what_can_never_run_is_refused_and_what_fails_fails_alone(llm: LLM) -> N
         with pytest.raises(PromptError, match="zero tokens"):
             engine.submit(Request(prompt=[]))
         with pytest.raises(BudgetError, match="the request needs"):
-            engine.submit(Request(prompt=TEXT * 90, sampling=greedy())).result()
+            engine.submit(Request(prompt=TEXT * 90, sampling=greedy()))
         bad = SamplingParams(logits_processors=[wrong])  # type: ignore[list-item]
         handle = engine.submit(Request(prompt=TEXT, sampling=bad))
         with pytest.raises(ZeroDivisionError):

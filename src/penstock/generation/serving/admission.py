@@ -7,12 +7,13 @@ from typing import Any, TypeAlias
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.ledger import MemoryLedger, Reservation
-from penstock.generation.batch_runner import BatchRunner, OnProgress
+from penstock.generation.batch_runner import BatchRunner
 from penstock.generation.prompts import visuals_in
 from penstock.generation.requests import Batch
 from penstock.generation.serving.request import Request, StoredBeginnings
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import free_bytes, is_auto
+from penstock.models.model_shape import inspect_model
 from penstock.models.weight_access import model_device
 
 Memory: TypeAlias = int | float | str | None
@@ -56,10 +57,24 @@ class Admission:
         is_share = config is None and (is_auto(own) or _size(own) is not None)
         self._share = max(1, total // max_running) if is_share else None
 
+    def check(self, request: Request, batch: Batch) -> None:
+        """Refuse what will never fit; behind a stored text that is known at its turn.
+
+        Raises:
+            BudgetError: says how much it needs.
+        """
+        shape = inspect_model(self._runner.loaded.model).kv
+        full = shape.full_cache_bytes(batch.num_answers, batch.most_tokens)
+        if request.document is None and full > self.ledger.limit_bytes:
+            self.open(request, batch, may_be_stored=False)[0].close()
+
     def open(
-        self, request: Request, batch: Batch, on_progress: OnProgress | None = None
+        self, request: Request, batch: Batch, *, may_be_stored: bool = True
     ) -> tuple[TieredCache, tuple[str, ...]]:
         """Make the cache of a request, without room for it in the ledger yet.
+
+        Args:
+            may_be_stored: look for a stored beginning.
 
         Returns:
             The cache, and notices about it.
@@ -74,8 +89,9 @@ class Admission:
         if request.document is None:
 
             def make(memory: Memory) -> TieredCache:
-                return self._stored(request, batch, memory) or runner.open(
-                    batch, replace(choices, memory=memory), on_progress, copies_weights=False
+                stored = self._stored(request, batch, memory) if may_be_stored else None
+                return stored or runner.open(
+                    batch, replace(choices, memory=memory), copies_weights=False
                 )
         else:
             document, options = request.document, dict[str, Any](copies_weights=False)

@@ -66,10 +66,8 @@ class Engine:
             raise ConfigError(f"{max_waiting=} must be at least 0")
         self._llm, self._numbers = llm, count()
         runner = llm.runner_with(chunk=prefill_chunk_size)
-        self._worker = Worker(
-            runner, Admission(runner, memory, max_running, sessions), max_running, max_waiting,
-            sessions,
-        )  # fmt: skip
+        self._admission = Admission(runner, memory, max_running, sessions)
+        self._worker = Worker(runner, self._admission, max_running, max_waiting, sessions)
         # Also when Python ends, before a daemon thread is cut off inside a forward pass.
         self._close = weakref.finalize(self, _end, self._worker, True)
 
@@ -88,10 +86,13 @@ class Engine:
         Raises:
             PromptError: the prompt is empty, unreadable, or longer than the model's positions.
             ConfigError: the settings are impossible.
+            BudgetError: it does not fit into the engine's memory, ever; behind a stored text, or
+                where the LLM's memory is a fraction, `Failed` may say so instead.
             QueueFullError: `max_waiting` requests wait.
             CacheStateError: the engine is closed.
         """
         batch = self._batch_of(request)
+        self._admission.check(request, batch)
         served: Served
         handle = Handle(lambda: self._cancel(served), on_event)
         served = Served(next(self._numbers), request, batch, handle._put)
