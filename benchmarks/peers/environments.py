@@ -1,6 +1,8 @@
 """One virtual environment per peer, with pinned requirements, over one torch for all."""
 
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,7 @@ class Environment:
         shares_torch: the base environment's packages come behind its own.
         uses_source: this source tree's package can be imported.
         reports: distributions whose versions stand in the result.
+        compiler_flags: for what is compiled, on x86-64.
     """
 
     requirements: tuple[str, ...]
@@ -36,6 +39,7 @@ class Environment:
     shares_torch: bool = True
     uses_source: bool = False
     reports: tuple[str, ...] = ()
+    compiler_flags: str = ""
 
 
 ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType({
@@ -56,11 +60,14 @@ ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType({
     "llama.cpp": Environment(
         requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"), shares_torch=False,
         reports=("llama-cpp-python", "gguf"),
+        # Its kernels for AMX crash in virtual machines; all else is what this machine has.
+        compiler_flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
     ),
     "penstock": Environment(
         requirements=(
             "transformers==5.23.0", "safetensors==0.8.0", "psutil==7.2.2", "typer==0.29.2",
-            "rich==15.0.0",
+            "rich==15.0.0", "xxhash==4.1.0", "filelock==4.3.1", "cryptography==50.0.2",
+            "tqdm==4.70.1", "gguf==0.19.0", "accelerate==1.15.0",
         ),
         uses_source=True, reports=("torch", "transformers"),
     ),
@@ -90,7 +97,7 @@ def build(name: str, root: Path, *, torch: str = TORCH, pip_arguments: Sequence[
     if wanted.uses_source:
         paths.append(SOURCE)
     folder = root / name
-    _build(folder, wanted.requirements, wanted.alone, paths, pip_arguments)
+    _build(folder, wanted.requirements, wanted.alone, paths, pip_arguments, wanted.compiler_flags)
     return python_of(folder)
 
 
@@ -100,6 +107,7 @@ def _build(
     alone: Sequence[str],
     paths: Sequence[Path],
     pip_arguments: Sequence[str],
+    compiler_flags: str = "",
 ) -> None:
     text = "\n".join([*requirements, "--no-deps", *alone, *map(str, paths)])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -110,7 +118,7 @@ def _build(
     _run([sys.executable, "-m", "venv", str(folder)])
     (_packages(folder) / "shared.pth").write_text("".join(f"{path}\n" for path in paths))
     pip = [str(python_of(folder)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, *pip_arguments, *requirements])
+    _run([*pip, *pip_arguments, *requirements], _compiling(compiler_flags))
     if alone:
         _run([*pip, *pip_arguments, "--no-deps", *alone])
     stamp.write_text(digest + "\n", encoding="ascii")
@@ -121,8 +129,18 @@ def _packages(folder: Path) -> Path:
     return folder / "lib" / version / "site-packages"
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _compiling(flags: str) -> dict[str, str]:
+    """Variables that hand flags to what CMake builds."""
+    if not flags or platform.machine() != "x86_64":
+        return {}
+    asked = f"-DCMAKE_C_FLAGS='{flags}' -DCMAKE_CXX_FLAGS='{flags}' -DLLAVA_BUILD=OFF"
+    return {"CMAKE_ARGS": f"{asked} {os.environ.get('CMAKE_ARGS', '')}".strip()}
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **variables}
+    )
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.lower().startswith("error")]

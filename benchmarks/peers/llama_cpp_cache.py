@@ -1,8 +1,14 @@
-"""Peer: llama.cpp through llama-cpp-python, the same weights as GGUF, the whole cache in memory."""
+"""Peer: llama.cpp through llama-cpp-python, the same weights as GGUF, the whole cache in memory.
+
+The option "mapped" leaves weights in the file's pages (by default they are packed anew for the
+processor, in memory of their own), "unfused" is attention without the fused kernel.
+"""
 
 import ctypes
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from protocol import (
     peak_bytes,
     reset_peak,
     serve,
+    time_prompt,
     time_steps,
 )
 
@@ -37,9 +44,9 @@ class Decoder:
         """Load the model and allocate a cache of `tokens` tokens at once, as llama.cpp does."""
         llama.llama_backend_init()
         begin_phase("load")
-        model = llama.llama_model_load_from_file(
-            request.model.encode(), llama.llama_model_default_params()
-        )
+        loading = llama.llama_model_default_params()
+        loading.use_extra_bufts = "mapped" not in request.options
+        model = llama.llama_model_load_from_file(request.model.encode(), loading)
         if not model:
             raise RuntimeError("the model could not be loaded")
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
@@ -48,8 +55,11 @@ class Decoder:
         wanted.n_ctx = -(-tokens // _CELLS_ALIGNED) * _CELLS_ALIGNED
         wanted.n_batch = wanted.n_ubatch = _BATCH
         wanted.n_threads = wanted.n_threads_batch = request.threads
-        wanted.type_k = wanted.type_v = _TYPES[request.setting]
-        wanted.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        wanted.type_k = wanted.type_v = _TYPES[request.cache]
+        wanted.flash_attn_type = (
+            llama.LLAMA_FLASH_ATTN_TYPE_DISABLED if "unfused" in request.options
+            else llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        )  # fmt: skip
         self.context = llama.llama_init_from_model(model, wanted)
         if not self.context:
             raise RuntimeError("the context could not be allocated")
@@ -121,6 +131,20 @@ def speed(request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def prompt(request: Request) -> dict[str, Any]:
+    """Read a prompt, or two chunks of it."""
+    decoder = Decoder(request, request.context + 64)
+
+    @contextmanager
+    def opened(before: int) -> Iterator[Callable[[int], None]]:
+        decoder.clear()
+        if before:
+            decoder.fill(before, Path(request.scratch), request.seed)
+        yield lambda tokens: decoder.read(random_ids(decoder._vocabulary, tokens, request.seed))
+
+    return time_prompt(opened, request)
+
+
 def recall(request: Request) -> dict[str, Any]:
     """Answer the samples."""
     longest = max(
@@ -141,4 +165,4 @@ def recall(request: Request) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(speed, recall)
+    serve(speed, recall, prompt)

@@ -1,7 +1,7 @@
 """Make a saved sequence of llama.cpp longer by repeating its cells, for synthetic prefill.
 
-The layout is that of the release that is pinned in environments.py, for one stream, flash attention
-and one position per cell; anything else is refused.
+The layout is that of the release that is pinned in environments.py, for one stream and one position
+per cell; anything else is refused. Without flash attention values are transposed.
 """
 
 import struct
@@ -35,19 +35,27 @@ def widen(short: Path, long: Path, tokens: int) -> None:
         for index in range(tokens):
             target.write(struct.pack("<i", index) + marks[index % cells])
         transposed, layers = _take(source, "<II")
-        if transposed:
-            raise StateFormatError("values are transposed")
         target.write(struct.pack("<II", transposed, layers))
-        for _ in range(2 * layers):
+        for _ in range(layers if transposed else 2 * layers):
             kind, row_bytes = _take(source, "<iQ")
-            rows = source.read(cells * row_bytes)
-            if len(rows) != cells * row_bytes:
-                raise StateFormatError("the file is too short")
             target.write(struct.pack("<iQ", kind, row_bytes))
-            for start in range(0, tokens, cells):
-                target.write(rows[: min(cells, tokens - start) * row_bytes])
+            _repeat(source, target, cells, tokens, row_bytes)
+        for _ in range(layers if transposed else 0):
+            kind, element_bytes, channels = _take(source, "<iII")
+            target.write(struct.pack("<iII", kind, element_bytes, channels))
+            for _ in range(channels):
+                _repeat(source, target, cells, tokens, element_bytes)
         if rest := source.read():
             raise StateFormatError(f"{len(rest)} bytes are left over")
+
+
+def _repeat(source: BinaryIO, target: BinaryIO, cells: int, tokens: int, cell_bytes: int) -> None:
+    """Copy what `cells` cells have, over and over, for `tokens` of them."""
+    data = source.read(cells * cell_bytes)
+    if len(data) != cells * cell_bytes:
+        raise StateFormatError("the file is too short")
+    for start in range(0, tokens, cells):
+        target.write(data[: min(cells, tokens - start) * cell_bytes])
 
 
 def _read_cell(source: BinaryIO, index: int) -> bytes:

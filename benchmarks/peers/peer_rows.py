@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from limited_process import Ending
-from prepared import is_right
+from prepared import Samples
 
 from penstock.evaluate.text_table import format_table
 
@@ -20,10 +20,16 @@ _PATHS = re.compile(r"(?<![\w.])/[^\s'\":]*/")
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One program to compare with: its script, and the ways in which it is run."""
+    """One program to compare with: its script, and the ways in which it is run.
+
+    Attributes:
+        settings: run unless others are asked for.
+        on_demand: run where they are asked for by name.
+    """
 
     script: str
     settings: tuple[str, ...]
+    on_demand: tuple[str, ...] = ()
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType({
@@ -31,11 +37,24 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
         script="transformers_cache.py", settings=("dynamic", "quanto", "hqq")
     ),
     "kvpress": Peer(
-        script="kvpress_press.py", settings=("snapkv", "expected_attention", "knorm")
+        script="kvpress_press.py", settings=("snapkv", "expected_attention", "knorm"),
+        on_demand=("streaming_llm",),
     ),
     "ollm": Peer(script="ollm_disk.py", settings=("disk",)),
-    "llama.cpp": Peer(script="llama_cpp_cache.py", settings=("f16", "q8_0", "q4_0")),
-    "penstock": Peer(script="penstock_cache.py", settings=("kvswap",)),
+    "llama.cpp": Peer(
+        script="llama_cpp_cache.py", settings=("f16", "q8_0", "q4_0"),
+        on_demand=tuple(
+            f"{cache}-{weights}{option}"
+            for option in ("", "-mapped", "-unfused")
+            for weights in ("q4_0", "q4_k_m")
+            for cache in ("f16", "q8_0", "q4_0")
+            if option != "-unfused" or cache == "f16"
+        ),
+    ),
+    "penstock": Peer(
+        script="penstock_cache.py", settings=("kvswap",),
+        on_demand=("kvswap-int4", "kvswap-int8"),
+    ),
 })  # fmt: skip
 """By the name of their environments."""
 
@@ -47,6 +66,8 @@ class PeerRow:
     Attributes:
         speed: what the speed process measured; empty when it failed.
         recall: answers that were right, and of how many; empty when it failed.
+        prompt: what the prompt process measured; empty when it failed.
+        planned: what Penstock's cost model says of the row, from this machine's constants.
         failures: by job, how the process failed: "kind", "phase" and "error".
     """
 
@@ -55,6 +76,8 @@ class PeerRow:
     context: int
     speed: dict[str, Any] = field(default_factory=dict)
     recall: dict[str, Any] = field(default_factory=dict)
+    prompt: dict[str, Any] = field(default_factory=dict)
+    planned: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -95,11 +118,16 @@ class PeerRow:
             },
         }  # fmt: skip
 
-    def take_recall(self, reply: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
+    def take_prompt(self, reply: dict[str, Any]) -> None:
+        """Note the time of a prompt."""
+        self.prompt = {**reply, "tokens_per_s": self.context / reply["prompt_s"]}
+
+    def take_recall(self, reply: dict[str, Any], samples: Samples) -> None:
         """Judge the answers."""
-        answers = reply.pop("answers")
-        right = [is_right(a, sample) for a, sample in zip(answers, samples, strict=False)]
-        self.recall = {**reply, "right": sum(right), "answered": len(right), "asked": len(samples)}
+        right = [samples.score(ids, index) for index, ids in enumerate(reply.pop("answers"))]
+        self.recall = {
+            **reply, "right": sum(right), "answered": len(right), "asked": len(samples.plain)
+        }  # fmt: skip
 
     def has(self, job: str) -> bool:
         """Whether a job was done, or failed for what it is; not for a failed installation."""
@@ -138,6 +166,8 @@ _HEADER = (
     "fill peak",
     "page cache",
     "fill s",
+    "prompt/s",
+    "planned/s",
     "right",
 )
 
@@ -158,18 +188,19 @@ def peers_table(rows: Sequence[PeerRow]) -> str:
 
 
 def _cells(row: PeerRow) -> list[str]:
-    right = _right(row)
+    ends = [_prompt(row), _planned(row), _right(row)]
     speed = row.speed
     if "speed" in row.failures:
-        return [row.name, f"FAILED ({row.failures['speed']['kind']}); recall: {right}"]
+        failed = f"FAILED ({row.failures['speed']['kind']}); recall: {ends[-1]}"
+        return [row.name, f"{failed}; prompt: {ends[0]}"]
     if not speed:
-        return [row.name, *["-"] * (len(_HEADER) - 2), right]
+        return [row.name, *["-"] * (len(_HEADER) - 4), *ends]
     step = speed["step_ms"]
     return [
         row.name, f"{speed['tokens_per_s']:.2f}",
         *(f"{step[name]:.0f}" for name in ("median", "p10", "p90")),
         _gib(speed["decode_peak_bytes"]), _gib(speed["fill_peak_bytes"]),
-        _gib(speed.get("page_cache_bytes", 0)), f"{speed['fill_s']:.0f}", right,
+        _gib(speed.get("page_cache_bytes", 0)), f"{speed['fill_s']:.0f}", *ends,
     ]  # fmt: skip
 
 
@@ -178,7 +209,17 @@ def _right(row: PeerRow) -> str:
         return f"FAILED ({row.failures['recall']['kind']})"
     if not row.recall:
         return "-"
-    return f"{row.recall['right']}/{row.recall['answered']}"
+    return f"{row.recall['right']:g}/{row.recall['answered']}"
+
+
+def _prompt(row: PeerRow) -> str:
+    if "prompt" in row.failures:
+        return f"FAILED ({row.failures['prompt']['kind']})"
+    return f"{row.prompt['tokens_per_s']:.0f}" if row.prompt else "-"
+
+
+def _planned(row: PeerRow) -> str:
+    return f"{row.planned['tokens_per_s']:.2f}" if "tokens_per_s" in row.planned else "-"
 
 
 def _said(failure: Mapping[str, str]) -> str:

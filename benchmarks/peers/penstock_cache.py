@@ -1,10 +1,20 @@
 """Peer: Penstock's own TieredCache, in the same kind of process as the others."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from plain_decoding import GreedyDecoder, load_model, random_prompt, read_prompt
+from packed_model import packed_model
+from plain_decoding import (
+    GreedyDecoder,
+    load_model,
+    prepare_torch,
+    random_prompt,
+    read_prompt,
+)
 from protocol import (
     Request,
     answer_samples,
@@ -12,7 +22,9 @@ from protocol import (
     peak_bytes,
     reset_peak,
     serve,
+    time_prompt,
     time_steps,
+    weights_of,
 )
 
 from penstock import TieredCache
@@ -24,14 +36,23 @@ from penstock.workloads.synthetic_kv import SyntheticKV
 def make_cache(model: Any, request: Request, tokens: int, adapter: Any = None) -> TieredCache:
     """An empty cache: `setting` is a policy."""
     return TieredCache(
-        model, request.setting, memory=request.keep, store=request.scratch, max_tokens=tokens,
+        model, request.cache, memory=request.keep, store=request.scratch, max_tokens=tokens,
         adapter=adapter,
     )  # fmt: skip
 
 
+def open_model(request: Request) -> Any:
+    """The model, its weights as the setting says: "kvswap-int4"."""
+    weights = weights_of(request.setting)
+    if weights == "bf16":
+        return load_model(request)
+    prepare_torch(request)
+    return packed_model(Path(request.model), weights)
+
+
 def speed(request: Request) -> dict[str, Any]:
     """Fill a cache and decode from it."""
-    model = load_model(request)
+    model = open_model(request)
     adapter = random_adapter(model, request.seed)
     load_peak = peak_bytes()
     reset_peak()
@@ -55,9 +76,30 @@ def speed(request: Request) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def prompt(request: Request) -> dict[str, Any]:
+    """Read a prompt, or two chunks of it."""
+    model = open_model(request)
+    adapter = random_adapter(model, request.seed)
+
+    @contextmanager
+    def opened(before: int) -> Iterator[Callable[[int], Any]]:
+        with make_cache(model, request, request.context + 64, adapter) as cache:
+            if before:
+                kv = inspect_model(model).kv
+                SyntheticKV(kv, 1, torch.device("cpu"), request.seed).fill(cache, before)
+
+            def read(tokens: int) -> None:
+                ids = random_prompt(model, tokens, request.seed)
+                read_prompt(model, ids, cache, request.chunk, before)
+
+            yield read
+
+    return time_prompt(opened, request)
+
+
 def recall(request: Request) -> dict[str, Any]:
     """Answer the samples with plain `generate`."""
-    model = load_model(request)
+    model = open_model(request)
 
     def answer(sample: dict[str, Any]) -> list[int]:
         ids = torch.tensor([sample["prompt_ids"]])
@@ -75,4 +117,4 @@ def recall(request: Request) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(speed, recall)
+    serve(speed, recall, prompt)

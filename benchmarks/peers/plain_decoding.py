@@ -11,12 +11,17 @@ from transformers import AutoModelForCausalLM
 _PIECE = 2048
 
 
-def load_model(request: Request) -> Any:
-    """The model in bf16 with PyTorch's fused attention."""
+def prepare_torch(request: Request) -> None:
+    """Seed, threads, no gradients; the model comes next."""
     torch.manual_seed(request.seed)
     torch.set_num_threads(request.threads)
     torch.set_grad_enabled(False)
     begin_phase("load")
+
+
+def load_model(request: Request) -> Any:
+    """The model in bf16 with PyTorch's fused attention."""
+    prepare_torch(request)
     model: Any = AutoModelForCausalLM.from_pretrained(
         request.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     )

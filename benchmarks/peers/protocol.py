@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-SPEED, RECALL = "speed", "recall"
+SPEED, RECALL, PROMPT = "speed", "recall", "prompt"
 PHASE = "phase: "
 WARM_STEPS = 3
 WARM_S = 10.0
@@ -29,9 +30,10 @@ class Request:
     """What one process is to do."""
 
     job: str
-    """`SPEED` or `RECALL`."""
+    """`SPEED`, `RECALL` or `PROMPT`."""
     setting: str
-    """Of the peer: which press, which type of quantisation."""
+    """"CACHE", "CACHE-WEIGHTS" or "CACHE-WEIGHTS-OPTION": which press, policy or type of the
+    cache, and the kind of the weights where it is not bf16."""
     model: str
     """A folder that save_pretrained wrote, or a GGUF file."""
     context: int
@@ -44,6 +46,8 @@ class Request:
     """"synthetic" where the peer's cache can be filled directly, or "real"."""
     chunk: int
     """Tokens per forward pass of a real prefill, where the peer may be fed in pieces."""
+    whole: int
+    """A prompt of up to so many tokens is read whole, of a longer one two chunks (`PROMPT`)."""
     steps: int
     decode_s: float
     """Most seconds for the measured steps; one is always measured."""
@@ -59,6 +63,16 @@ class Request:
     """Distributions whose versions to report."""
 
     @property
+    def cache(self) -> str:
+        """The part of `setting` that is the cache's."""
+        return self.setting.split("-")[0]
+
+    @property
+    def options(self) -> list[str]:
+        """What `setting` says beside cache and weights."""
+        return self.setting.split("-")[2:]
+
+    @property
     def kept_share(self) -> float:
         """`keep` as a number."""
         above, _, below = self.keep.partition("/")
@@ -70,10 +84,21 @@ class Request:
         return [json.loads(line) for line in lines]
 
 
-def serve(speed: Callable[[Request], dict[str, Any]], recall: Callable[[Request], Any]) -> None:
+def weights_of(setting: str) -> str:
+    """The kind of weights that a setting asks for."""
+    return (*setting.split("-"), "bf16")[1]
+
+
+Job = Callable[[Request], dict[str, Any]]
+
+
+def serve(speed: Job, recall: Job, prompt: Job | None = None) -> None:
     """Do what the process's argument asks for and print the reply."""
     request = Request(**json.loads(sys.argv[1]))
-    reply = speed(request) if request.job == SPEED else recall(request)
+    job = {SPEED: speed, RECALL: recall, PROMPT: prompt}[request.job]
+    if job is None:
+        sys.exit("its prompts are not measured by chunks")
+    reply = job(request)
     reply["versions"] = _versions(request.reports)
     sys.stderr.flush()
     print("\n" + json.dumps(reply), flush=True)
@@ -126,6 +151,41 @@ def time_steps(
         times.append(time.perf_counter() - start)
         between()
     return {"step_s": times, "decode_peak_bytes": peak_bytes(), **resident()}
+
+
+def time_prompt(
+    opened: Callable[[int], AbstractContextManager[Callable[[int], Any]]], request: Request
+) -> dict[str, Any]:
+    """Read a prompt of random tokens, or its first and its last chunk.
+
+    A chunk's time grows evenly with what is before it, so that all chunks take the mean of the two.
+
+    Args:
+        opened: a cache that holds so many tokens of noise already; gives what reads more tokens.
+    """
+    load_peak, chunk = peak_bytes(), min(request.chunk, request.context)
+    begin_phase("warm")
+    with opened(0) as read:
+        read(chunk)
+    reset_peak()
+
+    def seconds(before: int, tokens: int) -> float:
+        with opened(before) as read:
+            start = time.perf_counter()
+            read(tokens)
+            return time.perf_counter() - start
+
+    begin_phase("prompt")
+    whole = request.context <= max(request.whole, 2 * chunk)
+    if whole:
+        chunk_s, prompt_s = [], seconds(0, request.context)
+    else:
+        chunk_s = [seconds(0, chunk), seconds(request.context - chunk, chunk)]
+        prompt_s = sum(chunk_s) / 2 * request.context / chunk
+    return {
+        "prompt_s": prompt_s, "chunk_s": chunk_s, "chunk": chunk, "is_whole": whole,
+        "load_peak_bytes": load_peak, "peak_bytes": peak_bytes(),
+    }  # fmt: skip
 
 
 def answer_samples(

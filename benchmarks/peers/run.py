@@ -16,14 +16,25 @@ from typing import Any
 from environments import ENVIRONMENTS, TORCH, InstallError, build
 from limited_process import Limits, run_limited
 from peer_rows import PEERS, PeerRow, peers_table
-from prepared import HERE, Models, prepare_gguf, prepare_models, prepare_samples
+from planned import measure_machine, planned
+from prepared import (
+    BUNDLED,
+    HERE,
+    Models,
+    check_tasks,
+    prepare_gguf,
+    prepare_models,
+    prepare_packed,
+    prepare_samples,
+    weights_bytes,
+)
+from protocol import weights_of
 
 from penstock.core.byte_size import parse_bytes
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.evaluate.result import Result
-from penstock.evaluate.tasks import TASKS
 
-JOBS = ("speed", "recall")
+JOBS = ("speed", "recall", "prompt")
 HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose",
           "resume")  # fmt: skip
 """Options that name places or change no figure: left out of the result."""
@@ -41,22 +52,28 @@ class Run:
 
     def run(self) -> None:
         """Everything, with the result saved after each row."""
-        self.models = prepare_models(self.args.store, self.args.config, self.args.seed)
+        args = self.args
+        check_tasks(args.tasks, args.recall_model)
+        self.models = prepare_models(
+            args.store, args.config, args.seed, recall=args.recall_model, coded=args.coded
+        )
         self.samples = {
             length: prepare_samples(
-                self.args.store, self.args.tasks, length, self.args.samples, self.args.seed
+                args.store, self.models.recall, args.tasks, length, args.samples, args.seed
             )
-            for length in self.args.lengths
+            for length in args.lengths
         }
-        ready = {peer: self._environment(peer) for peer in self.args.peers}
-        if self.args.prepare_only:
+        ready = {peer: self._environment(peer) for peer in args.peers}
+        if args.prepare_only:
             return
-        for length in self.args.lengths:
+        if "penstock" in args.peers:
+            self.machine = measure_machine(args.threads, args.store)
+            self.result.machine["constants"] = self.machine.figures
+        for length in args.lengths:
             for peer, (python, models, problem) in ready.items():
-                for setting in PEERS[peer].settings:
-                    if self._is_wanted(peer, setting):
-                        row = self._row(peer, setting, length)
-                        self._fill_row(row, python, models, problem)
+                for setting in self._wanted(peer):
+                    row = self._row(peer, setting, length)
+                    self._fill_row(row, python, models.get(weights_of(setting)), problem)
 
     def take_up(self, former: Result) -> None:
         """Keep the rows of an interrupted run, or of one with another job.
@@ -64,8 +81,10 @@ class Run:
         Raises:
             ConfigError: that run asked for something else.
         """
-        for name in ("limit", "keep", "config", "prefill", "tasks", "samples", "seed", "threads"):
-            mine, its = getattr(self.args, name), former.settings.get(name)
+        for name in ("limit", "keep", "config", "prefill", "tasks", "samples", "seed", "threads",
+                     "recall_model", "coded"):  # fmt: skip
+            mine = getattr(self.args, name)
+            its = former.settings.get(name, mine)  # an older result does not say all
             if mine != its:
                 raise ConfigError(f"cannot resume: the result was made with --{name} {its}")
         self.rows = [PeerRow.of_dict(plain) for plain in former.figures["rows"]]
@@ -82,29 +101,45 @@ class Run:
         self.rows.append(PeerRow(peer=peer, setting=setting, context=length))
         return self.rows[-1]
 
-    def _is_wanted(self, peer: str, setting: str) -> bool:
-        wanted = self.args.settings
-        return not wanted or setting in wanted or f"{peer}:{setting}" in wanted
+    def _wanted(self, peer: str) -> list[str]:
+        known, wanted = PEERS[peer], self.args.settings
+        if not wanted:
+            return list(known.settings)
+        return [
+            setting for setting in (*known.settings, *known.on_demand)
+            if setting in wanted or f"{peer}:{setting}" in wanted
+        ]  # fmt: skip
 
-    def _environment(self, peer: str) -> tuple[Path, Models, str]:
-        """Interpreter and models of a peer, or why there are none."""
+    def _environment(self, peer: str) -> tuple[Path, dict[str, Models], str]:
+        """Interpreter of a peer, and models by the kind of their weights; or why there are none."""
         say(f"environment of {peer}")
-        models = self.models
+        kinds = dict.fromkeys(map(weights_of, self._wanted(peer)))
+        models = dict.fromkeys(kinds, self.models)
+        make = {"llama.cpp": prepare_gguf, "penstock": prepare_packed}.get(peer)
         try:
             python = build(
                 peer, self.args.envs, torch=self.args.torch,
                 pip_arguments=shlex.split(self.args.pip_arguments),
             )  # fmt: skip
-            if peer == "llama.cpp":
-                models = Models(*(
-                    prepare_gguf(folder, python) for folder in (models.speed, models.recall)
-                ))  # fmt: skip
+            if make is not None:
+                for kind in kinds:
+                    say(f"weights of {peer}: {kind}")
+                    needed = {self.models.of(job) for job in self.args.jobs}
+                    models[kind] = Models(*(
+                        make(folder, python, kind) if folder in needed else folder
+                        for folder in (self.models.speed, self.models.recall)
+                    ))  # fmt: skip
         except (InstallError, RuntimeError) as error:
             say(f"  {error}")
             return Path(), models, str(error)
         return python, models, ""
 
     def _fill_row(self, row: PeerRow, python: Path, models: Models, problem: str) -> None:
+        if row.peer == "penstock":
+            row.planned = planned(
+                self.models.speed, self.machine, context=row.context, keep=self.args.keep,
+                weights=weights_of(row.setting), policy=row.setting.split("-")[0],
+            )  # fmt: skip
         for job in self.args.jobs:
             if row.has(job):
                 continue
@@ -119,15 +154,15 @@ class Run:
 
     def _do_job(self, row: PeerRow, job: str, python: Path, model: Path) -> None:
         args = self.args
-        samples_path, samples = self.samples[row.context]
+        samples = self.samples[row.context]
         scratch = args.store / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         request = {
             "job": job, "setting": row.setting, "model": str(model), "context": row.context,
             "threads": args.threads, "seed": args.seed, "keep": args.keep,
-            "prefill": args.prefill, "chunk": args.chunk, "steps": args.steps,
-            "decode_s": args.decode_seconds, "samples": str(samples_path),
+            "prefill": args.prefill, "chunk": args.chunk, "steps": args.steps, "whole": args.whole,
+            "decode_s": args.decode_seconds, "samples": str(samples.path),
             "recall_s": args.recall_seconds, "scratch": str(scratch),
             "drop_page_cache": args.page_cache == "drop",
             "reports": list(ENVIRONMENTS[row.peer].reports),
@@ -152,15 +187,12 @@ class Run:
         if job == "speed":
             row.take_speed(reply)
             say(f"  {row.speed['tokens_per_s']:.2f} tokens/s")
+        elif job == "prompt":
+            row.take_prompt(reply)
+            say(f"  {row.prompt['tokens_per_s']:.0f} tokens/s of a prompt")
         else:
             row.take_recall(reply, samples)
-            say(f"  {row.recall['right']} of {row.recall['answered']} right")
-
-
-def weights_bytes(model: Path) -> int:
-    """Size of a model's files."""
-    files = [model] if model.is_file() else list(model.glob("model*.safetensors"))
-    return sum(path.stat().st_size for path in files)
+            say(f"  {row.recall['right']:g} of {row.recall['answered']} right")
 
 
 def child_environment(threads: int) -> dict[str, str]:
@@ -217,14 +249,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", default="3GiB", help="memory of each process, weights and libraries included")
     add("--peers", type=choice_of(list(PEERS)), default=list(PEERS))
     add("--settings", type=words, default=[], help="such as hqq or kvpress:knorm; default: all")
-    add("--jobs", type=choice_of(JOBS), default=list(JOBS))
+    add("--jobs", type=choice_of(JOBS), default=["speed", "recall"])
     add("--keep", default="1/13", help="share of the cache for kvpress and Penstock")
     add("--config", default="qwen3-0.6b", help="architecture of the speed model")
+    add("--coded", action="store_true", help="the speed model has random 4-bit codes alone")
+    add("--recall-model", default=BUNDLED, help="recall, or a folder with bf16 weights")
     add("--prefill", choices=("synthetic", "real"), default="synthetic")
     add("--chunk", type=int, default=1024, help="tokens per forward pass of a real prefill")
     add("--steps", type=int, default=32)
     add("--decode-seconds", type=float, default=60.0, help="most seconds of measured steps")
-    add("--tasks", type=choice_of(list(TASKS)), default=["single_essay", "multi_key_few"])
+    add("--whole", type=int, default=8192,
+        help="of longer prompts two chunks are read, with noise before the last")  # fmt: skip
+    add("--tasks", type=words, default=["single_essay", "multi_key_few"])
     add("--samples", type=int, default=6, help="for each length")
     add("--recall-seconds", type=float, default=420.0, help="no sample is begun after this")
     add("--timeout", type=float, default=1200.0, help="seconds for each process")

@@ -1,6 +1,8 @@
 """Peer: the caches of transformers itself, DynamicCache and QuantizedCache, all in memory."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from protocol import (
     peak_bytes,
     reset_peak,
     serve,
+    time_prompt,
     time_steps,
 )
 from transformers import DynamicCache, QuantizedCache
@@ -62,6 +65,26 @@ def speed(request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def prompt(request: Request) -> dict[str, Any]:
+    """Read a prompt, or two chunks of it."""
+    model = load_model(request)
+
+    @contextmanager
+    def opened(before: int) -> Iterator[Callable[[int], Any]]:
+        cache = make_cache(model, request.setting)
+        if before:
+            for layer, keys, values in synthetic_layers(model, before, request.seed):
+                cache.layers[layer].update(keys, values)
+
+        def read(tokens: int) -> None:
+            ids = random_prompt(model, tokens, request.seed)
+            read_prompt(model, ids, cache, piece_tokens(request, ids), before)
+
+        yield read
+
+    return time_prompt(opened, request)
+
+
 def recall(request: Request) -> dict[str, Any]:
     """Answer the samples."""
     model = load_model(request)
@@ -76,4 +99,4 @@ def recall(request: Request) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(speed, recall)
+    serve(speed, recall, prompt)

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from penstock.evaluate.memory_cgroup import MemoryCgroup
 
@@ -144,13 +146,19 @@ def test_a_peak_that_was_not_seen_fails_the_row() -> None:
 
 def test_rows_and_table() -> None:
     rows = module("peer_rows")
-    samples = [{"answer_ids": [5, 6], "eos_id": 2}, {"answer_ids": [7], "eos_id": 2}]
+    plain = [{"answer_ids": [5, 6], "eos_id": 2}, {"answer_ids": [7], "eos_id": 2}]
+    prepared = module("prepared")
+    samples = prepared.Samples(
+        Path(), plain, lambda ids, index: float(prepared.is_right(ids, plain[index]))
+    )
     row = rows.PeerRow(peer="penstock", setting="kvswap", context=8192)
     row.take_speed({
         "step_s": [0.1, 0.2, 0.3], "decode_peak_bytes": 2**31, "fill_peak_bytes": 2**30,
         "fill_s": 4.0,
     })  # fmt: skip
     row.take_recall({"answers": [[5, 6, 2], [8, 2]], "answer_s": [1.0, 1.0]}, samples)
+    row.take_prompt({"prompt_s": 64.0})
+    row.planned = {"tokens_per_s": 6.0}
     assert row.speed["tokens_per_s"] == pytest.approx(5.0)
     assert (row.recall["right"], row.recall["answered"]) == (1, 2)
     other = rows.PeerRow(peer="ollm", setting="disk", context=8192)
@@ -158,7 +166,8 @@ def test_rows_and_table() -> None:
     text = rows.peers_table([row, other])
     [line] = [line for line in text.splitlines() if line.startswith("penstock kvswap")]
     assert line.split() == [
-        "penstock", "kvswap", "5.00", "200", "100", "300", "2.00", "1.00", "-", "4", "1/2",
+        "penstock", "kvswap", "5.00", "200", "100", "300", "2.00", "1.00", "-", "4",
+        "128", "6.00", "1/2",
     ]  # fmt: skip
     assert json.dumps(row.as_dict())
     assert "not ready after 9 s" in text
@@ -241,7 +250,8 @@ def state_file(path: Path, cells: int, *, transposed: int = 0, version: int = 3)
     parts = [struct.pack("<IIIII", 0x67677371, version, 0, 1, cells)]
     parts += [struct.pack("<iIi", index, 1, 0) for index in range(cells)]
     parts += [struct.pack("<IIiQ", transposed, 1, 1, 2), bytes(range(2 * cells))]
-    parts += [struct.pack("<iQ", 1, 3), bytes(range(3 * cells))]
+    parts += [struct.pack("<iII", 1, 1, 3) if transposed else struct.pack("<iQ", 1, 3)]
+    parts += [bytes(range(3 * cells))]
     path.write_bytes(b"".join(parts))
 
 
@@ -258,11 +268,19 @@ def test_a_state_is_widened(tmp_path: Path) -> None:
     state.widen(short, again, 4)
     assert again.read_bytes() == short.read_bytes()
 
+    state_file(short, 4, transposed=1)
+    state.widen(short, long, 6)
+    values = long.read_bytes()[20 + 72 + 20 + 12 + 12 :]
+    assert values == b"".join(bytes([*row, *row[:2]]) for row in batched(range(12), 4))
 
-@pytest.mark.parametrize("changes", [{"transposed": 1}, {"version": 9}])
-def test_a_state_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+
+def batched(values: range, size: int) -> list[range]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     state = module("llama_state")
-    state_file(tmp_path / "short", 2, **changes)
+    state_file(tmp_path / "short", 2, version=9)
     with pytest.raises(state.StateFormatError):
         state.widen(tmp_path / "short", tmp_path / "long", 4)
 
@@ -289,3 +307,48 @@ def test_size(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= 400
     assert max(map(len, lines)) <= 100
+
+
+def test_queries_go_to_gguf_as_they_come_back(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from transformers import LlamaConfig
+
+    from penstock.models.packed.gguf_rows import _order_of
+
+    names = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    config = LlamaConfig(**names)
+    for name, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)):
+        weight = f"model.layers.0.self_attn.{name}.weight"
+        stored = module("gguf_model")._in_order(
+            weight, np.arange(rows * 3).reshape(rows, 3), {**names, "model_type": "llama"}
+        )
+        order = _order_of(weight, config)
+        back = stored if order is None else stored[order]
+        assert (order is None) == (name == "v_proj")
+        assert (back == np.arange(rows * 3).reshape(rows, 3)).all()
+
+
+def test_random_codes_are_a_model_for_both(tmp_path: Path) -> None:
+    """What llama.cpp gets in place of weights that are too large is what Penstock packs."""
+    gguf = pytest.importorskip("gguf")
+    from transformers import LlamaConfig
+
+    folder = tmp_path / "tiny-coded"
+    LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=256, rope_theta=10000.0, tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 10000.0}))
+    file = module("packed_model").coded_file(folder)
+    module("gguf_model").write_random(path, file)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    model = module("packed_model").packed_model(folder, "int4")
+    up = stored["blk.0.ffn_up.weight"]
+    plain = torch.from_numpy(gguf.quants.dequantize(up.data, up.tensor_type))
+    mine = model.model.layers[0].mlp.up_proj
+    out = mine(torch.eye(256, dtype=torch.bfloat16)).float().T
+    assert 0.01 < float(plain.std()) < 0.03
+    assert torch.allclose(out, plain, atol=1e-3)
+    ends = stored["output.weight"]
+    assert 0.005 < float(gguf.quants.dequantize(ends.data, ends.tensor_type).std()) < 0.03
