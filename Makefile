@@ -13,7 +13,7 @@ SITE := $(VENV)/site.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak fuzz-server clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -97,6 +97,10 @@ wheel-check: wheel ## Install the wheel into an empty environment and run the de
 MINUTES ?= 120
 soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.
 	$(PY) -m tests.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
+
+REQUESTS ?= 10000
+fuzz-server: $(INSTALLED) ## Ask a server REQUESTS (10000) malformed and odd requests.
+	$(PY) -m tests.server.fuzz $(REQUESTS)
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

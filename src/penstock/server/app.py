@@ -26,11 +26,12 @@ from penstock.server.generating import ClientGoneError
 from penstock.server.info import info_routes
 from penstock.server.messages import messages_routes
 from penstock.server.meters import Meters
+from penstock.server.page_routes import page_routes
 from penstock.server.responses import responses_routes
 from penstock.server.settings import ServerSettings
 from penstock.server.shelf import Shelf
 
-OPEN_PATHS = frozenset({"/", "/health", "/page.css", "/page.js", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/", "/health", "/page.css", "/page.js"})
 """What is answered without a key: no text and no figure of anyone."""
 _GONE = 499
 
@@ -60,7 +61,7 @@ def make_app(
     app.state.backend = backend
     for routes in (
         chat_routes, completion_routes, responses_routes, messages_routes, document_routes,
-        info_routes,
+        info_routes, page_routes,
     ):  # fmt: skip
         app.include_router(routes(backend))
     _handle_errors(app, backend)
