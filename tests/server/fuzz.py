@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.documents.document_library import DocumentLibrary
@@ -55,7 +55,7 @@ def bodies(app: FastAPI) -> Any:
 def fuzz(app: FastAPI, ask: Callable[..., Any], examples: int) -> None:
     """Every answer is one that the API has, whatever was asked."""
 
-    @settings(max_examples=examples)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(bodies(app))
     def asked(request: tuple[str, str, Any]) -> None:
         method, path, body = request

@@ -1,7 +1,7 @@
 """`penstock serve`: the APIs that clients of language models speak, and a page, over one engine."""
 
 import os
-from contextlib import closing
+from contextlib import closing, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.console import PlainConsole, say
 from penstock.cli.doc_options import KeyOption, open_shelf
+from penstock.cli.generate import in_home
 from penstock.cli.loading import ModelSource, load_model
 from penstock.cli.log import log_as_json
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
@@ -92,6 +93,17 @@ ShelfOption = Annotated[
         show_default="the user's data",
     ),
 ]  # fmt: skip
+SessionsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Store conversations there, and go on from them without reading them again; readable "
+        "on the disk without --key.",
+    ),
+]
+MaxDiskOption = Annotated[
+    str, typer.Option(metavar="SIZE", help="Most bytes of stored conversations; the oldest go.")
+]
 LogJsonOption = Annotated[
     bool, typer.Option("--log-json", help="Log each request as a line of JSON on stderr.")
 ]
@@ -106,7 +118,8 @@ def serve_command(
     config: ConfigOption = None, policy: TunedPolicyOption = None, memory: MemoryOption = "auto",
     disk: DiskOption = "auto", max_running: RunningOption = 8, max_waiting: WaitingOption = 64,
     max_context: ContextOption = None, max_new_tokens: MaxNewTokensOption = 1024,
-    library: ShelfOption = None, key: KeyOption = None, exact: ExactOption = False,
+    library: ShelfOption = None, key: KeyOption = None, sessions: SessionsOption = None,
+    max_disk: MaxDiskOption = "8GiB", exact: ExactOption = False,
     adapter: AdapterOption = None, seal: SealOption = None,
     chunk: ChunkOption = 512, max_body: BodyOption = "32MiB", max_images: ImagesOption = 8,
     timeout: TimeoutOption = 3600.0, grace: GraceOption = 30.0, cors_origin: OriginOption = None,
@@ -121,6 +134,7 @@ def serve_command(
     unless --host says otherwise, and then --api-key should stand beside it.
     """
     require_server()
+    from penstock.documents.sessions import Sessions
     from penstock.generation.engine import LLM
     from penstock.generation.serving.engine import Engine
     from penstock.server.app import make_app
@@ -151,9 +165,13 @@ def serve_command(
             config=config, seal="auto" if seal is None else seal, max_model_len=max_context,
         )  # fmt: skip
         shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
-        with Engine(
+        kept = nullcontext() if sessions is None else Sessions(
+            loaded, in_home(sessions, "--sessions"), max_bytes=parse_bytes(max_disk),
+            policy=policy or "kvswap", settings=shelf.settings,
+        )  # fmt: skip
+        with kept as stored, Engine(
             llm, memory=for_requests, max_running=max_running, max_waiting=max_waiting,
-            prefill_chunk_size=chunk,
+            prefill_chunk_size=chunk, sessions=stored,
         ) as engine:  # fmt: skip
             app = make_app(engine, settings, shelf, for_documents)
             with closing(app.state.backend.shelf):

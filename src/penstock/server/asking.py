@@ -21,6 +21,8 @@ from penstock.server.backend import Backend
 from penstock.server.bodies import ChatBody, Message, Sampling, Stored, Tool
 from penstock.server.errors import ApiError, refused
 
+ATTENDED_PARTS = 96
+"""Of the strip that says where an answer looked."""
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "min_tokens",
@@ -45,6 +47,7 @@ class Chat:
     stored: Stored
     variables: Mapping[str, Any]
     """Of the chat template."""
+    attended_parts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,7 @@ def chat_of(backend: Backend, body: ChatBody) -> Chat:
         schema=_schema(body),
         sampling=sampling_of(backend, body, max_tokens=most, n=body.n, logprobs=logprobs),
         stored=body, variables=body.chat_template_kwargs or {},
+        attended_parts=ATTENDED_PARTS if body.return_stats else 0,
     )  # fmt: skip
 
 
@@ -170,12 +174,13 @@ def ask_chat(backend: Backend, chat: Chat) -> Asked:
     return asked_of(
         backend, TokenIds(ids, text, visuals_in(ids)), sampling, chat.stored,
         reader=lambda: format_.reader(text, has_tools=bool(chat.tools)),
+        attended_parts=chat.attended_parts,
     )  # fmt: skip
 
 
 def asked_of(
     backend: Backend, prompt: Any, sampling: SamplingParams, stored: Stored,
-    reader: Callable[[], AnswerReader],
+    reader: Callable[[], AnswerReader], attended_parts: int = 0,
 ) -> Asked:  # fmt: skip
     """A request with its document, if it names one.
 
@@ -192,7 +197,8 @@ def asked_of(
                        code="document_not_found")  # fmt: skip
     document = None if lease is None else lease.document
     return Asked(
-        request=Request(prompt=prompt, sampling=sampling, document=document, cache_salt=salt),
+        request=Request(prompt=prompt, sampling=sampling, document=document, cache_salt=salt,
+                        attended_parts=attended_parts),
         reader=reader, release=_nothing if lease is None else lease.release,
     )  # fmt: skip
 

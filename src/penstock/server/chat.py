@@ -80,7 +80,7 @@ class _Reply:
             "usage": usage_of(end.usage), "timings": timings_of(end),
         }  # fmt: skip
         if self._body.return_stats:
-            reply["penstock"] = stats_of(end.run)
+            reply["penstock"] = stats_of(end)
         return reply
 
     @staticmethod
@@ -139,7 +139,7 @@ class _Reply:
     def _end(self, end: Finished) -> list[bytes]:
         more: dict[str, Any] = {"timings": timings_of(end)}
         if self._body.return_stats:
-            more["penstock"] = stats_of(end.run)
+            more["penstock"] = stats_of(end)
         found = [self._chunk(*each, **more) for each in self._over]
         options = self._body.stream_options
         if options is not None and options.include_usage:

@@ -147,5 +147,5 @@ class _Reply:
         if len(ends) == 1:
             more["timings"] = timings_of(ends[0])
             if self._body.return_stats:
-                more["penstock"] = stats_of(ends[0].run)
+                more["penstock"] = stats_of(ends[0])
         return more

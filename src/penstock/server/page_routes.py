@@ -14,8 +14,8 @@ _FILES = {
 }
 _HEADERS = {
     # Nothing from elsewhere, no script in the text of an answer, no frame around it.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' "
-    "'unsafe-inline'; connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",

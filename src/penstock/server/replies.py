@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.generation.logprobs import Logprob, LogprobsOnePosition
-from penstock.generation.output import RunReport
 from penstock.generation.serving.events import Finished, Prefill, Usage
 
 _NEVER = -9999.0
@@ -50,8 +49,9 @@ def timings_of(end: Finished) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stats_of(run: RunReport | None) -> dict[str, Any] | None:
-    """What Penstock's page shows of a run: memory, reads, hits, stall."""
+def stats_of(end: Finished) -> dict[str, Any] | None:
+    """What Penstock's page shows of an answer: memory, reads, hits, stall."""
+    run = end.run
     if run is None:
         return None
     decode, memory = run.stats.decode, run.memory
@@ -63,7 +63,7 @@ def stats_of(run: RunReport | None) -> dict[str, Any] | None:
         "written_bytes": run.stats.prefill.written_bytes + decode.written_bytes,
         "decode_tokens": decode.tokens, "decode_read_bytes": decode.read_bytes,
         "decode_stall_s": decode.stall_s, "units_wanted": decode.units_wanted,
-        "units_hit": decode.units_hit,
+        "units_hit": decode.units_hit, "attended": end.attended,
     }  # fmt: skip
 
 

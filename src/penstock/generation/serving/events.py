@@ -86,6 +86,9 @@ class Finished:
     """By token of the prompt, the first is None; None if none were asked for."""
     usage: Usage
     timings: Timings
+    attended: list[float] | None = None
+    """By part of the text: the share of its tokens that a step saw, the mean; see
+    `Request.attended_parts`. None: it was not asked for, or nothing was selected."""
     run: RunReport | None
     """Memory, bytes read and written, stall and hits (`run.stats`), notices; None for a request
     that was cancelled before it had a cache."""

@@ -53,5 +53,7 @@ class Request:
     request is over."""
     cache_salt: str = ""
     """Requests of different salts share no stored KV."""
+    attended_parts: int = 0
+    """Say in how many parts what the answer has attended to (`Finished.attended`); 0: do not."""
     priority: int = 0
     """Lower ones are admitted first; among equals, older ones."""

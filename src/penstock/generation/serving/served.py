@@ -13,6 +13,7 @@ from penstock.generation.batch_run import BatchRun, Listeners
 from penstock.generation.batch_runner import BatchRunner
 from penstock.generation.output import CompletionOutput, StreamedOutput
 from penstock.generation.requests import Batch
+from penstock.generation.serving.attended_shares import AttendedShares
 from penstock.generation.serving.events import (
     Event,
     Failed,
@@ -67,6 +68,7 @@ class Served:
         self._submitted_s = time.monotonic()
         self._admitted_s = self._first_s = self._last_s = 0.0
         self._kept: _Kept | None = None
+        self._attended: AttendedShares | None = None
         self.is_over = False
 
     @property
@@ -89,6 +91,8 @@ class Served:
         run = runner.begin(self.batch, cache, Listeners(on_news=self._news))
         self._read = cached = cache.get_seq_length()
         self._kept = _Kept(cache, reservation, run, run.read(), cached, notices)
+        if self.request.attended_parts:
+            self._attended = AttendedShares(cache, self.request.attended_parts)
         self._put(self._progress(cached))
 
     @property
@@ -183,6 +187,7 @@ class Served:
         end = Finished(
             outputs=outputs, usage=self.usage, timings=self._timings(), run=run,
             prompt_logprobs=prompt_logprobs,
+            attended=None if self._attended is None else self._attended.shares,
         )  # fmt: skip
         if keeping is None:
             self._give_back()
