@@ -1,10 +1,10 @@
 """`penstock serve`: the APIs that clients of language models speak, and a page, over one engine."""
 
 import os
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,11 @@ from penstock.cli.options import (
 )
 from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.documents.document_library import DocumentLibrary
+    from penstock.documents.sessions import Sessions
+    from penstock.models.loader import LoadedModel
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 _DOCUMENT_SHARE = 4
@@ -134,7 +139,6 @@ def serve_command(
     unless --host says otherwise, and then --api-key should stand beside it.
     """
     require_server()
-    from penstock.documents.sessions import Sessions
     from penstock.generation.engine import LLM
     from penstock.generation.serving.engine import Engine
     from penstock.server.app import make_app
@@ -165,10 +169,7 @@ def serve_command(
             config=config, seal="auto" if seal is None else seal, max_model_len=max_context,
         )  # fmt: skip
         shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
-        kept = nullcontext() if sessions is None else Sessions(
-            loaded, in_home(sessions, "--sessions"), max_bytes=parse_bytes(max_disk),
-            policy=policy or "kvswap", settings=shelf.settings,
-        )  # fmt: skip
+        kept = _kept(loaded, shelf, sessions, max_disk, policy)
         with kept as stored, Engine(
             llm, memory=for_requests, max_running=max_running, max_waiting=max_waiting,
             prefill_chunk_size=chunk, sessions=stored,
@@ -179,13 +180,29 @@ def serve_command(
                     check_server(app, listening, settings, say)
                     return
                 limit = engine.stats().limit_bytes
-                within = "" if limit is None else f", KV caches within {format_bytes(limit)}"
-                console.print(
-                    f"{settings.model_name} at {url_of(listening)} (a page), "
-                    f"{url_of(listening)}/v1 (OpenAI's clients){within}; Ctrl-C ends it",
-                    soft_wrap=True,
-                )
+                console.print(_greeting(settings.model_name, url_of(listening), limit),
+                              soft_wrap=True)  # fmt: skip
                 serve(app, listening, grace_s=grace)
+
+
+def _greeting(model: str, url: str, limit: int | None) -> str:
+    within = "" if limit is None else f", KV caches within {format_bytes(limit)}"
+    return f"{model} at {url} (a page), {url}/v1 (OpenAI's clients){within}; Ctrl-C ends it"
+
+
+def _kept(
+    loaded: "LoadedModel", shelf: "DocumentLibrary", folder: Path | None, max_disk: str,
+    policy: str | None,
+) -> "AbstractContextManager[Sessions | None]":  # fmt: skip
+    """Conversations that are stored in a folder, if one is given."""
+    from penstock.documents.sessions import Sessions
+
+    if folder is None:
+        return nullcontext()
+    return Sessions(
+        loaded, in_home(folder, "--sessions"), max_bytes=parse_bytes(max_disk),
+        policy=policy or "kvswap", settings=shelf.settings,
+    )  # fmt: skip
 
 
 def require_server() -> None:

@@ -217,7 +217,8 @@ async function ask(question) {
   say("Waiting");
   const body = {
     messages: state.messages, stream: true, return_progress: true, return_stats: true,
-    ...(state.chosen ? { document: state.chosen } : {}),
+    // A question about a text has an answer there: the most probable words.
+    ...(state.chosen ? { document: state.chosen, temperature: 0 } : {}),
   };
   try {
     const options = { method: "POST", body: JSON.stringify(body), signal: state.asked.signal };
