@@ -50,6 +50,20 @@ def test_errors_are_those_of_the_best_scales() -> None:
     assert (made.plain(0, ROWS) - weight).square().mean() < 0.9 * to_the_nearest
 
 
+def test_important_columns_have_the_smaller_error() -> None:
+    weight, importance = drawn(ROWS, 256), torch.ones(256)
+    importance[::16], importance[1::16] = 1e4, 0
+    wrong = {}
+    for name, given in (("same", None), ("weighed", importance)):
+        packed = Int4Matrix.pack(weight, torch.float32, importance=given)
+        plain = Int4Matrix(packed, 256, torch.float32).plain(0, ROWS)
+        assert plain.isfinite().all()
+        wrong[name] = float(((plain - weight).square() * importance).mean())
+    assert wrong["weighed"] < 0.5 * wrong["same"]
+    none = Int4Matrix.pack(weight, torch.float32, importance=torch.zeros(256))
+    assert Int4Matrix(none, 256, torch.float32).plain(0, ROWS).isfinite().all()
+
+
 def test_equal_and_extreme_weights() -> None:
     weight = torch.zeros(BLOCK, 64)
     weight[1], weight[2], weight[3, ::2], weight[4, 5] = 0.25, -3.0, 1e4, 1e-6

@@ -1,6 +1,7 @@
 """Models with weights in 8 and 4 bits: loaded, kept, found again, run, and told apart."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity, require_same, weights_of
 from penstock.models.model_config import read_config
-from penstock.models.packed import kept
+from penstock.models.packed import calibration, kept
+from penstock.models.packed.calibration import calibration_pieces
+from penstock.models.packed.form import Form
 from penstock.models.packed.kept import kept_model
 from penstock.models.packed.modules import packed_modules
 from penstock.models.packed.sources import PackedSource
@@ -43,6 +46,7 @@ IDS = torch.arange(3, 43)[None]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kept, "weights_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(calibration, "_PIECE_TOKENS", 64)
     return tmp_path / "cache"
 
 
@@ -119,6 +123,41 @@ def test_a_folder_is_packed_once(folder: Path, cache: Path) -> None:
     assert "packed to int8" in again.notices[0], "a damaged file was used"
     assert fingerprint(again.model) == known
     assert known != fingerprint(load(folder).model)
+
+
+@torch.no_grad()
+def test_four_bits_are_chosen_by_text(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load(folder)
+    source = source_of(folder, 4)
+    by_text = replace(source, tokenizer=plain.tokenizer)
+    assert source.key != by_text.key
+    assert replace(source_of(folder, 8), tokenizer=plain.tokenizer).key == source_of(folder, 8).key
+    pieces = calibration_pieces(plain.tokenizer, plain.model.config)
+    assert len(pieces) > 2
+    assert calibration_pieces(None, plain.model.config) == []
+    monkeypatch.setattr(calibration, "LOSS_BOUND", 0.0)  # as many matrices as there is room for
+    made = by_text.make()
+    assert fingerprint(made) != fingerprint(source.make())
+    layers: dict[str, Any] = {
+        path: each for path, each in packed_modules(made).items() if "layers" in path
+    }
+    said = made.config.quantization_config.forms
+    assert {path: list(layers[path].forms["weight"]) for path in said} == said
+    eight = {path for path, form in said.items() if form[0] == 8}
+    assert eight
+    fours = sum(
+        each.out_features * Form(4, 32).row_bytes(each.in_features, made.dtype)
+        for path, each in layers.items() if path in said
+    )  # fmt: skip
+    held = sum(layers[path].weight.nbytes for path in said)
+    assert fours < held <= (1 + calibration.MOST_MORE_BYTES) * fours
+    ids = torch.stack(pieces[-2:])
+    logits = plain.model(ids).logits
+    assert calibration.divergence(logits, logits) == pytest.approx(0, abs=1e-6)
+    loss = calibration.divergence(logits, made(ids).logits)
+    assert 0 < loss < calibration.divergence(logits, source.make()(ids).logits)
 
 
 def test_without_room_to_keep_it_works(folder: Path, cache: Path) -> None:

@@ -5,34 +5,52 @@ from torch import Tensor
 
 _SHARES = (1.0, 0.92, 0.84)
 """Of a group's range, tried as the range of its codes: outliers cost the others their precision."""
+_LEAST_SPREAD = 3e-5
+"""Of codes, for which a slope means something."""
 _ROUNDS = 2
 """Of: the best scale and offset for the codes, the best codes for these."""
 
 
-def best_codes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def best_codes(
+    weight: Tensor, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes 0 to 15, scales and offsets: weight = (code - 8) * scale + offset.
 
     Alternating least squares from several ranges, the best of which is taken. It is the search of
-    llama.cpp's `make_qkx2_quants`, without weights of importance.
+    llama.cpp's `make_qkx2_quants`.
 
     Args:
-        weight: float32 [..., group]
+        weight: float32 [rows, groups, group]
         dtype: that scales and offsets are rounded to, before codes are chosen for them.
+        importance: what a column's squared error counts, such as the mean square of its input;
+            None: all the same. float32 [groups, group]
 
     Returns:
         uint8 [..., group]; scales and offsets in `dtype` [...].
     """
     low, high = weight.amin(dim=-1), weight.amax(dim=-1)
     middle, range_ = (low + high) / 2, high - low
+    count = weight.shape[-1]
+    if importance is None:
+        share_of = torch.full_like(weight[0], 1 / count)
+    else:  # a column that is never used counts a little, so that no group is without any
+        share_of = importance + 1e-6 * importance.mean() + 1e-30
+        share_of = share_of / share_of.sum(dim=-1, keepdim=True)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     least = torch.full_like(low, torch.inf)
     for share in _SHARES:
         scale, offset = _rounded(range_ * (share / 15), middle, dtype)
         codes = _nearest(weight, scale, offset)
         for _ in range(_ROUNDS):
-            scale, offset = _rounded(*_fit(weight, codes, scale, offset), dtype)
+            scale, offset = _rounded(*_fit(weight, codes, scale, offset, share_of), dtype)
             codes = _nearest(weight, scale, offset)
-        wrong = codes.mul(scale[..., None]).add_(offset[..., None]).sub_(weight).square_()
+        wrong = (
+            codes.mul(scale[..., None])
+            .add_(offset[..., None])
+            .sub_(weight)
+            .square_()
+            .mul_(share_of)
+        )
         error = wrong.sum(dim=-1)
         if best is None:
             best, least = (codes, scale, offset), error
@@ -57,12 +75,14 @@ def _nearest(weight: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return weight.sub(offset[..., None]).div_(scale[..., None]).round_().clamp_(-8, 7)
 
 
-def _fit(weight: Tensor, codes: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(
+    weight: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, share_of: Tensor
+) -> tuple[Tensor, Tensor]:
     """The scale and offset of the least squared error for codes; as they were for equal codes."""
-    count = weight.shape[-1]
-    mean_code, mean = codes.mean(dim=-1), weight.mean(dim=-1)
-    spread = codes.square().mean(dim=-1) - mean_code.square()
-    slope = (codes * weight).mean(dim=-1).sub_(mean_code * mean).div_(spread.clamp_min(1e-6))
-    usable = (spread * count > 1e-3) & (slope > 0)
+    weighted = codes * share_of
+    mean_code, mean = weighted.sum(dim=-1), (weight * share_of).sum(dim=-1)
+    spread = (codes * weighted).sum(dim=-1) - mean_code.square()
+    slope = weighted.mul_(weight).sum(dim=-1).sub_(mean_code * mean).div_(spread.clamp_min(1e-6))
+    usable = (spread > _LEAST_SPREAD) & (slope > 0)
     slope = torch.where(usable, slope, scale)
     return slope, torch.where(usable, mean - slope * mean_code, offset)

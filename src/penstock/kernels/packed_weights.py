@@ -198,13 +198,17 @@ class Int4Matrix:
         return packed, cls(packed, width, dtype, group)
 
     @classmethod
-    def pack(cls, weight: Tensor, dtype: torch.dtype, group: int = GROUP) -> Tensor:
+    def pack(
+        cls, weight: Tensor, dtype: torch.dtype, group: int = GROUP,
+        importance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """A plain matrix as packed weights, with the scales that leave the least squared error.
 
         Args:
             weight: [rows, width], of any float dtype.
             dtype: of scales and offsets.
             group: input columns that share them.
+            importance: what a column's squared error counts; None: all the same. float32 [width]
 
         Returns:
             uint8 [rows, row_bytes]
@@ -213,13 +217,15 @@ class Int4Matrix:
         packed, made = cls.empty(rows, width, dtype, group)
         step = packing_rows(width)
         for first in range(0, rows, step):
-            made.put_plain(first, weight[first : first + step])
+            made.put_plain(first, weight[first : first + step], importance)
         return packed
 
-    def put_plain(self, first: int, weight: Tensor) -> None:
+    def put_plain(self, first: int, weight: Tensor, importance: Tensor | None = None) -> None:
         """Pack some rows, from `first` on; it and their number divide by `BLOCK`. [count, width]"""
         groups = weight.float().view(len(weight), -1, self.group)
-        self.put(first, *best_codes(groups, self.dtype))
+        if importance is not None:
+            importance = importance.view(-1, self.group)
+        self.put(first, *best_codes(groups, self.dtype, importance))
 
     def put(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor) -> None:
         """Write rows of codes that are known already, such as another format's.

@@ -92,7 +92,7 @@ def load(
             or None for as stored. Quantised weights stay what the folder's `quantization_config`
             says.
         weights: "int8" or "int4": packed into so many bits while they are read, for a CPU, and kept
-            in the user's cache; embeddings and output layer in 8 bits. None: as stored.
+            in the user's cache; 4 bits as `calibrate` finds best. None: as stored.
         device: where the model goes, "cpu" or "cuda" ("cuda:1").
         revision: of a name on the hub: a branch, a tag or a commit. None: "main".
         token: for the hub; None: the one of `hf auth login` or HF_TOKEN; False: none.
@@ -127,7 +127,7 @@ def load(
         )
         source = packed_source(
             bits, target, file, folder=folder, config=config, dtype=wanted,
-            own_code=trust_remote_code, on_bytes=on_bytes or _unheard,
+            own_code=trust_remote_code, on_bytes=on_bytes or _unheard, tokenizer=tokenizer,
         )  # fmt: skip
         model, kept = (
             (_read(folder, config, wanted, own_code=trust_remote_code), "")

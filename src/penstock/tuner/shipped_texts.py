@@ -1,10 +1,7 @@
 """Texts that ship with the package, for any model: prose, code and dialogue of free licence."""
 
-import importlib
-import inspect
 from contextlib import suppress
 from itertools import cycle
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,13 +9,17 @@ from torch import Tensor
 from penstock.core.errors import PromptError
 from penstock.generation.chat_template import ChatTemplate, has_chat_template
 from penstock.generation.prompts import encode
+from penstock.models.calibration_text import (
+    MOST_UNKNOWN,
+    TEXTS,
+    code,
+    dialogue,
+    prose,
+    unknown_share,
+)
 from penstock.models.loader import LoadedModel
 
-TEXTS = Path(__file__).parent / "texts"
-"""`README.md` in it names the works and their licences."""
-_MODULES = ("configparser", "difflib", "statistics")
-MOST_UNKNOWN = 0.1
-"""Share of a text that a tokenizer may have no words for."""
+__all__ = ["TEXTS", "shipped_texts"]
 
 
 def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
@@ -39,14 +40,13 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     if loaded.tokenizer is None:
         raise PromptError(f"{loaded.name} came without a tokenizer, so that no text can be read")
     ids = {
-        "prose": encode(loaded, (TEXTS / "prose.txt").read_text(encoding="utf-8")),
-        "code": encode(loaded, _code()),
+        "prose": encode(loaded, prose()),
+        "code": encode(loaded, code()),
         "dialogue": _dialogue(loaded),
     }
     texts = {kind: torch.tensor(each[:tokens], dtype=torch.int64) for kind, each in ids.items()}
-    unknown = getattr(loaded.tokenizer, "unk_token_id", None)
     for kind, each in texts.items():
-        share = float((each == (-1 if unknown is None else unknown)).double().mean())
+        share = unknown_share(each.tolist(), loaded.tokenizer)
         if share > MOST_UNKNOWN:
             raise PromptError(
                 f"{share:.0%} of the {kind} that ships is unknown words to {loaded.name}; give "
@@ -55,14 +55,8 @@ def shipped_texts(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     return texts
 
 
-def _code() -> str:
-    """Modules of the standard library, one behind the other."""
-    modules = (importlib.import_module(name) for name in _MODULES)
-    return "\n\n".join(map(inspect.getsource, modules))
-
-
 def _dialogue(loaded: LoadedModel) -> list[int]:
-    text = (TEXTS / "dialogue.txt").read_text(encoding="utf-8").strip()
+    text = dialogue()
     if has_chat_template(loaded.tokenizer):
         turns = zip(cycle(("user", "assistant")), text.split("\n\n"), strict=False)
         messages = [{"role": role, "content": content} for role, content in turns]

@@ -28,10 +28,14 @@ class Form(NamedTuple):
             return Int4Matrix.row_bytes(width, dtype, self.group)
         return Int8Matrix.row_bytes(width, dtype)
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A plain matrix [rows, width], packed: uint8 [rows, row_bytes]."""
+    def pack(self, weight: Tensor, dtype: torch.dtype, importance: Tensor | None = None) -> Tensor:
+        """A plain matrix [rows, width], packed: uint8 [rows, row_bytes].
+
+        Args:
+            importance: of input columns, for 4 bits; None: all the same. [width]
+        """
         if self.bits == 4:
-            return Int4Matrix.pack(weight, dtype, self.group)
+            return Int4Matrix.pack(weight, dtype, self.group, importance)
         return Int8Matrix.pack(weight, dtype)
 
     def empty(self, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, PackedMatrix]:

@@ -36,11 +36,15 @@ class PackedModule(nn.Module):
         setattr(self, name, nn.Parameter(empty, requires_grad=False))
         self.forms[name], self.widths[name] = form, sizes[-1]
 
-    def pack(self, name: str, weight: Tensor) -> Tensor:
-        """A plain weight of this module, packed. uint8 [..., rows, row_bytes]"""
+    def pack(self, name: str, weight: Tensor, importance: Tensor | None = None) -> Tensor:
+        """A plain weight of this module, packed. uint8 [..., rows, row_bytes]
+
+        Args:
+            importance: of a matrix's input columns; None: all the same. [width]
+        """
         form, dtype = self.forms[name], self.packed_dtype
         if weight.ndim == 2:
-            return form.pack(weight, dtype)
+            return form.pack(weight, dtype, importance)
         return torch.stack([form.pack(each, dtype) for each in weight])
 
     def matrix(self, name: str, which: int = 0) -> PackedMatrix:
@@ -139,10 +143,10 @@ class PackedExperts(PackedModule):
         bias = getattr(self, f"{name}_bias", None)
         return made if bias is None else made + bias[expert]
 
-    def pack(self, name: str, weight: Tensor) -> Tensor:
+    def pack(self, name: str, weight: Tensor, importance: Tensor | None = None) -> Tensor:
         """As of the base class, for experts that are kept turned too."""
         turned = getattr(self, "is_transposed", False)
-        return super().pack(name, weight.transpose(1, 2) if turned else weight)
+        return super().pack(name, weight.transpose(1, 2) if turned else weight, importance)
 
 
 def packed_experts(module: Any, bits: int, dtype: torch.dtype, *, ready: bool) -> bool:

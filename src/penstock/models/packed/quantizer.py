@@ -54,6 +54,8 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.bits = bits
         self.forms = dict(forms or {})
         self.origin = origin
+        self.importance: dict[str, Tensor] = {}
+        """Of input columns, by module; see `calibrate`."""
         self.on_packed: Callable[[Tensor], None] | None = None
         """Called with each plain weight that has been packed."""
 
@@ -112,9 +114,11 @@ class _Pack(ConversionOps):  # type: ignore[misc]
             weight = value[0] if isinstance(value, list) else value
             path, name = key.rpartition(".")[::2]
             if self._quantizer.param_needs_quantization(model, key):
-                plain, weight = weight, model.get_submodule(path).pack(name, weight)
-                if self._quantizer.quantization_config.on_packed is not None:
-                    self._quantizer.quantization_config.on_packed(plain)
+                config = self._quantizer.quantization_config
+                important = config.importance.get(path)
+                plain, weight = weight, model.get_submodule(path).pack(name, weight, important)
+                if config.on_packed is not None:
+                    config.on_packed(plain)
             made[key] = weight
         return made
 

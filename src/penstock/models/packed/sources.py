@@ -17,12 +17,13 @@ from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.packed_weights import packing
 from penstock.models.fetch import OnBytes
 from penstock.models.model_class import auto_class
+from penstock.models.packed.calibration import Calibrated, calibrate, calibration_pieces
 from penstock.models.packed.gguf_rows import file_rows
 from penstock.models.packed.gptq import METHODS, check_readable, folder_rows
 from penstock.models.packed.quantizer import PackedConfig
 from penstock.models.packed.rows import model_of_rows
 
-FORMAT = 2
+FORMAT = 3
 """Of packed weights in a file."""
 
 
@@ -36,14 +37,22 @@ class PackedSource:
     bits: int
     own_code: bool
     on_bytes: OnBytes
+    tokenizer: Any = None
+    """Reads the texts that ship, by which 4 bits are chosen; None: each weight counts the same."""
 
     def make(self) -> PreTrainedModel:
         """Read and pack the weights, in memory; one plain parameter is there at a time.
+
+        For 4 bits texts go through the plain model first, whose weights are mapped.
 
         Raises:
             ModelLoadError: some are missing.
         """
         packed = PackedConfig(self.bits)
+        pieces = self._pieces()
+        if pieces:
+            found = self._calibrated(pieces)
+            packed.importance, packed.forms = found.importance, found.forms
         packed.on_packed = self._counted(self.folder.glob("*.safetensors"))
         return loaded(
             self.folder, copy.deepcopy(self.config), self.dtype, packed, own_code=self.own_code
@@ -64,7 +73,27 @@ class PackedSource:
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
         versions = (torch.__version__, transformers.__version__)
         digest.update(repr((FORMAT, self.bits, str(self.dtype), packing(), versions)).encode())
+        for piece in self._pieces():
+            digest.update(piece.numpy().tobytes())
         return digest.hexdigest()
+
+    def _pieces(self) -> list[Tensor]:
+        return calibration_pieces(self.tokenizer, self.config) if self.bits == 4 else []
+
+    def _calibrated(self, pieces: list[Tensor]) -> Calibrated:
+        plain = loaded(
+            self.folder, copy.deepcopy(self.config), self.dtype, None, own_code=self.own_code
+        )
+        with torch.device("meta"):
+            empty = auto_class(self.config).from_config(
+                self.config, dtype=plain.dtype, trust_remote_code=self.own_code
+            )
+        size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        said = f"choosing 4 bits of {self.name} by text"
+        return calibrate(
+            plain, empty, pieces,
+            lambda done, steps: self.on_bytes(said, size * done // steps, size),
+        )  # fmt: skip
 
     def _counted(self, files: Any) -> "_Counted":
         total = sum(path.stat().st_size for path in files)
@@ -84,6 +113,10 @@ class CodedFolder(PackedSource):
     """Its `quantization_config`."""
 
     @override
+    def _pieces(self) -> list[Tensor]:
+        return []
+
+    @override
     def make(self) -> PreTrainedModel:
         config = copy.deepcopy(self.config)
         packed = PackedConfig(self.bits, origin=str(self.said.get("quant_method")))
@@ -97,6 +130,10 @@ class GgufFile(PackedSource):
     """A GGUF file: its 4- and 8-bit codes are kept as they are, all else is packed by rows."""
 
     file: Path
+
+    @override
+    def _pieces(self) -> list[Tensor]:
+        return []
 
     @property
     @override
@@ -155,7 +192,7 @@ def loaded(
     """A folder's model as transformers loads it.
 
     Args:
-        packed: how to pack it; None: it is packed, as `config.quantization_config` says.
+        packed: how to pack it; None: it is packed, as `config.quantization_config` says, or plain.
 
     Raises:
         ModelLoadError: weights are missing.
@@ -170,7 +207,9 @@ def loaded(
         raise ModelLoadError(
             f"the weights are incomplete, {len(missing)} tensors are missing ({missing[0]}, ...)"
         )
-    model.config.quantization_config.on_packed = None
+    made = getattr(model.config, "quantization_config", None)
+    if isinstance(made, PackedConfig):
+        made.on_packed, made.importance = None, {}
     found: PreTrainedModel = model.eval()
     return found
 
