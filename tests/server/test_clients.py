@@ -1,6 +1,8 @@
 """Clients as they are: what they send is answered, and what is answered they can read."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,3 +200,19 @@ def test_anthropic_talks_and_calls(url: str) -> None:
             client.messages.create(
                 **{**asked, "messages": [{"role": "user", "content": "a" * 9000}]}
             )
+
+
+def test_other_clients_where_they_are_installed(url: str) -> None:
+    curl = shutil.which("curl")
+    if curl is not None:
+        body = json.dumps({"messages": HELLO, "max_tokens": 3, "stream": True})
+        said = subprocess.run(
+            [curl, "-sN", "--noproxy", "*", f"{url}/v1/chat/completions", "-d", body,
+             "-H", "Content-Type: application/json"],
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+        assert said.endswith("data: [DONE]\n\n")
+    langchain = pytest.importorskip("langchain_openai")
+    chat = langchain.ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tiny", max_tokens=5)
+    assert chat.invoke("Hello").usage_metadata["output_tokens"] <= 5
+    assert "".join(each.content for each in chat.stream("Hello"))

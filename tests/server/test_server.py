@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from penstock.core.errors import BudgetError, QueueFullError, StorageError
+from penstock.documents.sessions import Sessions
 from penstock.generation.engine import LLM
 from penstock.generation.serving.engine import Engine
 from penstock.server.answer_format import AnswerFormat, Piece
@@ -207,3 +209,26 @@ def test_answers_are_read_in_any_pieces(
 def test_no_request_breaks_it(app: FastAPI, client: TestClient) -> None:
     fuzz(app, client.request, FUZZ_EXAMPLES)
     assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    llm = LLM(tiny_chat_model(), store="memory", memory=None, adapter="none", policy="full")
+    turns: list[Any] = [{"role": "user", "content": "The boats stay in. " * 40}]
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "cache_salt": "ann"}
+    answers = []
+    for salt in ("ann", "ann", "bob"):
+        with (
+            Sessions(llm.loaded, tmp_path / "kept", max_bytes=1 << 30, policy="full") as sessions,
+            Engine(llm, memory="64MiB", sessions=sessions) as engine,
+            TestClient(make_app(engine, ServerSettings(model_name="tiny"))) as ask,
+        ):
+            asked = {**body, "messages": turns, "cache_salt": salt}
+            answers.append(ask.post("/v1/chat/completions", json=asked).json())
+        if len(answers) == 1:
+            said = answers[0]["choices"][0]["message"]
+            turns += [{"role": "assistant", "content": said["content"]},
+                      {"role": "user", "content": "Why?"}]  # fmt: skip
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 700  # of the first turn's prompt, a token a letter
+    assert answers[1]["choices"] == answers[2]["choices"]

@@ -215,6 +215,7 @@ async function ask(question) {
   at("send").disabled = true;
   at("stop").disabled = false;
   say("Waiting");
+  let over = false;
   const body = {
     messages: state.messages, stream: true, return_progress: true, return_stats: true,
     // A question about a text has an answer there: the most probable words.
@@ -225,12 +226,13 @@ async function ask(question) {
     for await (const said of events(await request("v1/chat/completions", options))) {
       drawAnswer(said, shown, shown.body.textContent === "");
     }
-    say("Done");
+    say(shown.body.textContent ? "Done" : "Done: the model said nothing");
+    over = true;
   } catch (error) {
     if (error.name === "AbortError") say("Stopped");
     else say(error.message, true);
   }
-  if (shown.body.textContent) {
+  if (over || shown.body.textContent) {
     state.messages.push({ role: "assistant", content: shown.body.textContent });
   } else {
     state.messages.pop();
