@@ -103,13 +103,14 @@ def prompt_s(model: Any, ids: Tensor, chunk: int) -> float:
 
 def speed_rows(name: str, args: argparse.Namespace, folder: Path) -> list[Row]:
     """Decoding, prompts and loading of an architecture."""
-    plain = random_model(name, max_positions=args.prompt + 64, layers=args.layers)
+    most = max(args.prompt, args.breakdown, args.context)
+    plain = random_model(name, max_positions=most + 64, layers=args.layers)
     plain.save_pretrained(folder / name)
     rows = [{"model": name, "bits": bits, **_loading(folder, name, bits)} for bits in BITS]
     models: dict[int, CausalLM] = {16: plain}
     models |= {bits: _packed(folder, name, bits)[0] for bits in BITS}
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary_size(plain), (1, args.prompt), generator=draw)
+    ids = torch.randint(0, vocabulary_size(plain), (1, most), generator=draw)
     took: dict[str, dict[int, list[float]]] = {
         what: {bits: [] for bits in models} for what in ("decode", "plain_cache_decode", "prompt")
     }
@@ -122,7 +123,7 @@ def speed_rows(name: str, args: argparse.Namespace, folder: Path) -> list[Row]:
                 step = decode_s(models[bits], ids[:, : args.context], args.steps, own_cache=own)
                 took[what][bits].append(step)
         for bits in order if args.prompt else ():
-            took["prompt"][bits].append(prompt_s(models[bits], ids, args.chunk))
+            took["prompt"][bits].append(prompt_s(models[bits], ids[:, : args.prompt], args.chunk))
     for row in rows:
         for what, times in took.items():
             if times[16]:
