@@ -37,7 +37,7 @@ from penstock.evaluate.resuming import check_same, digest_of
 from penstock.evaluate.sitting import Sitting, sit
 from penstock.evaluate.tasks.real.passages import FIDELITY
 from penstock.generation.prompts import read_text_file
-from penstock.models.loader import BUNDLED
+from penstock.models.loader import BUNDLED, WEIGHTS
 
 _SAME_WHEN_RESUMED = (
     "model", "device", "dtype", "weights", "texts", "batch", "chunk", "own_prefill", "chat",
@@ -90,6 +90,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--figure", help="draw losses and fidelity of suite real: PNG, SVG or PDF by its ending")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", help="of weights and cache (default: as stored)")
+    add("--weights", dest="packed", choices=list(WEIGHTS), help="pack them so (CPU)")
     add("--batch", type=int, help="samples answered at a time (default 10; suite: all)")
     add("--workers", type=int, help="processes, each with the model (default 1; suite: by cores)")
     add("--chunk", type=int, default=2048, help="tokens per forward pass of the prompt")
@@ -192,7 +193,7 @@ class Benchmark:
             model=args.model, device=args.device, dtype=args.dtype, data=args.data,
             haystack=tuple(read_text_file(path, "haystack") for path in args.haystack),
             chat=args.chat, chunk=args.chunk, own_prefill=args.own_prefill, store=args.store,
-            seed=args.seed, real=args.suite == "real",
+            seed=args.seed, real=args.suite == "real", packed=args.packed,
         )  # fmt: skip
         alone = args.workers == 1
         here = Examiner(self._how if alone else dataclasses.replace(self._how, device="cpu"))

@@ -38,6 +38,8 @@ class Examination:
     own_prefill: bool
     store: str
     seed: int
+    packed: str | None = None
+    """"int8" or "int4": weights are packed so; None: as stored."""
     real: bool = False
     """The tasks of suite real, and fidelity."""
 
@@ -75,7 +77,10 @@ class Examiner:
         """
         self._how = examination
         self._loaded: LoadedModel = load(
-            examination.model, dtype=examination.dtype, device=examination.device
+            examination.model,
+            dtype=examination.dtype,
+            device=examination.device,
+            weights=examination.packed,
         )
         tokenizer = self._loaded.tokenizer
         if tokenizer is None:
