@@ -218,7 +218,7 @@ def part_of(plan: SlotPlan, num_layers: int, of_layers: int) -> SlotPlan:
     What belongs to layers shrinks with their number; what they share stays.
     """
     kept = plan.batch * plan.kept_slots * plan.unit_bytes
-    per_layer = kept if plan.shared_pools else plan.batch * plan.num_slots * plan.unit_bytes + kept
+    per_layer = kept if plan.shared_pools else plan.batch * plan.num_slots * plan.slot_bytes + kept
     shared = plan.pool_bytes - of_layers * per_layer
     return replace(
         plan, index_bytes=-(-plan.index_bytes * num_layers // of_layers),

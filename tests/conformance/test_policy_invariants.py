@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from penstock.methods import POLICIES, SelectionPolicy
+from penstock.methods import POLICIES, KVSwap, SelectionPolicy
 from penstock.methods.hillinfer.policy import HillInfer
 from penstock.testing import PolicyContract
 
@@ -20,6 +20,13 @@ class TestPolicies(PolicyContract):
         policy() for name, policy in POLICIES.items() if name != "hillinfer"
     )
     unseen = UNSEEN_NEEDLES
+
+
+class TestSlotsIn8Bits(PolicyContract):
+    policies = (KVSwap(slot_bits=8),)
+
+    # The device tier refuses them.
+    test_units_partition_the_past = None  # type: ignore[assignment]
 
 
 class TestHillInfer(PolicyContract):

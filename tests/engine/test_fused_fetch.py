@@ -66,19 +66,33 @@ def require_direct(runtime: TieredRuntime) -> None:
 
 
 @needs
-@pytest.mark.parametrize(("batch", "keep"), [(1, None), (3, 2.0)])
+@pytest.mark.parametrize(
+    ("batch", "changes"),
+    [
+        (1, {}),
+        (3, {"keep": 2.0}),
+        (3, {"keep": 2.0, "slot_bits": 8}),
+        (1, {"group_tokens": 1, "selected_tokens": 100, "slot_bits": 8}),  # more than land at once
+        (2, {"group_tokens": 3}),  # with another shape, in units that are padded to sectors
+    ],
+    ids=str,
+)
 def test_as_step_by_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, keep: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, changes: dict[str, Any]
 ) -> None:
-    policy = replace(POLICY, keep=keep)
-    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21)
+    policy = replace(POLICY, **changes)
+    size = {"shape": replace(SHAPE, head_dim=16 if policy.group_tokens == 3 else 32)}
+    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21, **size)
     require_direct(runtime)
+    plan = runtime.plan
+    assert plan.is_coded == (policy.slot_bits == 8)
+    assert (plan.staging_slots > 0) == (plan.is_coded or policy.group_tokens == 3)
     fused = run(runtime, batch)
     assert is_fused(runtime)
     assert fused[1] > 0
     runtime.close()
     monkeypatch.setattr(RetrievalLayer, "may_fuse", False)
-    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21)
+    runtime = open_runtime(tmp_path, policy, limit_bytes=batch << 21, **size)
     stepwise = run(runtime, batch)
     assert not is_fused(runtime)
     runtime.close()
@@ -147,18 +161,15 @@ FIELDS = {field.name: getattr(POLICY, field.name) for field in fields(POLICY)}
         (_Replacer(**FIELDS), {}),
         (replace(POLICY, head_reduction="sum"), {}),
         (replace(POLICY, index_bits=16), {}),
-        (replace(POLICY, group_tokens=3), {"shape": replace(SHAPE, head_dim=16)}),
         (POLICY, {"store": "nvme"}),
     ],
-    ids=["selects", "replaces", "sums", "16 bits", "staged", "simulated"],
+    ids=["selects", "replaces", "sums", "16 bits", "simulated"],
 )
 def test_others_go_step_by_step(
     tmp_path: Path, policy: SelectionPolicy, more: dict[str, Any]
 ) -> None:
     runtime = open_runtime(tmp_path, policy, **more)
     run(runtime)
-    if runtime.settings.shape.head_dim == 16:
-        assert runtime.plan.staging_slots > 0
     assert not is_fused(runtime)
     runtime.close()
 

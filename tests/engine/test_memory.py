@@ -50,6 +50,10 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "selected": (
         KVSwap(attend="selected", reuse_tokens=1600), {"limit_bytes": FULL_BYTES // 2},
     ),
+    "in-8-bits": (KVSwap(slot_bits=8), {"limit_bytes": FULL_BYTES // 3}),
+    "in-8-bits-shared": (
+        KVSwap(slot_bits=8, reuse_tokens=0, group_tokens=5), {"limit_bytes": FULL_BYTES // 3},
+    ),
     "no-limit": (KVSwap(), {}),
     "exact": (KVSwap(), {"exact": True, "limit_bytes": FULL_BYTES // 3}),
     "flexgen": (FlexGen(), {}),
@@ -192,8 +196,9 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     [
         KVSwap(selected_tokens=2000, reuse_tokens=2000),
         KVSwap(selected_tokens=2000, reuse_tokens=0, group_tokens=5),
+        KVSwap(selected_tokens=2000, reuse_tokens=2000, slot_bits=8),
     ],
-    ids=["direct", "shared-staged"],
+    ids=["direct", "shared-staged", "in 8 bits"],
 )
 def test_slots_lend_a_prompt_their_memory(policy: SelectionPolicy) -> None:
     """No byte more is held, and the next decode step has them back, empty."""

@@ -107,7 +107,7 @@ def test_a_run_measures_every_row_and_saves_it(
     # Slots for more than one selection hit more than the overlap of two steps.
     assert 0.71 < overlap["hit_rate"] < 1
     assert rows["kvswap, all resident"]["figures"]["read_bytes_per_token"] < full_context / 100
-    assert rows["kvswap"]["figures"]["burst"]["bandwidth"] > 0
+    assert rows["kvswap, no reuse"]["figures"]["burst"]["bandwidth"] > 0
     assert rows["kvswap (emmc, simulated)"]["simulated"]
     assert len(saved["figures"]["prefill"]) == 3
     for row in saved["figures"]["prefill"]:

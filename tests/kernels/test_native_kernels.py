@@ -16,7 +16,7 @@ from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels import decode_attention as attention
 from penstock.kernels import group_scores as scores
-from penstock.kernels import low_rank, query_steps
+from penstock.kernels import low_rank, query_steps, slot_codes
 from penstock.kernels import top_units as top
 from penstock.kernels.group_products import group_products
 from penstock.kernels.int8_linear import Int8Linear
@@ -152,6 +152,68 @@ def test_decode_attention_hides_no_nan(dtype: torch.dtype, bad: float, place: in
         assert fast.isnan().any()
     query[1, 0, 0, 0] = float("nan")
     assert attention.decode_attention(query, tokens, mask, 0.2)[1, 0].isnan().all()
+
+
+@vectors
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "dim", "slots", "places"),
+    [(1, 4, 4, 16, 1, 1), (3, 6, 2, 48, 7, 33), (2, 16, 2, 128, 160, 20)],
+)
+def test_slots_in_8_bits(
+    batch: int, heads: int, kv_heads: int, dim: int, slots: int, places: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(slots)
+    group, count = 3, batch * slots
+    units = torch.randn(count, group, 2, kv_heads, dim + 16).to(dtype)[..., :dim].contiguous()
+    units *= torch.rand(count, group, 2, kv_heads, 1).to(dtype) * 30
+    units[0, 0, 0, 0] = 0.0
+    assert compiled.kernel("code_units") is not None
+    width = group * slot_codes.coded_token_bytes(kv_heads, dim)
+    fast, slow = torch.full((2, count + 1, width), 7, dtype=torch.uint8)
+    order = np.random.default_rng(0).permutation(count)
+    slot_codes.code_units(units, fast, order)
+    slot_codes.code_units_twin(units, slow, order)
+    assert torch.equal(fast, slow)
+    codes = fast[:count].view(batch, slots * group, -1)
+    numbers = slot_codes.numbers_of(codes, kv_heads, dim, torch.float32)
+    numbers = numbers.view(count, group, 2, kv_heads, dim)[torch.from_numpy(order)]
+    wide = units.float()
+    steps = wide.abs().amax(-1, keepdim=True) / 127 * (1 + 2**-7)
+    assert bool(((numbers - wide).abs() <= steps * 0.501).all())
+
+    tokens = torch.randn(batch, places, 2, kv_heads, dim).to(dtype)
+    query = torch.randn(batch, heads, 1, dim).to(dtype) * 0.3
+    mask = torch.zeros(batch, slots * group + places, dtype=dtype)
+    mask[:, :-1:3] = float("-inf")
+    codes[:, ::3] = 255  # hidden places may hold anything; so many ones are no number
+    sums, expected = torch.zeros(batch, heads), torch.zeros(batch, heads)
+    found = attention.coded_attention(query, codes, tokens, mask, dim**-0.5, sums)
+    wanted = attention.coded_attention_twin(
+        query.float(), codes, tokens.float(), mask.float(), dim**-0.5, expected
+    )
+    assert found.dtype == dtype
+    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-4)
+    precision = 1e-4 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(found.float(), wanted, rtol=precision, atol=30 * precision)
+
+
+@vectors
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_slots_in_8_bits_hide_no_nan(bad: float) -> None:
+    units = torch.ones(2, 1, 2, 2, 16)
+    units[1, 0, 1, 0, 3] = bad
+    for code in (slot_codes.code_units, slot_codes.code_units_twin):
+        memory = torch.zeros(2, slot_codes.coded_token_bytes(2, 16), dtype=torch.uint8)
+        code(units, memory, np.arange(2))
+        numbers = slot_codes.numbers_of(memory, 2, 16, torch.float32)
+        assert numbers[1, 1, 0].isnan().all()
+        numbers[1, 1, 0] = 1.0
+        assert torch.allclose(numbers, torch.ones(()), rtol=1e-2)
+        out = attention.coded_attention(
+            torch.ones(1, 2, 1, 16), memory[None], torch.ones(1, 1, 2, 2, 16), torch.zeros(1, 3), 1
+        )
+        assert out[0, :, 0, 0].isnan().tolist() == [True, False]
 
 
 @vectors

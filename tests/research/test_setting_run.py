@@ -79,11 +79,12 @@ def test_a_part_of_a_plan_keeps_its_choices(policy: Any) -> None:
     assert (part.num_slots, part.selected_units) == (plan.num_slots, plan.selected_units)
     assert part.index_bytes == -(-plan.index_bytes // 8)
     assert part_of(plan, 32, 32) == plan
-    rows = plan.batch * plan.unit_bytes
+    assert plan.is_coded == (policy == KVSwap())
+    slots, kept = plan.num_slots * plan.slot_bytes, plan.kept_slots * plan.unit_bytes
     if plan.shared_pools:
-        assert part.pool_bytes == rows * (2 * plan.num_slots + 6 * plan.kept_slots)
+        assert part.pool_bytes == plan.batch * (2 * slots + 6 * kept)
     else:
-        assert part.pool_bytes == rows * 4 * (plan.num_slots + plan.kept_slots)
+        assert part.pool_bytes == plan.batch * 4 * (slots + kept)
     again = planned(chosen, part)
     assert again.name == policy.name
     assert isinstance(again, type(policy))

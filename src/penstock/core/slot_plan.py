@@ -49,7 +49,9 @@ class SlotPlan:
     fixed_bytes: int
     """Tables, staging and scratch of all layers and rows, in bytes."""
     unit_bytes: int
-    """Bytes of one unit of one layer."""
+    """Bytes of one unit of one layer, in the store."""
+    coded_bytes: int | None = None
+    """Bytes of one in a slot in 8 bits; None: slots have units as the store has them."""
     staging_slots: int
     """Slots of one staging section; 0 when reads land in the slots."""
     score_tokens: int = 0
@@ -90,6 +92,21 @@ class SlotPlan:
     def is_resident(self) -> bool:
         """Whether the whole cache stays in memory, without slots and without a store."""
         return self.num_slots == 0
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether slots hold units in 8 bits; sinks and window are as the model has them."""
+        return self.coded_bytes is not None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one layer."""
+        return self.unit_bytes if self.coded_bytes is None else self.coded_bytes
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether a layer's sinks and window have memory of their own, beside its slots'."""
+        return self.shared_pools or self.is_coded
 
     @property
     def host_units(self) -> int:

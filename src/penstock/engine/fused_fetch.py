@@ -1,5 +1,6 @@
 """FusedFetch: a layer's selection, plan and reads in one compiled call."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from penstock.engine.tiers.replacement import ReplacementPolicy
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.group_fetch import Fetched, GroupFetch, SlotArrays
 from penstock.kernels.group_selection import GroupSelection
+from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.storage.file import Ticket
 from penstock.storage.native_aio import AioQueue, Requests, Submission, places
 
 _NOTHING = np.empty((0, 8), dtype=np.int64)
@@ -48,7 +51,8 @@ class FusedFetch:
     layer takes its steps after each other.
 
     Known are: the best units of a compiled selection for all rows alike, slots in order of
-    admission, reads that land where they are attended to, out of a file on native AIO.
+    admission, reads out of a file on native AIO that land where they are attended to, or side by
+    side in a section of the staging area.
     """
 
     def __init__(
@@ -62,11 +66,11 @@ class FusedFetch:
             slots_per_row: slots of the pool for one row, sinks and window included.
         """
         self._transfer, self._slots_per_row = transfer, slots_per_row
-        region, buffer = transfer.region, transfer.buffer
+        region = transfer.region
         # Whole sectors, at whole sectors of memory: no read needs another look.
         sectors = region.padded_bytes % region.file.sector_bytes == 0
-        self._is_possible = policy.selects_best and sectors and buffer is not None
-        if buffer is not None:
+        self._is_possible = policy.selects_best and sectors
+        for buffer in _targets(transfer):
             self._is_possible &= buffer.address % region.file.sector_bytes == 0
             self._is_possible &= buffer.slot_bytes == region.padded_bytes
         self._resident_factor = resident_factor
@@ -81,6 +85,7 @@ class FusedFetch:
         query: Tensor,
         between: tuple[int, int],
         wanted: int,
+        read: Callable[[FetchPlan], PendingRead],
     ) -> Fetch | None:
         """Select, plan and submit, or leave everything as it is.
 
@@ -88,6 +93,7 @@ class FusedFetch:
             stored: place of each unit in the file, see `UnitMap`. [batch, max_units]
             query: [batch, num_heads, head_dim]
             between: the first and the end of the units that may be chosen, in every row.
+            read: submits a plan's reads where they are not in the file's order, or too many.
 
         Raises:
             FetchError: the store is closed.
@@ -106,9 +112,8 @@ class FusedFetch:
             self._prepared = prepared
         if prepared is None:
             return None
-        return self._run(
-            prepared, query.contiguous(), between, min(wanted, between[1] - between[0])
-        )
+        wanted = min(wanted, between[1] - between[0])
+        return self._run(prepared, query.contiguous(), between, wanted, read)
 
     def _make(
         self,
@@ -121,11 +126,11 @@ class FusedFetch:
     ) -> _PreparedFetch | None:
         if type(replacement) is not FIFO or not stored.flags.c_contiguous:
             return None
-        region, buffer = self._transfer.region, self._transfer.buffer
-        assert buffer is not None
+        region, buffer = self._transfer.region, _targets(self._transfer)[0]
+        per_row = self._slots_per_row if self._transfer.staging is None else 0
         to = SlotArrays(
             slot_of=table.slot_of, unit_in=table.unit_in, heads=replacement.heads, stored=stored,
-            slots_per_row=self._slots_per_row, buffer=buffer.address,
+            slots_per_row=per_row, buffer=buffer.address,
             slot_bytes=region.padded_bytes, buffer_slots=buffer.num_slots,
             run_units=region.run_units, descriptor=descriptor,
             resident_factor=self._resident_factor,
@@ -134,34 +139,61 @@ class FusedFetch:
         return _PreparedFetch(call, queue, selection, table, replacement, stored, descriptor)
 
     def _run(
-        self, prepared: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int
-    ) -> Fetch:
-        found: Fetched | None = None
-
-        def start(context: int, room: int, key: int) -> Submission:
-            nonlocal found
-            found = prepared.call.submit(query, between, wanted, context, room, key)
-            iocbs = _NOTHING if found.iocbs is None else found.iocbs
-            requests = Requests(iocbs, found.address, found.read_bytes, 0)
-            return Submission(requests, found.taken, found.submitted_ns)
-
-        transfer = self._transfer
+        self, prepared: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int,
+        read: Callable[[FetchPlan], PendingRead],
+    ) -> Fetch:  # fmt: skip
+        transfer, staging = self._transfer, self._transfer.staging
         transfer.drain()
-        assert transfer.buffer is not None
-        ticket = prepared.queue.submit_by(start, len(query) * wanted, transfer.buffer.array)
-        assert found is not None
+        if staging is None:
+            assert transfer.buffer is not None
+            found, ticket = self._submit(prepared, query, between, wanted, transfer.buffer)
+            pending = None if ticket is None else transfer.pending(ticket)
+        else:
+            section, pending = staging.acquire(), None
+            try:
+                found, ticket = self._submit(prepared, query, between, wanted, section.buffer)
+                if ticket is not None:
+                    slots = found.rows * self._slots_per_row + found.victims
+                    pending = transfer.staged(ticket, section, slots)
+            finally:
+                if pending is None:
+                    staging.release(section)
         num_wanted = found.slots.size
         plan = FetchPlan(
             found.rows, found.units, found.victims, found.slots, num_wanted,
             num_wanted - len(found.rows),
         )  # fmt: skip
-        pending, observer = None, transfer.region.observer
         if found.iocbs is None:
-            units = prepared.stored[found.rows, found.units]
-            pending = transfer.read(units, found.rows * self._slots_per_row + found.victims)
-        elif len(found.rows):
-            reads, memory = places(found.iocbs), transfer.buffer.array
-            pending = transfer.pending(transfer.region.file.opened(ticket, *reads, memory))
-            if observer is not None:
-                observer(prepared.stored[found.rows, found.units])
+            pending = read(plan)
         return Fetch(Selection(found.chosen), plan, pending)
+
+    def _submit(
+        self, prepared: _PreparedFetch, query: Tensor, between: tuple[int, int], wanted: int,
+        buffer: AlignedBuffer,
+    ) -> tuple[Fetched, Ticket | None]:  # fmt: skip
+        """What the call did, and the reads that it began: None where there were none."""
+        found: Fetched | None = None
+
+        def start(context: int, room: int, key: int) -> Submission:
+            nonlocal found
+            found = prepared.call.submit(query, between, wanted, context, room, key, buffer.address)
+            iocbs = _NOTHING if found.iocbs is None else found.iocbs
+            requests = Requests(iocbs, found.address, found.read_bytes, 0)
+            return Submission(requests, found.taken, found.submitted_ns)
+
+        ticket = prepared.queue.submit_by(start, len(query) * wanted, buffer.array)
+        assert found is not None
+        if found.iocbs is None or not len(found.rows):
+            return found, None
+        region = self._transfer.region
+        if region.observer is not None:
+            region.observer(prepared.stored[found.rows, found.units])
+        return found, region.file.opened(ticket, *places(found.iocbs), buffer.array)
+
+
+def _targets(transfer: SlotTransfer) -> Sequence[AlignedBuffer]:
+    """What reads land in, each in its turn."""
+    if transfer.staging is not None:
+        return transfer.staging.buffers
+    assert transfer.buffer is not None
+    return [transfer.buffer]

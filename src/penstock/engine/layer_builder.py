@@ -45,11 +45,20 @@ class LayerBuilder:
         plan = self.setup.plan
         key = (i - self.numbers.start) % 2 if plan.shared_pools else i
         if key not in self._pools:
-            slots = plan.batch * (plan.num_slots + plan.kept_slots)
-            size = (slots, plan.unit_bytes, self.setup.store.padded_bytes, self.setup.device)
-            self._pools[key] = PoolMemory.allocate(*size)
+            self._pools[key] = self._allocate(plan)
             self.setup.workspace.may_lend(self._pools[key])
         return self._pools[key]
+
+    def _allocate(self, plan: SlotPlan) -> PoolMemory:
+        setup = self.setup
+        if plan.coded_bytes is not None:
+            return PoolMemory.allocate_coded(
+                plan.batch * plan.num_slots, plan.coded_bytes, setup.shape
+            )
+        return PoolMemory.allocate(
+            plan.batch * (plan.num_slots + plan.kept_slots), plan.unit_bytes,
+            setup.store.padded_bytes, setup.device,
+        )  # fmt: skip
 
     @cached_property
     def compact(self) -> CompactPool | None:

@@ -25,9 +25,14 @@ from penstock.engine.layer import Layer
 from penstock.engine.prompt_indexing import PromptIndexing
 from penstock.engine.prompt_workspace import PromptWorkspace
 from penstock.engine.slot_transfer import PendingRead, PoolMemory, SlotTransfer, Staging
-from penstock.engine.stream_blocks import SlotHalves, StreamBlocks
+from penstock.engine.stream_blocks import (
+    STREAM_BLOCK_TOKENS,
+    BlockBuffer,
+    SlotHalves,
+    StreamBlocks,
+)
 from penstock.engine.tiers.rolling_window import RollingWindow
-from penstock.engine.tiers.token_pool import TokenPool, copy_rows
+from penstock.engine.tiers.token_pool import CodedPool, TokenPool, copy_rows
 from penstock.engine.unit_map import UnitMap
 from penstock.engine.writer import Writer
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
@@ -76,18 +81,23 @@ class LayerCache(Layer):
         self._touched = 0
         """Tokens that the window last took places for: more than `length` where that failed."""
         self._reserved_units = 0
-        self.pool = TokenPool(
+        pool_type = CodedPool if plan.is_coded else TokenPool
+        self.pool: TokenPool = pool_type(
             pool_memory.tensor, shape, batch=plan.batch, num_slots=plan.num_slots,
             kept_slots=plan.kept_slots, group_tokens=plan.group_tokens,
         )  # fmt: skip
-        tokens, mask = self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :]
+        mask = self.pool.mask[:, self.pool.slot_places :]
         self._window_memory = pool_memory
-        if plan.shared_pools:
+        if plan.keeps_apart:
             self._window_memory = PoolMemory.allocate(
                 plan.batch * plan.kept_slots, plan.unit_bytes,
                 setup.store.padded_bytes, setup.device,
             )  # fmt: skip
-            tokens = self._window_memory.tensor.view(shape.dtype).view(tokens.shape)
+            size = (plan.batch, plan.kept_slots * plan.group_tokens, *shape.token_size)
+            tokens = self._window_memory.tensor.view(shape.dtype).view(size)
+        else:
+            tokens = self.pool.kept_tokens()
+        if plan.shared_pools:
             mask = torch.full_like(mask, NEGATIVE_INFINITY)
         self.window = RollingWindow(
             tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
@@ -97,9 +107,22 @@ class LayerCache(Layer):
         args = (setup.staging, setup.writer, setup.tracer)
         self.transfer = SlotTransfer(region, pool_memory, *args)
         self._window_transfer = self.transfer
-        if plan.shared_pools:
+        if plan.keeps_apart:
             self._window_transfer = SlotTransfer(region, self._window_memory, *args)
-        self._own = SlotHalves(self.pool, self.transfer.max_units, plan.batch)
+        self._own = self._own_blocks(pool_memory)
+
+    def _own_blocks(self, memory: PoolMemory) -> StreamBlocks:
+        """The slots' memory as what the past streams through."""
+        plan, padded_bytes = self.setup.plan, self.setup.store.padded_bytes
+        if not plan.is_coded:
+            return SlotHalves(self.pool, self.transfer.max_units, plan.batch)
+        assert memory.pages is not None
+        each = BlockBuffer.num_bytes(plan.batch, 1, plan.unit_bytes, padded_bytes)
+        most = max(1, STREAM_BLOCK_TOKENS // plan.group_tokens)
+        return BlockBuffer(
+            self.setup.shape, plan.batch, min(most, memory.pages.num_bytes // each),
+            plan.group_tokens, padded_bytes, memory.pages,
+        )  # fmt: skip
 
     # Attention ------------------------------------------------------------------------------
 
@@ -278,7 +301,7 @@ class LayerCache(Layer):
         plan, slot = self.setup.plan, self.window.window_slot(unit)
         self._reserve(unit, unit + 1)
         slots = np.arange(plan.batch) * plan.kept_slots + slot
-        if not plan.shared_pools:
+        if not plan.keeps_apart:
             slots = self.slot_numbers(np.array([plan.num_slots + slot]))
         self._window_transfer.write(self.setup.units.table[:, unit].copy(), slots, later=True)
         self._count_write(plan.batch)
@@ -413,7 +436,7 @@ class LayerCache(Layer):
         plan = self.setup.plan
         slot = self.window.window_slot(unit) if slot is None else slot
         slots = np.arange(plan.batch) * plan.kept_slots + slot
-        if not plan.shared_pools:
+        if not plan.keeps_apart:
             slots = self.slot_numbers(np.array([plan.num_slots + slot]))
         self._window_transfer.read(self.setup.units.table[:, unit].copy(), slots).land()
 

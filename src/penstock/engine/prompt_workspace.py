@@ -55,7 +55,8 @@ class PromptWorkspace:
         """
         if self.blocks is not None or not self._pools:
             return
-        plan, least = self._plan, max(1, self._plan.num_slots // 2)
+        plan = self._plan  # of the slots, in units of the store, one half
+        least = max(1, plan.num_slots * plan.slot_bytes // plan.unit_bytes // 2)
         most = max(1, STREAM_BLOCK_TOKENS // plan.group_tokens)
         most = min(most, plan.max_units)
         if most <= least:
@@ -94,12 +95,12 @@ class PromptWorkspace:
             ranges: Sequence[tuple[int, int]] = [
                 (row * per_row, plan.num_slots) for row in range(plan.batch)
             ]
-            if plan.shared_pools:  # sinks and windows are not in them between steps
-                ranges = [(0, plan.batch * per_row)]
+            if plan.keeps_apart:  # sinks and windows are not in them between steps
+                ranges = [(0, pool.pages.num_slots)]
             for first, count in ranges:
                 if given >= wanted:
                     return given
-                fewest = min(count, ceil_div(wanted - given, plan.unit_bytes) + 2)
+                fewest = min(count, ceil_div(wanted - given, plan.slot_bytes) + 2)
                 given += pool.pages.give_back_range(first, fewest)
         return given
 

@@ -24,8 +24,12 @@ from penstock.engine.layer_cache import LayerCache, LayerSetup
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.slot_transfer import PendingRead, PoolMemory
 from penstock.engine.tiers.slot_table import SlotTable
-from penstock.engine.tiers.token_pool import copy_rows
-from penstock.kernels.decode_attention import decode_attention
+from penstock.engine.tiers.token_pool import CodedPool
+from penstock.kernels.decode_attention import (
+    coded_attention,
+    coded_blocks,
+    decode_attention,
+)
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
 
@@ -120,7 +124,7 @@ class RetrievalLayer(LayerCache):
             return None
         return self._fused.begin(
             self.index, self.table, self.replacement, self.setup.units.table, query,
-            (self._lowest_unit, end_unit), self.setup.plan.selected_units,
+            (self._lowest_unit, end_unit), self.setup.plan.selected_units, self.read_missing,
         )  # fmt: skip
 
     def _fetch_in_steps(self, query: Tensor, end_unit: int) -> Fetch:
@@ -236,6 +240,8 @@ class RetrievalLayer(LayerCache):
             [batch, 1, num_heads, value_width]
         """
         shown = self.attended_mask(None if fetched is None else fetched[1])
+        if isinstance(self.pool, CodedPool):
+            return self._attend_to_codes(call, self.pool, shown)
         if self._may_use_kernel and call.sink_logits is None and call.softcap is None:
             out = decode_attention(
                 call.query, self.pool.tokens, shown, call.scaling, self.index.lse
@@ -250,11 +256,26 @@ class RetrievalLayer(LayerCache):
             self.index.lse.copy_(total.lse[:, :, 0])
         return total.result()
 
+    def _attend_to_codes(self, call: AttentionCall, pool: CodedPool, shown: Tensor) -> Tensor:
+        if call.sink_logits is None and call.softcap is None:
+            out = coded_attention(
+                call.query, pool.codes, self.window.tokens, shown, call.scaling, self.index.lse
+            )
+            return out.to(call.query.dtype).transpose(1, 2)
+        total, shape = AttentionSum(call), self.setup.shape
+        size = (shape.num_kv_heads, shape.head_dim)
+        for block in coded_blocks(pool.codes, shown, size, shape.dtype):
+            total.add(*block)
+        keys, values = self.window.keys.transpose(1, 2), self.window.values.transpose(1, 2)
+        total.add(keys, values, shown[:, pool.slot_places :])
+        if self.index.lse is not None:
+            self.index.lse.copy_(total.lse[:, :, 0])
+        return total.result()
+
     def show_kept(self) -> None:
         """Put sinks and window behind the slots, where another layer's were before."""
         if self.setup.plan.shared_pools:
-            self.pool.kept_tokens().copy_(self.window.tokens)
-            self.pool.mask[:, self.pool.slot_places :] = self.window.mask
+            self.pool.show_kept(self.window.tokens, self.window.mask)
 
     def see_step(
         self, call: AttentionCall, fetched: tuple[Selection, FetchPlan] | None
@@ -437,9 +458,7 @@ class RetrievalLayer(LayerCache):
         self._visible = None if other._visible is None else other._visible[rows]
         self._fit.take_rows_from(other._fit, rows)
         if other is self and not self.setup.plan.shared_pools:
-            end = self.pool.slot_places
-            copy_rows(self.pool.tokens[:, :end], self.pool.tokens[:, :end], rows)
-            copy_rows(self.pool.mask[:, :end], self.pool.mask[:, :end], rows)
+            self.pool.take_rows(rows)
             self.table = self.table.copy_rows(rows_np)
             self.replacement = self.replacement.copy_rows(rows_np)
 

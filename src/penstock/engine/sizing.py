@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError
+from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units
 from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.device_tier.device_pool import DevicePool
 from penstock.engine.device_tier.scored_units import ScoredUnits
 from penstock.engine.policy import ceil_div
+from penstock.engine.stream_blocks import BlockBuffer
 from penstock.engine.tiers.slot_table import SlotTable
+from penstock.kernels.slot_codes import coded_token_bytes
 
 PlanBuilder = Callable[[int], SlotPlan]
 """From a number of slots to a priced plan."""
@@ -18,6 +21,8 @@ STREAM_SLOT_TOKENS = 4096
 """Tokens of the two halves of a stream buffer together."""
 
 
+CODED_READS = 64
+"""Most units of a row that are read at once into slots in 8 bits: they land beside them."""
 STREAM_BLOCK_TOKENS = 2048
 """Most tokens of one block of a row that streams from host memory through a GPU's."""
 STREAM_BLOCK_BYTES = 64 << 20
@@ -114,10 +119,12 @@ def make_plan(
     scratch_bytes: int,
     score_tokens: int = 0,
     read_units: int | None = None,
+    coded: bool = False,
 ) -> SlotPlan:
     """Price one division of the memory; pure arithmetic.
 
     Args:
+        coded: whether slots hold units in 8 bits; they are `fewest_coded_slots` at least.
         read_units: of a row that a step usually misses, at most; None: all that it selects.
         window_slots: made at least 2, a closed unit beside the unfinished one.
     """
@@ -127,16 +134,18 @@ def make_plan(
     unit_bytes = group_tokens * shape.token_bytes
     kept = sink_slots + window_slots
     pools = 2 if shared_pools else shape.num_layers
-    pool_slots = pools * batch * (num_slots + kept)
+    slot_bytes = coded_unit_bytes(shape, group_tokens) if coded else unit_bytes
+    kept_copies = pools * (not coded) + shape.num_layers * (shared_pools or coded)
     mask_slots = shape.num_layers * batch * (num_slots + kept)
     if shared_pools:
-        pool_slots += shape.num_layers * batch * kept
         mask_slots += shape.num_layers * batch * kept
     mask_bytes = mask_slots * group_tokens * shape.dtype.itemsize
     staging_slots = 0
-    if not (request.is_direct(group_tokens) or request.device_tier):
+    if coded or not (request.is_direct(group_tokens) or request.device_tier):
         read_units = selected_units if read_units is None else read_units
         staging_slots = batch * max(read_units, num_slots // 2, 1)
+        if coded:  # which nothing streams through
+            staging_slots = batch * max(2, min(read_units, CODED_READS))
     places = max((num_slots + kept) * group_tokens, min(STREAM_BLOCK_TOKENS, request.max_tokens))
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_units + shape.padding_bytes(batch * places)
     staging_bytes = 3 * staging_slots * request.padded_bytes(group_tokens)
@@ -159,10 +168,24 @@ def make_plan(
         batch=batch, max_units=max_units, group_tokens=group_tokens, num_slots=num_slots,
         selected_units=selected_units, sink_slots=sink_slots, window_slots=window_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
-        unit_bytes=unit_bytes, staging_slots=staging_slots, score_tokens=score_tokens,
+        unit_bytes=unit_bytes, coded_bytes=slot_bytes if coded else None,
+        staging_slots=staging_slots, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes,
-        pool_bytes=pool_slots * unit_bytes,
+        pool_bytes=batch * (pools * num_slots * slot_bytes + kept_copies * kept * unit_bytes),
     )  # fmt: skip
+
+
+def coded_unit_bytes(shape: KVShape, group_tokens: int) -> int:
+    """Bytes of a unit in 8 bits."""
+    return group_tokens * coded_token_bytes(shape.num_kv_heads, shape.head_dim)
+
+
+def fewest_coded_slots(request: SizingRequest, group_tokens: int) -> int:
+    """Slots in 8 bits that the past can stream through, unit by unit as the store has them."""
+    block = BlockBuffer.num_bytes(
+        1, 1, group_tokens * request.shape.token_bytes, request.padded_bytes(group_tokens)
+    )
+    return ceil_div(block, coded_unit_bytes(request.shape, group_tokens))
 
 
 def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_units: int) -> int:

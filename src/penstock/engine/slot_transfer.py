@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import FetchError, StorageError
+from penstock.core.shape import KVShape
 from penstock.core.trace import Tracer
 from penstock.engine.writer import Writer
+from penstock.kernels.slot_codes import code_units
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.file import Ticket
 from penstock.storage.unit_region import UnitRegion
@@ -34,6 +36,8 @@ class PoolMemory:
     buffer: AlignedBuffer | None
     pages: AlignedBuffer | None = None
     """The same memory, where it is the host's: what is not needed can be given back."""
+    coded: KVShape | None = None
+    """Of the tokens, where slots hold them in 8 bits; None: as the store has them."""
 
     @classmethod
     def allocate(
@@ -45,6 +49,26 @@ class PoolMemory:
             pages = AlignedBuffer(num_slots, unit_bytes)
             return cls(pages.tensor, pages if slot_bytes == unit_bytes else None, pages)
         return cls(torch.zeros(num_slots, unit_bytes, dtype=torch.uint8, device=device), None)
+
+    @classmethod
+    def allocate_coded(cls, num_slots: int, coded_bytes: int, shape: KVShape) -> "PoolMemory":
+        """Zeroed memory of the host for slots that hold units in 8 bits. shape: of a row."""
+        pages = AlignedBuffer(num_slots, coded_bytes)
+        return cls(pages.tensor, None, pages, shape)
+
+    def put(self, units: Tensor, slots: NDArray[np.int64]) -> None:
+        """Write units into slots.
+
+        Args:
+            units: as the store has them, in host memory. uint8 [count, unit_bytes]
+            slots: [count]
+        """
+        if self.coded is not None:
+            tokens = units.view(self.coded.dtype)
+            code_units(tokens.view(len(units), -1, *self.coded.token_size), self.tensor, slots)
+            return
+        index = torch.from_numpy(slots).to(self.tensor.device)
+        self.tensor.index_copy_(0, index, units.to(self.tensor.device, non_blocking=True))
 
 
 class StagingSection:
@@ -130,6 +154,11 @@ class Staging:
     def num_bytes(cls, num_slots: int, slot_bytes: int) -> int:
         """Bytes of a staging area of this size, for the ledger."""
         return cls.NUM_SECTIONS * num_slots * slot_bytes
+
+    @property
+    def buffers(self) -> list[AlignedBuffer]:
+        """Memory of all sections."""
+        return [section.buffer for section in self._all]
 
     def acquire(self) -> StagingSection:
         """Take a free section; waits for its last copy to the GPU."""
@@ -238,6 +267,11 @@ class SlotTransfer:
         return self._memory.buffer
 
     @property
+    def staging(self) -> "Staging | None":
+        """What reads pass through, where they do not land in the pool's memory; else None."""
+        return self._staging if self._memory.buffer is None else None
+
+    @property
     def max_units(self) -> int | None:
         """Most units in one transfer; None for no limit."""
         return None if self._staging is None else self._staging.num_slots
@@ -254,6 +288,15 @@ class SlotTransfer:
         except BaseException:
             staging.release(section)
             raise
+        return self.staged(ticket, section, slots)
+
+    def staged(
+        self, ticket: Ticket, section: StagingSection, slots: NDArray[np.int64]
+    ) -> PendingRead:
+        """Reads that are under way into the first places of a section, one for each slot; the
+        section goes back when they have ended."""
+        staging = self._staging
+        assert staging is not None
         return PendingRead(
             [ticket], self._tracer,
             unstage=lambda: self._unstage(section, slots), release=lambda: staging.release(section),
@@ -279,10 +322,8 @@ class SlotTransfer:
         return self._queue(unit_ids, buffer, slots)
 
     def _unstage(self, section: StagingSection, slots: NDArray[np.int64]) -> None:
+        self._memory.put(section.buffer.tensor[: len(slots), : self.region.unit_bytes], slots)
         memory = self._memory.tensor
-        source = section.buffer.tensor[: len(slots), : self.region.unit_bytes]
-        index = torch.from_numpy(slots).to(memory.device)
-        memory.index_copy_(0, index, source.to(memory.device, non_blocking=True))
         if memory.device.type == "cuda":
             section.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             section.copied.record(torch.cuda.current_stream(memory.device))

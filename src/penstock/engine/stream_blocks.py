@@ -5,6 +5,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -106,25 +107,40 @@ class BlockBuffer(StreamBlocks):
     """
 
     def __init__(
-        self, shape: KVShape, rows: int, units: int, group_tokens: int, padded_bytes: int
-    ) -> None:
-        """Allocate both halves; `num_bytes` says how much that is.
+        self, shape: KVShape, rows: int, units: int, group_tokens: int, padded_bytes: int,
+        memory: AlignedBuffer | None = None,
+    ) -> None:  # fmt: skip
+        """Lay out both halves; `num_bytes` says how much memory that is.
 
         Args:
             shape: of a row.
             units: of a row in a half.
             padded_bytes: a unit's place in the store.
+            memory: to use; None: memory of its own.
         """
         self.units, self._rows = units, rows
-        self._buffer = AlignedBuffer(2 * rows * units, padded_bytes)
+        count, unit_bytes = 2 * rows * units, group_tokens * shape.token_bytes
+        more = rows * units * unit_bytes if padded_bytes > unit_bytes else 0
+        if memory is None:
+            self._buffer = AlignedBuffer(count, padded_bytes)
+            spare = torch.empty(more, dtype=torch.uint8)
+        else:
+            self._buffer = memory.in_slots_of(padded_bytes)
+            spare = memory.tensor.flatten()[count * padded_bytes :][:more]
+            assert self._buffer.num_slots >= count, "too little memory"
+        self._lay_out(shape, group_tokens, spare)
+        self._writes: tuple[list[Future[int]], list[Future[int]]] = ([], [])
+
+    def _lay_out(self, shape: KVShape, group_tokens: int, spare: Tensor) -> None:
+        rows, units, padded_bytes = self._rows, self.units, self._buffer.slot_bytes
         unit_bytes = group_tokens * shape.token_bytes
-        places = self._buffer.tensor.view(2, rows, units, padded_bytes)[..., :unit_bytes]
+        places = self._buffer.tensor[: 2 * rows * units, :unit_bytes]
+        places = places.view(2, rows, units, unit_bytes)
         size = (group_tokens, *shape.token_size)
         self._places: Tensor = places.view(shape.dtype).view(2, rows, units, *size)
         self._together: Tensor | None = None
         if padded_bytes > unit_bytes:
-            self._together = self._places.new_empty(rows, units, *size)
-        self._writes: tuple[list[Future[int]], list[Future[int]]] = ([], [])
+            self._together = spare.view(shape.dtype).view(rows, units, *size)
 
     @staticmethod
     def num_bytes(rows: int, units: int, unit_bytes: int, padded_bytes: int) -> int:

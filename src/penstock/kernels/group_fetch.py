@@ -47,9 +47,10 @@ class SlotArrays:
     stored: NDArray[np.int64]
     """Place of each unit in the file, see `UnitMap`. [batch, max_units]"""
     slots_per_row: int
-    """Slots of the buffer from a row to the next, sinks and window included."""
+    """Slots of the buffer from a row to the next, sinks and window included; 0: reads land side by
+    side from the buffer's beginning on."""
     buffer: int
-    """Address of the slots' memory."""
+    """Address of the memory that reads land in, where a call names no other."""
     slot_bytes: int
     buffer_slots: int
     run_units: int
@@ -75,7 +76,7 @@ class Fetched(NamedTuple):
     """Slots that they take. [missing]"""
     iocbs: NDArray[np.int64] | None
     """Requests, with pointers to them behind; None where the reads are still to be submitted: they
-    are not in the file's order. [reads, 8]"""
+    are not in the file's order, or more than the buffer takes side by side. [reads, 8]"""
     address: int
     """Of the first request."""
     taken: int
@@ -120,8 +121,9 @@ class GroupFetch:
         self._slots_address = ctypes.addressof(self._slots)
 
     def submit(
-        self, query: Tensor, groups: tuple[int, int], wanted: int, context: int, room: int, key: int
-    ) -> Fetched:
+        self, query: Tensor, groups: tuple[int, int], wanted: int, context: int, room: int,
+        key: int, buffer: int | None = None,
+    ) -> Fetched:  # fmt: skip
         """Select, take slots for what is missing and hand its reads to the kernel.
 
         Args:
@@ -130,7 +132,9 @@ class GroupFetch:
             wanted: 1 .. end - first.
             context: of native AIO; `room`: most requests that it takes now.
             key: of the first request.
+            buffer: address of memory for this call's reads, as large as the one it was made with.
         """
+        self._slots.buffer = self._to.buffer if buffer is None else buffer
         batch, (first, end) = len(query), groups
         self._selection.require(query, first, end)
         assert batch <= len(self._to.heads), query.shape

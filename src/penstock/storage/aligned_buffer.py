@@ -51,6 +51,16 @@ class AlignedBuffer:
         self._pages, self._start = pages, start
         self.is_pinned = pinned and self.num_bytes > 0 and pages.pin(self.address, self.num_bytes)
 
+    def in_slots_of(self, slot_bytes: int) -> "AlignedBuffer":
+        """The same memory in slots of another size; what is left behind the last is not in it."""
+        other: AlignedBuffer = object.__new__(AlignedBuffer)
+        other.num_slots, other.slot_bytes = self.num_bytes // slot_bytes, slot_bytes
+        other.num_bytes = other.num_slots * slot_bytes
+        other.array = self.array.reshape(-1)[: other.num_bytes].reshape(-1, slot_bytes)
+        other.address, other.is_pinned = self.address, self.is_pinned
+        other._pages, other._start = self._pages, self._start
+        return other
+
     def give_back(self, slots: list[int]) -> None:
         """Give the pages that lie in these slots alone back to the system; they read as zeros then.
 

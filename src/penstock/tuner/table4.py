@@ -152,8 +152,9 @@ def paper_kvswap(load: Workload) -> KVSwap:
     beside a reuse buffer of one selection; where that has no room, the first of `TIGHT_INDEXES`."""
     joint, group = load.model.shape.joint_dim, PAPER_GROUPS[load.disk.name]
     one_selection = KVSwap(
-        group_tokens=group, selected_tokens=PAPER_SELECTED_TOKENS, index_block_tokens=0
-    )
+        group_tokens=group, selected_tokens=PAPER_SELECTED_TOKENS, index_block_tokens=0,
+        slot_bits=16,
+    )  # fmt: skip
     for rank in range(joint, 0, -RANK_STEP):
         made = replace(one_selection, rank=rank, index_bits=16, reuse_tokens=PAPER_SELECTED_TOKENS)
         try:

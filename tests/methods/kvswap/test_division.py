@@ -81,7 +81,36 @@ def test_reuse_that_is_stated_has_slots_of_its_own() -> None:
     _, plan = KVSwap(reuse_tokens=340).plan(asked(8192, 13, sector_bytes=512))
     assert not plan.shared_pools
     assert plan.num_slots == plan.selected_units >= 64
-    assert KVSwap().plan(asked(8192, 13, sector_bytes=512))[1].shared_pools
+    assert KVSwap(slot_bits=16).plan(asked(8192, 13, sector_bytes=512))[1].shared_pools
+
+
+def test_slots_are_in_8_bits_where_that_holds_more() -> None:
+    """Not on a GPU, not of widths that no kernel knows, and not where they can hold the past."""
+    policy, plan = KVSwap().plan(asked(16_384, 13))
+    _, former = KVSwap(slot_bits=16).plan(asked(16_384, 13))
+    assert plan.is_coded
+    assert isinstance(policy, KVSwap)
+    assert policy.slot_bits == 8
+    assert plan.num_slots > 1.5 * former.num_slots
+    assert plan.slot_bytes == 4 * 2 * 2 * (64 + 2)
+    assert not KVSwap().plan(asked(16_384, 13, device_tier=True))[1].is_coded
+    narrow = replace(SMALL, head_dim=72)
+    assert not KVSwap().plan(asked(16_384, 13, narrow))[1].is_coded
+    assert KVSwap(slot_bits=8).plan(asked(16_384, 13, narrow))[1].is_coded
+    for slot_bits in (None, 8):
+        roomy = replace(asked(16_384, 1), must_tier=True, limit_bytes=1 << 30)
+        everything = KVSwap(slot_bits=slot_bits).plan(roomy)[1]
+        assert everything.num_slots == everything.max_units
+        assert not everything.is_coded
+    with pytest.raises(ConfigError, match="not do for a GPU"):
+        KVSwap(slot_bits=8).plan(asked(16_384, 13, device_tier=True))
+    for faulty in (
+        {"slot_bits": 4},
+        {"slot_bits": 8, "mass": 0.9},
+        {"slot_bits": 8, "tail": "mean"},
+    ):
+        with pytest.raises(ConfigError, match="slot_bits="):
+            KVSwap(**faulty)
 
 
 def test_shared_pools_hold_one_selection() -> None:
@@ -172,7 +201,7 @@ def test_a_step_selects_what_the_slots_hold() -> None:
     """A factor of 1, or a stated selection, is the paper's: the oldest slots are let go."""
     factors = []
     for tokens in (30_000, 60_000):
-        policy, plan = KVSwap().plan(asked(tokens, 13))
+        policy, plan = KVSwap(slot_bits=16).plan(asked(tokens, 13))
         assert plan.selected_units == plan.num_slots
         factors.append(policy.resident_factor(plan.selected_units))
     assert 1 < factors[0] < factors[1], "more slots, and yet no more reads"

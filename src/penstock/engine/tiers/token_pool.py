@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.core.shape import KVShape
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
@@ -45,13 +46,20 @@ class TokenPool:
         self.places = self.slots_per_row * group_tokens
         self.slot_places = num_slots * group_tokens
         self.memory = memory
-        self.tokens: Tensor = memory.view(shape.dtype).view(batch, self.places, *shape.token_size)
         self.shape = shape
         self.mask = torch.full(
             (batch, self.places), NEGATIVE_INFINITY, dtype=shape.dtype, device=memory.device
         )
         # [batch, slots, group_tokens] views, to switch whole slots on and off.
         self.slot_mask: Tensor = self.mask.view(batch, self.slots_per_row, group_tokens)
+        self._hold(batch)
+
+    def _hold(self, batch: int) -> None:
+        """Say what the memory is."""
+        shape = self.shape
+        self.tokens: Tensor = self.memory.view(shape.dtype).view(
+            batch, self.places, *shape.token_size
+        )
         self.keys: Tensor = shape.keys_of(self.tokens).transpose(1, 2)
         self.values: Tensor = shape.values_of(self.tokens).transpose(1, 2)
 
@@ -78,6 +86,43 @@ class TokenPool:
     def kept_tokens(self) -> Tensor:
         """The part of sinks and window, [batch, kept_slots * G, *shape.token_size]."""
         return self.tokens[:, self.slot_places :]
+
+    def show_kept(self, tokens: Tensor, mask: Tensor) -> None:
+        """Put sinks and window of a layer behind the slots, whose memory layers share."""
+        self.kept_tokens().copy_(tokens)
+        self.mask[:, self.slot_places :] = mask
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Make the slots of row i what those of row `rows[i]` were."""
+        end = self.slot_places
+        copy_rows(self.tokens[:, :end], self.tokens[:, :end], rows)
+        copy_rows(self.mask[:, :end], self.mask[:, :end], rows)
+
+
+class CodedPool(TokenPool):
+    """A pool whose slots hold units in 8 bits (`kernels.slot_codes`), and nothing else.
+
+    Sinks and window have their memory elsewhere, and their places in the mask behind the slots. So
+    there are no `tokens`, `keys` and `values`, but
+
+        codes    uint8 [batch, num_slots * G, coded token]
+    """
+
+    @override
+    def _hold(self, batch: int) -> None:
+        self.slots_per_row = self.num_slots
+        self.codes: Tensor = self.memory.view(batch, self.slot_places, -1)
+
+    @override
+    def show_kept(self, tokens: Tensor, mask: Tensor) -> None:
+        """Attention finds the tokens where they are."""
+        self.mask[:, self.slot_places :] = mask
+
+    @override
+    def take_rows(self, rows: Tensor) -> None:
+        copy_rows(self.codes, self.codes, rows)
+        end = self.slot_places
+        copy_rows(self.mask[:, :end], self.mask[:, :end], rows)
 
 
 COPY_BYTES = 1 << 20

@@ -9,7 +9,7 @@
 
 #define INLINE __attribute__((always_inline)) static inline
 
-enum kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, CODES = 3 /* int8, loaded only */ };
 
 /* A call with `kind` as a constant, for compilers to make one loop of each. */
 #define EACH_KIND(call) \
@@ -19,6 +19,8 @@ enum kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 AVX512 INLINE __m512 load(const char *from, int64_t index, int kind) {
     if (kind == FLOAT32) return _mm512_loadu_ps((const float *)from + index);
+    if (kind == CODES)
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + index))));
     const __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + index));
     if (kind == FLOAT16) return _mm512_cvtph_ps(half);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));

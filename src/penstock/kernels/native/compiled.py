@@ -58,7 +58,8 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "key_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), _COUNT),
     "pool_logits": (*3 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, *2 * (_ADDRESS,), _COUNT),
     "logit_sums": (_ADDRESS, *3 * (_COUNT,), _ADDRESS, _ADDRESS, _COUNT),
-    "decode_attention": (*5 * (_ADDRESS,), *6 * (_COUNT,), _FACTOR, _COUNT),
+    "decode_attention": (*6 * (_ADDRESS,), *7 * (_COUNT,), _FACTOR, _COUNT),
+    "code_units": (_ADDRESS, *2 * (_COUNT,), *2 * (_ADDRESS,), *4 * (_COUNT,)),
     "prompt_attention": (*9 * (_ADDRESS,), _FACTOR),
     "bfloat16_units": (_ADDRESS,),
     "tree_attention": (*14 * (_ADDRESS,), *2 * (_COUNT,), _FACTOR),
@@ -72,7 +73,7 @@ _NEEDS: Mapping[str, int] = MappingProxyType({
     **dict.fromkeys((
         "rms_norm", "turn_query", "low_rank", "int8_linear", "decode_attention", "pool_logits",
         "tree_attention", "predict_query", "prompt_attention", "unpack_int4",
-        "int8_groups",
+        "int8_groups", "code_units",
     ), LEVELS.index("avx512")),
     **dict.fromkeys((
         "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",

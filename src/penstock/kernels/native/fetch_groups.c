@@ -65,7 +65,8 @@ enum { CHOSEN, SLOTS, ROWS, UNITS, VICTIMS, STORED, PLACES, READS, IOCBS = READS
  * first_key: of the first request
  * scratch: as select_groups has it, and at least to->num_slots bytes
  * out: int64 [8 + 19 * batch * wanted]. First missing groups (-1: more than there are slots, and
- *     nothing after that), requests (-1, -2: as plan_reads has it, and nothing after that),
+ *     nothing after that), requests (-1, -2: as plan_reads has it, -1 too where they
+ *     are more than the buffer takes side by side, and nothing after that),
  *     requests taken, what fill_iocbs found, and the clock before they were submitted, in ns;
  *     then, from 8 on, lists of batch * wanted in the order above: chosen groups, their slots; of
  *     missing ones rows, groups, slots, units in the file, rows of the buffer; then reads and
@@ -91,7 +92,11 @@ PENSTOCK_EXPORT void penstock_fetch_groups(const penstock_codes *index, const pe
     if (missing <= 0) return;
     for (int64_t i = 0; i < missing; i++) {
         stored[i] = to->stored[rows[i] * to->max_stored + units[i]];
-        places[i] = rows[i] * to->slots_per_row + victims[i];
+        places[i] = to->slots_per_row ? rows[i] * to->slots_per_row + victims[i] : i;
+    }
+    if (!to->slots_per_row && missing > to->num_rows) {
+        out[1] = -1;
+        return;
     }
     penstock_plan_reads(stored, places, missing, to->run_units, to->row_bytes, to->num_rows,
                         to->buffer, reads, out + 1);

@@ -46,7 +46,7 @@ typedef struct {
     int64_t *heads;
     const int64_t *stored; /* [batch][max_stored], unit of the file that a group is */
     int64_t max_units, num_slots, max_stored;
-    int64_t slots_per_row; /* of the buffer, from a row to the next */
+    int64_t slots_per_row; /* of the buffer, from a row to the next; 0: reads lie side by side */
     int64_t buffer, row_bytes, num_rows, run_units; /* as plan_reads has them */
     int64_t descriptor;
     double resident_factor; /* as select_groups has it, of the groups in `unit_in` */

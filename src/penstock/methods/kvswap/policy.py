@@ -13,7 +13,7 @@ from penstock.engine.key_index import KeyIndex
 from penstock.engine.layer import Layer
 from penstock.engine.layer_builder import LayerBuilder
 from penstock.engine.policy import IndexRequest, SelectionPolicy, ceil_div
-from penstock.engine.sizing import largest_plan, make_plan, resident_plan
+from penstock.engine.sizing import fewest_coded_slots, largest_plan, make_plan, resident_plan
 from penstock.engine.value_sum import ValueSum
 from penstock.kernels.key_rotation import BLOCK_TOKENS
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
@@ -54,6 +54,11 @@ KEPT_TOKENS, KEEPS = 300, 4 / 3
 paper's does: 0.23 of 400 tokens. A factor f leaves 0.305 / f ** (1 / KEEPS) of the slots to be read
 (research/notes/2026-11-26-which-slots-stay.md)."""
 LARGEST_KEEP = 16
+IN_8_BITS = 0.99
+"""What slots in 8 bits are held to keep, by as many as the model has them: these are taken where
+they hold as many (research/notes/2026-11-27-slots-in-8-bits.md)."""
+_CODED_WIDTHS = 16
+"""The compiled attention takes so many numbers of 8 bits at once."""
 MORE_BITS = 1.5
 """Columns of 4 bits that find as much as one of 8."""
 
@@ -121,6 +126,11 @@ class KVSwap(SelectionPolicy):
     """What a step did not read: "mean" adds it as one value a KV head, the mean of the values of
     all tokens that are not attended to, with the weight that the index says; "none" leaves it out,
     as the paper does."""
+    slot_bits: Literal[16, 8] | None = None
+    """8: slots hold keys and values in 8 bits, a scale for each head of a token, and so about twice
+    as many groups in the same bytes; sinks and window are as the model has them, and so are slots
+    where they can hold the whole past. 16: all are. None: 8 where that keeps more, on a CPU. Not of
+    the paper."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
     min_prediction_cosine: float = 0.85
@@ -130,6 +140,7 @@ class KVSwap(SelectionPolicy):
     index_fields: ClassVar[tuple[str, ...]] = (
         "group_tokens", "rank", "index_bits", "index_block_tokens", "layer_ranks",
     )  # fmt: skip
+    free_fields: ClassVar[tuple[str, ...]] = (*SelectionPolicy.free_fields, "slot_bits")
     choices: ClassVar[tuple[Choice, ...]] = (
         Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
         Choice("selected_tokens", (800, 400, 200), "tokens that a step selects, the paper's MG"),
@@ -156,6 +167,10 @@ class KVSwap(SelectionPolicy):
                 f"index_block_tokens={self.index_block_tokens} must be between 0 and "
                 f"{MOST_BLOCK_TOKENS}"
             )
+        if self.slot_bits not in (None, 16, 8):
+            raise ConfigError(f"slot_bits={self.slot_bits} must be 16 or 8")
+        if self.slot_bits == 8 and not self._may_code:
+            raise ConfigError("slot_bits=8 does not go with mass=, tail=mean or attend='selected'")
         for name, share in (("mass", self.mass), ("floor", self.floor)):
             if share is not None and not 0 < share < 1:
                 raise ConfigError(f"{name}={share} must lie between 0 and 1")
@@ -253,8 +268,12 @@ class KVSwap(SelectionPolicy):
         for candidate in self._candidates(request):
             for shared in self._pools:
                 least = candidate._build(request, shared=shared)
-                if request.limit_bytes is None or least.total_bytes <= request.limit_bytes:
-                    plans.append((candidate, candidate._grow(request, shared=shared)))
+                if request.limit_bytes is not None and least.total_bytes > request.limit_bytes:
+                    smallest.append(least.total_bytes)
+                    continue
+                plan = candidate._grow(request, shared=shared)
+                if plan.is_coded or self.slot_bits != 8 or plan.num_slots >= plan.max_units:
+                    plans.append((candidate, plan))
                 else:
                     smallest.append(least.total_bytes)
         if plans:
@@ -274,8 +293,31 @@ class KVSwap(SelectionPolicy):
         columns = made.rank * (1 if made.index_bits == 4 else MORE_BITS)
         kept = kept_share(columns, made._least_columns(request), plan.num_slots, plan.max_units)
         halvings = [made.window_tokens <= each < self.window_tokens for each in WINDOWS]
+        if plan.is_coded:
+            kept *= IN_8_BITS
         shared = WANTS_REUSE if self.reuse_tokens else REUSE_PAYS
         return kept * SMALLER_WINDOW ** sum(halvings) * (shared if plan.shared_pools else 1)
+
+    @property
+    def _may_code(self) -> bool:
+        """Whether attention is the kind that reads slots in 8 bits."""
+        return self.mass is None and self.tail == "none" and self.attend == "resident"
+
+    def _slot_bits(self, request: SizingRequest) -> Sequence[Literal[16, 8]]:
+        """What slots may be in, of this model and on this device.
+
+        Raises:
+            ConfigError: not in the bits that are stated.
+        """
+        shape = request.shape
+        if self.slot_bits == 16 or not self._may_code:
+            return (16,)
+        on_cpu = request.device_is_cpu and not request.device_tier
+        if self.slot_bits == 8 and not (on_cpu and shape.is_even):
+            why = "keys and values of two widths" if on_cpu else "a GPU"
+            raise ConfigError(f"slot_bits=8 does not do for {why}; leave it out")
+        fast = self.slot_bits == 8 or shape.head_dim % _CODED_WIDTHS == 0
+        return (16, 8) if on_cpu and shape.is_even and fast else (16,)
 
     @property
     def _pools(self) -> tuple[bool, ...]:
@@ -308,7 +350,8 @@ class KVSwap(SelectionPolicy):
         if self.index_bits is not None:
             bits = (self.index_bits,)
         return [
-            replace(self, rank=rank, index_bits=each, window_tokens=window)
+            replace(self, rank=rank, index_bits=each, window_tokens=window, slot_bits=slot_bits)
+            for slot_bits in self._slot_bits(request)
             for window in sorted({min(each, self.window_tokens) for each in (1 << 30, *WINDOWS)})
             for each in bits
             for rank in (ranks if each == bits[-1] else ranks[:1])
@@ -384,6 +427,9 @@ class KVSwap(SelectionPolicy):
         selected = self._selected_units(request, num_slots, shared=shared)
         num_slots = selected if num_slots is None else num_slots
         num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
+        coded = self.slot_bits == 8
+        if coded:
+            num_slots = max(num_slots, fewest_coded_slots(request, self.group_tokens))
         read_units = None
         if self._selects_all:
             selected = num_slots
@@ -418,7 +464,7 @@ class KVSwap(SelectionPolicy):
             shared_pools=shared,
             compact=self.attend == "selected" and num_slots > selected,
             index_bytes=shape.num_layers * per_layer + table, scratch_bytes=scratch,
-            score_tokens=score_tokens, read_units=read_units,
+            score_tokens=score_tokens, read_units=read_units, coded=coded,
         )  # fmt: skip
 
     def _widest(self, request: SizingRequest) -> int:

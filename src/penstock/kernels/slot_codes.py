@@ -1,0 +1,80 @@
+"""code_units(): keys and values in 8 bits, as slots may hold them, and what they stand for.
+
+A token lies as int8 [2, kv_heads, head_dim], its keys first, and behind them [2, kv_heads] scales
+of bfloat16. A number is its code times the scale of its head and token: a 127th of the largest
+number there, rounded up, so that an error is half a scale at most. Where a number is not finite,
+that head of the token becomes NaN.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.native.compiled import address, kernel
+from penstock.kernels.native.dtype_codes import DTYPE_CODES
+
+_SCALE_BYTES = 2
+_MOST = 127
+
+
+def coded_token_bytes(kv_heads: int, head_dim: int) -> int:
+    """Bytes of a token in 8 bits."""
+    return 2 * kv_heads * (head_dim + _SCALE_BYTES)
+
+
+def code_units(units: Tensor, memory: Tensor, slots: NDArray[np.int64]) -> None:
+    """Write units into slots in 8 bits; the twin of `code_units_twin`.
+
+    Args:
+        units: on the CPU; each contiguous. [count, group_tokens, 2, kv_heads, head_dim]
+        memory: uint8 [slots, group_tokens * coded_token_bytes], contiguous.
+        slots: int64 [count]
+    """
+    compiled = kernel("code_units")
+    count, group_tokens, _, kv_heads, head_dim = units.shape
+    slot_bytes = group_tokens * coded_token_bytes(kv_heads, head_dim)
+    assert slots.shape == (count,), (slots.shape, count)
+    assert memory.shape[1] == slot_bytes, (memory.shape, slot_bytes)
+    if not count:
+        return
+    if (
+        compiled is None or head_dim % 16 or units.dtype not in DTYPE_CODES
+        or not units[0].is_contiguous() or not memory.is_contiguous()
+    ):  # fmt: skip
+        code_units_twin(units, memory, slots)
+        return
+    slots = np.ascontiguousarray(slots)
+    assert 0 <= slots.min() <= slots.max() < len(memory), "a slot outside the memory"
+    compiled(
+        units.data_ptr(), count, units.stride(0) * units.element_size(), address(slots),
+        memory.data_ptr(), group_tokens, 2 * kv_heads, head_dim, DTYPE_CODES[units.dtype],
+    )  # fmt: skip
+
+
+def code_units_twin(units: Tensor, memory: Tensor, slots: NDArray[np.int64]) -> None:
+    """The meaning of `code_units` in torch."""
+    numbers = units.float()
+    largest = numbers.abs().amax(dim=-1) / _MOST
+    bits = (largest.nan_to_num(posinf=0.0).view(torch.int32) + 0xFFFF) & ~0xFFFF
+    scales = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
+    codes = numbers / torch.where(scales == 0, 1.0, scales)[..., None]
+    codes = codes.nan_to_num(nan=-_MOST - 1).round().to(torch.int8)
+    scales = scales.to(torch.bfloat16)
+    coded = (codes.flatten(2).view(torch.uint8), scales.flatten(2).view(torch.uint8))
+    memory[torch.from_numpy(slots)] = torch.cat(coded, dim=2).flatten(1)
+
+
+def numbers_of(coded: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """What tokens in 8 bits stand for.
+
+    Args:
+        coded: uint8 [..., coded_token_bytes]
+
+    Returns:
+        [..., 2, kv_heads, head_dim]
+    """
+    size, end = (*coded.shape[:-1], 2, kv_heads), 2 * kv_heads * head_dim
+    codes: Tensor = coded[..., :end].view(torch.int8).view(*size, head_dim)
+    scales: Tensor = coded[..., end:].contiguous().view(torch.bfloat16).view(*size, 1)
+    return (codes.float() * scales.float()).to(dtype)
