@@ -33,12 +33,13 @@ LEAST: dict[str, tuple[object, ...]] = {
     "doc verify": ("d", "--library", "."),
     "doc ls": (), "doc gc": (), "doc show": ("d",), "doc rm": ("d",), "doc key": ("made.key",),
     "fetch": ("prose-1", "--from", "none"),
+    "serve": ("recall", "--port", 0, "--check", "--disk", "memory", "--memory", "64MiB"),
 }  # fmt: skip
 """The least that a command with a file among its parameters can be given; "talks" is a model with a
 chat template."""
 TEXTS = ("prompt_file", "text", "file", "messages")
 """Any text will do for these."""
-WRITTEN = ("trace", "tree", "output", "save_tables", "to", "library")
+WRITTEN = ("trace", "tree", "output", "save_tables", "to", "library", "sessions")
 DEEP = "[" * 100_000
 
 
@@ -135,7 +136,7 @@ def wanted(name: str) -> tuple[str, ...] | None:
     """The states that are errors for a parameter; None: all of them."""
     if name in TEXTS:
         return "none", "pipe", "folder", "endless", "binary", "empty"
-    if name == "library":
+    if name in ("library", "sessions"):
         return "binary", "pipe", "endless"
     if name == "session":  # a chat, or a place for one
         return "binary", "pipe", "endless", "half.json"

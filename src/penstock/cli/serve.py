@@ -135,10 +135,11 @@ def serve_command(
 ) -> None:  # fmt: skip
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page at /.
 
-    All requests share --memory. Whoever can reach the address can ask: it is this machine alone
-    unless --host says otherwise, and then --api-key should stand beside it.
+    All requests share --memory. All who reach the address can ask: this machine alone, unless
+    --host says otherwise. Then --api-key should stand beside it.
     """
     require_server()
+    from penstock.engine.adapter import LowRankAdapter
     from penstock.generation.engine import LLM
     from penstock.generation.serving.engine import Engine
     from penstock.server.app import make_app
@@ -168,6 +169,8 @@ def serve_command(
             loaded, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
             config=config, seal="auto" if seal is None else seal, max_model_len=max_context,
         )  # fmt: skip
+        if adapter is not None and str(adapter) != "none":
+            LowRankAdapter.load(adapter)  # each request would find out by itself
         shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
         kept = _kept(loaded, shelf, sessions, max_disk, policy)
         with kept as stored, Engine(

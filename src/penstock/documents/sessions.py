@@ -30,6 +30,7 @@ from penstock.models.cache_settings import named_policy
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
 from penstock.storage.documents import DocumentWriter
+from penstock.storage.documents.document_library import make_own_folder
 
 _LOG = logging.getLogger(__name__)
 LEAST_TOKENS = 64
@@ -72,13 +73,17 @@ class Sessions:
         """Find what is there; of other models and settings, or damaged, is left alone.
 
         Args:
-            folder: theirs alone; made if need be.
+            folder: theirs alone; made if need be, for its owner alone.
             max_bytes: most bytes on the disk.
             policy: of the engine's LLM.
             settings: key, store and adapter; without a key, tokens and KV can be read on the disk.
+
+        Raises:
+            ConfigError: there is something else than a folder, or no folder for it.
+            StorageError: the folder cannot be made.
         """
         self._folder, self._max_bytes = Path(folder), max_bytes
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self._folder, "the conversations")
         self._policy = named_policy(policy)
         self._reader = Reader(loaded, settings or DocumentSettings())
         self._lock = threading.RLock()

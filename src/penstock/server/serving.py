@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,5 +140,7 @@ def check(
                 with urllib.request.urlopen(request, timeout=_CHECK_S) as answer:
                     answer.read()
             except OSError as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()  # it is the open answer
                 raise ConfigError(f"{path} was not answered: {error}") from error
             say(f"{path} is answered")

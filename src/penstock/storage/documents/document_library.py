@@ -97,6 +97,29 @@ class Collected(NamedTuple):
     """Names in the root that are not ours."""
 
 
+def make_own_folder(path: Path, what: str) -> None:
+    """Make a folder that its owner alone may read, unless it is there.
+
+    Args:
+        what: it is for, in errors.
+
+    Raises:
+        ConfigError: there is something else than a folder, or no folder for it.
+        StorageError: the folder cannot be made.
+    """
+    if not (os.path.exists(path) or os.path.exists(path.parent)):
+        raise ConfigError(
+            f"there is no folder {path.parent} for {what}; make it first (mkdir -p), or give "
+            "another"
+        )
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"{path} is not a folder; give another for {what}") from None
+    except OSError as error:
+        raise StorageError(f"cannot make {what} {path}: {error.strerror}") from error
+
+
 class Library:
     """A folder with one folder per document; more than one process may use it at once.
 
@@ -113,17 +136,7 @@ class Library:
             StorageError: the folder cannot be made.
         """
         self.root, self.clock = root, clock
-        if not (os.path.exists(root) or os.path.exists(root.parent)):
-            raise ConfigError(
-                f"there is no folder {root.parent} for the library; make it first (mkdir -p), or "
-                "give another"
-            )
-        try:
-            root.mkdir(mode=0o700, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ConfigError(f"{root} is not a folder; give another for the library") from None
-        except OSError as error:
-            raise StorageError(f"cannot make the library {root}: {error.strerror}") from error
+        make_own_folder(root, "the library")
 
     # Documents --------------------------------------------------------------------------------
 
