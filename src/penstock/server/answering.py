@@ -1,7 +1,7 @@
 """Answering: answers to one HTTP request, read piece by piece or as a whole."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,10 @@ from penstock.generation.logprobs import LogprobsOnePosition
 from penstock.generation.output import CompletionOutput, FinishReason
 from penstock.generation.serving.events import Finished, Prefill, Token
 from penstock.server.answer_format import AnswerReader, Call, Piece
-from penstock.server.asking import Asked
+from penstock.server.asking import Asked, Chat, ask_chat
 from penstock.server.backend import Backend
 from penstock.server.generating import Generation
+from penstock.server.sse import KEEP_ALIVE
 
 
 @dataclass(kw_only=True)
@@ -82,6 +83,17 @@ class Answering:
         """
         return cls(backend, asked, await Generation.begin(backend, asked))
 
+    @classmethod
+    async def of_chat(cls, backend: Backend, chat: Callable[[], Chat]) -> "Answering":
+        """Submit a conversation, which is prepared in a thread: templates and pictures take time.
+
+        Raises:
+            ApiError: it cannot be asked so.
+            As for `Generation.begin`.
+        """
+        asked = await asyncio.to_thread(lambda: ask_chat(backend, chat()))
+        return await cls.begin(backend, [asked])
+
     def cancel(self) -> None:
         """Give up what is not over."""
         self._generation.cancel()
@@ -116,6 +128,17 @@ class Answering:
                         yield Step(index=first, progress=progress)
                     case Finished() as finished:
                         yield Step(index=first, finished=finished)
+
+    async def frames(self, made: Callable[[Step], Sequence[bytes]]) -> AsyncGenerator[bytes]:
+        """What is made of each step, and a comment where nothing happens for a while.
+
+        Raises:
+            As for `steps`.
+        """
+        async with aclosing(self.steps()) as steps:
+            async for step in steps:
+                for data in (KEEP_ALIVE,) if step is None else made(step):
+                    yield data
 
     async def whole(self, http: HttpRequest) -> list[Whole]:
         """All answers, in the order of their index.

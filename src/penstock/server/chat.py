@@ -1,6 +1,5 @@
 """/v1/chat/completions."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from penstock.generation.serving.events import Finished
 from penstock.server.answering import Answering, Step, Whole, call_of
-from penstock.server.asking import Asked, ask_chat, chat_of
+from penstock.server.asking import chat_of
 from penstock.server.backend import Backend
 from penstock.server.bodies import CHAT_REFUSED, ChatBody, refuse
 from penstock.server.errors import as_api_error
@@ -23,7 +22,7 @@ from penstock.server.replies import (
     timings_of,
     usage_of,
 )
-from penstock.server.sse import DONE, KEEP_ALIVE, EventStream, frame
+from penstock.server.sse import DONE, EventStream, frame
 
 
 def chat_routes(backend: Backend) -> APIRouter:
@@ -35,12 +34,7 @@ def chat_routes(backend: Backend) -> APIRouter:
         """Answer a conversation, as OpenAI's chat completions do."""
         refuse(body, CHAT_REFUSED)
         backend.check_model(body.model)
-
-        def ask() -> Asked:
-            return ask_chat(backend, chat_of(backend, body))
-
-        asked = await asyncio.to_thread(ask)
-        answering = await Answering.begin(backend, [asked])
+        answering = await Answering.of_chat(backend, lambda: chat_of(backend, body))
         reply = _Reply(backend, body, answering)
         if body.stream:
             return EventStream(reply.frames(), answering.cancel)
@@ -98,12 +92,8 @@ class _Reply:
         for index in range(self._body.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         try:
-            async for step in self._answering.steps():
-                if step is None:
-                    yield KEEP_ALIVE
-                    continue
-                for data in self._step(step):
-                    yield data
+            async for data in self._answering.frames(self._step):
+                yield data
         except Exception as error:
             yield frame(as_api_error(error, self._backend.names).body())
             return

@@ -23,7 +23,7 @@ from penstock.server.replies import (
     timings_of,
     usage_of,
 )
-from penstock.server.sse import DONE, KEEP_ALIVE, EventStream, frame
+from penstock.server.sse import DONE, EventStream, frame
 
 
 def completion_routes(backend: Backend) -> APIRouter:
@@ -106,12 +106,8 @@ class _Reply:
     async def frames(self) -> AsyncIterator[bytes]:
         """The reply as a stream."""
         try:
-            async for step in self._answering.steps():
-                if step is None:
-                    yield KEEP_ALIVE
-                    continue
-                for data in self._step(step):
-                    yield data
+            async for data in self._answering.frames(self._step):
+                yield data
         except Exception as error:
             yield frame(as_api_error(error, self._backend.names).body())
             return

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from penstock.generation.serving.events import Finished
 from penstock.server.answering import Answering, Step, Whole
-from penstock.server.asking import Asked, Chat, ask_chat, sampling_of, tools_of
+from penstock.server.asking import Chat, ask_chat, sampling_of, tools_of
 from penstock.server.backend import Backend
 from penstock.server.bodies import Body, Sampling, Stored, Tool, refuse
 from penstock.server.errors import as_api_error, refused
 from penstock.server.replies import new_id
-from penstock.server.sse import KEEP_ALIVE, EventStream, frame
+from penstock.server.sse import EventStream, frame
 
 _REFUSED = {"mcp_servers": "tools are functions alone", "container": "no code is run here"}
 
@@ -61,12 +61,7 @@ def messages_routes(backend: Backend) -> APIRouter:
         """Answer a conversation, as Anthropic's Messages do."""
         refuse(body, _REFUSED)
         backend.check_model(body.model)
-
-        def ask() -> Asked:
-            return ask_chat(backend, _chat(backend, body))
-
-        asked = await asyncio.to_thread(ask)
-        answering = await Answering.begin(backend, [asked])
+        answering = await Answering.of_chat(backend, lambda: _chat(backend, body))
         reply = _Reply(backend, answering)
         if body.stream:
             return EventStream(reply.frames(), answering.cancel)
@@ -79,10 +74,7 @@ def messages_routes(backend: Backend) -> APIRouter:
         backend.check_model(body.model)
         whole = MessagesBody.model_validate({**body.model_dump(exclude_none=True), "max_tokens": 1})
 
-        def ask() -> Asked:
-            return ask_chat(backend, _chat(backend, whole))
-
-        asked = await asyncio.to_thread(ask)
+        asked = await asyncio.to_thread(lambda: ask_chat(backend, _chat(backend, whole)))
         prompt: Any = asked.request.prompt
         asked.release()
         return {"input_tokens": len(prompt)}
@@ -210,12 +202,8 @@ class _Reply:
         }  # fmt: skip
         yield _event("message_start", message=begun)
         try:
-            async for step in self._answering.steps():
-                if step is None:
-                    yield KEEP_ALIVE
-                    continue
-                for data in self._step(step):
-                    yield data
+            async for data in self._answering.frames(self._step):
+                yield data
         except Exception as error:
             said = as_api_error(error, self._backend.names)
             yield frame(said.body(anthropic=True), "error")

@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's newer API, as agents such as Codex speak it."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,12 +13,12 @@ from pydantic import Field
 from penstock.generation.serving.events import Finished
 from penstock.server.answer_format import Call
 from penstock.server.answering import Answering, Step, Whole
-from penstock.server.asking import Asked, Chat, ask_chat, sampling_of, tools_of
+from penstock.server.asking import Chat, sampling_of, tools_of
 from penstock.server.backend import Backend
 from penstock.server.bodies import RESPONSES_REFUSED, Sampling, Stored, Tool, refuse
 from penstock.server.errors import as_api_error, refused
 from penstock.server.replies import new_id
-from penstock.server.sse import KEEP_ALIVE, EventStream, frame
+from penstock.server.sse import EventStream, frame
 
 
 class ResponsesBody(Sampling, Stored):
@@ -48,12 +47,7 @@ def responses_routes(backend: Backend) -> APIRouter:
         """Answer an input; tools that are no functions are left out."""
         refuse(body, RESPONSES_REFUSED)
         backend.check_model(body.model)
-
-        def ask() -> Asked:
-            return ask_chat(backend, _chat(backend, body))
-
-        asked = await asyncio.to_thread(ask)
-        answering = await Answering.begin(backend, [asked])
+        answering = await Answering.of_chat(backend, lambda: _chat(backend, body))
         reply = _Reply(backend, body, answering)
         if body.stream:
             return EventStream(reply.frames(), answering.cancel)
@@ -192,12 +186,8 @@ class _Reply:
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
         try:
-            async for step in self._answering.steps():
-                if step is None:
-                    yield KEEP_ALIVE
-                    continue
-                for data in self._step(step):
-                    yield data
+            async for data in self._answering.frames(self._step):
+                yield data
         except Exception as error:
             said = as_api_error(error, self._backend.names)
             about = {"code": said.code or "server_error", "message": said.message}

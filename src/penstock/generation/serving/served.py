@@ -190,21 +190,17 @@ class Served:
             attended=None if self._attended is None else self._attended.shares,
         )  # fmt: skip
         if keeping is None:
-            self._give_back()
+            self.give_back()
         else:
             self.is_over = True
             self.keeping = keeping
         self._put(end)
         return end.reason
 
-    def give_back(self) -> None:
-        """Give its memory back; what kept it has done with it."""
-        self._give_back()
-
     def fail(self, error: BaseException) -> None:
         """Say what it failed of, and give its memory back."""
         try:
-            self._give_back()
+            self.give_back()
         finally:
             self._put(Failed(error=error))
 
@@ -213,7 +209,8 @@ class Served:
         """Of its cache, if it has one."""
         return None if self._kept is None else self._kept.cache.stats
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give its memory back."""
         self.is_over = True
         kept, self._kept = self._kept, None
         if kept is not None:
