@@ -1,6 +1,8 @@
 """Sessions: a conversation goes on from what is stored of it, and from nobody else's."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,22 @@ def test_the_oldest_go_and_the_damaged_are_read_anew(llm: LLM, tmp_path: Path) -
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
         assert ask(engine, [*FIRST, 6, 7], "b").usage.cached_tokens == 0
+
+
+def test_others_do_not_wait_for_a_write(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, store = threading.Event(), Sessions._store
+
+    def late(self: Sessions, *given: Any) -> None:
+        assert go_on.wait(60)
+        store(self, *given)
+
+    monkeypatch.setattr(Sessions, "_store", late)
+    with sessions(llm, tmp_path) as kept, Engine(llm, memory="64MiB", sessions=kept) as engine:
+        ask(engine, FIRST)
+        turn = engine.submit(Request(prompt=[*FIRST, 5, 6], sampling=GREEDY))
+        assert ask(engine, FIRST[:40], salt="another user's").usage.new_tokens > 0
+        assert engine.stats().waiting == 1
+        go_on.set()
+        assert turn.result().usage.cached_tokens == len(FIRST)

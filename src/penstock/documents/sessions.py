@@ -137,8 +137,8 @@ class Sessions:
             BudgetError: the memory is too little.
         """
         self._close_unread()
-        for waiting in self._storing(self._digest(salt)):
-            waiting.result()
+        for writing in self._storing(self._digest(salt)):
+            writing.result()
         found = self._longest(self._digest(salt), tokens)
         if found is None:
             return None
@@ -222,6 +222,10 @@ class Sessions:
             self._pending = [each for each in self._pending if not each[1].done()]
             self._pending.append((name, future))
         return future
+
+    def is_storing(self, salt: str) -> bool:
+        """Whether something of a salt is on its way to the disk; `open` would wait for it."""
+        return any(not each.done() for each in self._storing(self._digest(salt)))
 
     def _storing(self, salt: str) -> "list[Future[None]]":
         with self._lock:

@@ -32,6 +32,9 @@ class StoredBeginnings(Protocol):
     ) -> TieredCache | None:  # fmt: skip
         """A cache that holds the longest stored beginning of some tokens; None: there is none."""
 
+    def is_storing(self, salt: str) -> bool:
+        """Whether something of a salt is on its way; `open` would wait for it."""
+
     def keep(self, salt: str, tokens: Sequence[int], cache: TieredCache) -> "Future[None] | None":
         """Begin to store what a cache holds, which is free when that is done; None: it is now."""
 

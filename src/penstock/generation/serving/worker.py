@@ -178,11 +178,15 @@ class Worker:
         while True:
             with self._changed:
                 busy = len(self._reading) + len(self._decoding)
-                if not self._waiting or busy >= self._max_running:
+                first = next((each for each in self._waiting if not self._awaits_write(each)), None)
+                if first is None or busy >= self._max_running:
                     return
-                first = self._waiting[0]
             if not self._try(first, partial(self._admit_one, first)):
                 return
+
+    def _awaits_write(self, served: Served) -> bool:
+        """Whether it may begin with what is being stored; others do not wait for that."""
+        return self._sessions is not None and self._sessions.is_storing(served.request.cache_salt)
 
     def _admit_one(self, served: Served) -> bool:
         """Whether the next one may be tried."""
