@@ -4,7 +4,7 @@ Each is one uint8 tensor [rows, bytes]: the codes of the whole matrix in its fir
 in its last. One tensor has one name in a model's state, and a file that holds it can be mapped.
 
 Two ways give a product. A few tokens (a decode step) read the codes alone, through kernels of ours:
-torch's 8-bit operator knows one scale a row and takes twice as long, its 4-bit one 1.8 times. The
+torch's 8-bit operator knows one scale a row and takes twice as long, its 4-bit one 1.6 times. The
 latter stands in where vectors are others. More tokens (a prompt) go through plain matrices of a
 tile of rows at a time: the packed operators take 2 to 3 times as long there as the plain matrix.
 """

@@ -1,6 +1,6 @@
 /* A linear layer with 4-bit weights, a scale and an offset a group of columns, for a few tokens.
  *
- * Torch's operator turns each code into a float, which takes 1.8 times as long. Here codes are
+ * Torch's operator turns each code into a float, which takes 1.6 times as long. Here codes are
  * multiplied as bytes. Inputs are rounded to 15 bits of the largest of 32, as two bytes each. */
 
 #include "avx512.h"
