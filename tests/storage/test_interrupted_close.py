@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.storage import open_files
 from penstock.storage.aligned_buffer import AlignedBuffer
 from penstock.storage.documents import DocumentWriter, Shape, StoredDocument
+from penstock.storage.native_aio import DESTROYER
 from penstock.storage.store import KVStore
 from penstock.testing.tiny_models import tiny_model
 
@@ -75,6 +77,9 @@ class InterruptAt:
 def held() -> list[str]:
     """What this process has open: descriptors, but for those of a look, and AIO contexts."""
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == DESTROYER:
+            thread.join()
     out = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,9 @@
 """AioQueue: batches of reads through Linux native AIO, called by number, without a compiler."""
 
+import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import os
 import threading
@@ -15,7 +17,7 @@ from typing_extensions import override
 
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.native.compiled import address, kernel
-from penstock.storage.aio_calls import find_calls
+from penstock.storage.aio_calls import AioCalls, find_calls
 from penstock.storage.file import Int64Array, Ticket, read_error
 
 _KEY, _CONTROL, _ADDRESS, _LENGTH, _OFFSET = 0, 2, 3, 4, 5
@@ -25,6 +27,10 @@ _INDEX_MASK = (1 << 32) - 1
 _PATIENCE_S = 1
 """A blocked wait looks around this often; a lost wake-up costs a second, never a hang."""
 _SUBMIT_RETRIES = 1000
+
+
+DESTROYER = "penstock-aio-destroy"
+"""Name of the threads that give idle contexts back."""
 
 
 class Requests(NamedTuple):
@@ -68,6 +74,13 @@ def _make_requests(
     memory[8 * count :] = np.arange(first, first + _IOCB_BYTES * count, _IOCB_BYTES)
     bits = int(np.bitwise_or.reduce(offsets | lengths | addresses)) if count else 0
     return Requests(iocbs, first, int(lengths.sum()), bits)
+
+
+def _destroy(calls: AioCalls, contexts: list[int]) -> None:
+    """Give a list's contexts back: each once, though an interrupted close may come here again."""
+    with contextlib.suppress(IndexError):
+        while True:
+            calls.destroy(contexts.pop())
 
 
 def places(iocbs: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -162,6 +175,7 @@ class AioQueue:
         self._timeouts = np.array([[0, 0], [_PATIENCE_S, 0]], dtype=np.int64)  # seconds, ns
         self._now_address = address(self._timeouts)
         self._patience_address = self._now_address + 16
+        self._contexts: list[int] = []
         self._context = self._setup()
 
     def submit(
@@ -372,14 +386,21 @@ class AioQueue:
         if self._calls.setup(self._max_in_flight, address) != 0:
             number = ctypes.get_errno()
             raise StorageError(f"no asynchronous I/O context: {os.strerror(number)}")
-        self._context = context.value
+        self._context, self._contexts = context.value, [context.value]
         return self._context
 
     def _abandon(self, reason: str) -> None:
         """Destroy the context, which waits for its reads, and fail what was unfinished."""
-        if self._context:
-            self._calls.destroy(self._context)
-            self._context = 0
+        give_back = functools.partial(_destroy, self._calls, self._contexts)
+        if self._in_flight:
+            give_back()
+        elif self._context:
+            # The kernel takes 20 to 30 ms for an idle context, too: a close does not wait for that.
+            try:
+                threading.Thread(target=give_back, name=DESTROYER, daemon=True).start()
+            except RuntimeError:  # the interpreter is about to end
+                give_back()
+        self._context = 0
         self._generation += 1
         self._is_collecting = False  # the collecting thread has left the kernel
         for ticket in self._live.values():
