@@ -15,6 +15,7 @@ from plain_decoding import (
     random_prompt,
     read_prompt,
     synthetic_layers,
+    time_decoding,
 )
 from protocol import (
     Request,
@@ -23,7 +24,6 @@ from protocol import (
     peak_bytes,
     reset_peak,
     serve,
-    time_steps,
 )
 from transformers import DynamicCache
 
@@ -59,7 +59,7 @@ def speed(request: Request) -> dict[str, Any]:
     fill = {"fill_s": time.perf_counter() - start, "fill_peak_bytes": peak_bytes()}
     decoder = GreedyDecoder(model, cache, 1, request.context)
     return {
-        **time_steps(decoder.step, request), **fill, "load_peak_bytes": load_peak,
+        **time_decoding(decoder.step, request), **fill, "load_peak_bytes": load_peak,
         "prefill": request.prefill, "note": "synthetic: only the kept tokens were put in"
         if request.prefill == "synthetic" else "",
     }  # fmt: skip

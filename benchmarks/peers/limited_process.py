@@ -35,6 +35,8 @@ class Limits:
     timeout_s: float
     cgroup: Path | None = None
     """A control group below which one for the process may be made."""
+    cores: tuple[int, ...] = ()
+    """That it may run on; empty: any."""
 
     @property
     def how(self) -> str:
@@ -121,6 +123,8 @@ def _before_start(limits: Limits, group: MemoryCgroup | None) -> Callable[[], No
     data = limits.memory_bytes + limits.data_extra_bytes
 
     def prepare() -> None:
+        if limits.cores:
+            os.sched_setaffinity(0, limits.cores)
         if group is not None:
             group.join()
         else:

@@ -54,7 +54,7 @@ class Decoder:
         wanted = llama.llama_context_default_params()
         wanted.n_ctx = -(-tokens // _CELLS_ALIGNED) * _CELLS_ALIGNED
         wanted.n_batch = wanted.n_ubatch = _BATCH
-        wanted.n_threads = wanted.n_threads_batch = request.threads
+        wanted.n_threads, wanted.n_threads_batch = request.threads, request.prompt_threads
         wanted.type_k = wanted.type_v = _TYPES[request.cache]
         wanted.flash_attn_type = (
             llama.LLAMA_FLASH_ATTN_TYPE_DISABLED if "unfused" in request.options
@@ -127,7 +127,7 @@ def speed(request: Request) -> dict[str, Any]:
     fill = {"fill_s": time.perf_counter() - start, "fill_peak_bytes": peak_bytes()}
     return {
         **time_steps(decoder.step, request), **fill, "load_peak_bytes": load_peak,
-        "prefill": request.prefill,
+        "prefill": request.prefill, "note": llama.llama_print_system_info().decode().strip(),
     }  # fmt: skip
 
 

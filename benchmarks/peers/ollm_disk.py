@@ -18,6 +18,7 @@ from plain_decoding import (
     random_prompt,
     read_prompt,
     synthetic_layers,
+    time_decoding,
 )
 from protocol import (
     Request,
@@ -28,7 +29,6 @@ from protocol import (
     peak_bytes,
     reset_peak,
     serve,
-    time_steps,
 )
 
 
@@ -68,7 +68,7 @@ def speed(request: Request) -> dict[str, Any]:
             drop_page_cache(request.scratch)
 
     between()
-    reply = time_steps(decoder.step, request, between)
+    reply = time_decoding(decoder.step, request, between)
     return {
         **reply, **fill, "load_peak_bytes": load_peak, "prefill": request.prefill,
         "page_cache_bytes": max(cached),

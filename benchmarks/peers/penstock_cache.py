@@ -14,6 +14,7 @@ from plain_decoding import (
     prepare_torch,
     random_prompt,
     read_prompt,
+    time_decoding,
 )
 from protocol import (
     Request,
@@ -23,7 +24,6 @@ from protocol import (
     reset_peak,
     serve,
     time_prompt,
-    time_steps,
     weights_of,
 )
 
@@ -69,7 +69,7 @@ def speed(request: Request) -> dict[str, Any]:
             token = int(read_prompt(model, ids, cache, request.chunk).argmax())
         fill = {"fill_s": time.perf_counter() - start, "fill_peak_bytes": peak_bytes()}
         decoder = GreedyDecoder(model, cache, token, request.context)
-        reply = time_steps(decoder.step, request)
+        reply = time_decoding(decoder.step, request)
         return {
             **reply, **fill, "load_peak_bytes": load_peak, "prefill": request.prefill,
             "ledger_bytes": cache.report().used_bytes, "note": f"{request.keep} of the cache",

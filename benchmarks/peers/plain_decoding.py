@@ -1,10 +1,10 @@
 """Shared by the peers that sit inside transformers: the model, noise for keys, greedy decoding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from protocol import Request, begin_phase
+from protocol import Request, begin_phase, time_steps
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -12,9 +12,9 @@ _PIECE = 2048
 
 
 def prepare_torch(request: Request) -> None:
-    """Seed, threads, no gradients; the model comes next."""
+    """Seed, threads of a prompt, no gradients; the model comes next."""
     torch.manual_seed(request.seed)
-    torch.set_num_threads(request.threads)
+    torch.set_num_threads(request.prompt_threads)
     torch.set_grad_enabled(False)
     begin_phase("load")
 
@@ -84,6 +84,14 @@ class GreedyDecoder:
         self.token = int(out.logits[0, -1].argmax())
         self._position += 1
         return self.token
+
+
+def time_decoding(
+    step: Callable[[], Any], request: Request, between: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
+    """`time_steps` with the threads that decoding has."""
+    torch.set_num_threads(request.threads)
+    return time_steps(step, request, between)
 
 
 def finish_answer(decoder: GreedyDecoder, sample: dict[str, Any]) -> list[int]:

@@ -4,6 +4,7 @@ Needs the standard library only, so that it runs in every peer's environment. RE
 fields of requests and replies.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -11,7 +12,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,11 @@ class Request:
     context: int
     """Tokens of the prompt."""
     threads: int
+    """For decoding."""
+    prompt_threads: int
+    """For prompts, and for filling a cache."""
+    cores: list[int]
+    """One for each thread, those for decoding first; empty: any."""
     seed: int
     keep: str
     """The share of the full cache that peers with a budget may keep, such as "1/13"."""
@@ -127,6 +133,13 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
+def stay_on(cores: Sequence[int]) -> None:
+    """Keep every thread that this process has, and those to come, on these cores."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)
+
+
 def time_steps(
     step: Callable[[], Any], request: Request, between: Callable[[], Any] = lambda: None
 ) -> dict[str, Any]:
@@ -137,6 +150,8 @@ def time_steps(
         between: called after each step, outside of the measured time.
     """
     begin_phase("decode")
+    if request.cores:
+        stay_on(request.cores[: request.threads])
     began = time.perf_counter()
     for _ in range(WARM_STEPS):
         step()

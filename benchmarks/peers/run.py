@@ -5,15 +5,19 @@ python benchmarks/peers/run.py --lengths 8192,32768 --limit 3GiB
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from environments import ENVIRONMENTS, TORCH, InstallError, build
+from lanes import Lane, make_lanes, parse_cores, run_in_lanes
 from limited_process import Limits, run_limited
 from peer_rows import PEERS, PeerRow, peers_table
 from planned import measure_machine, planned
@@ -36,7 +40,7 @@ from penstock.evaluate.result import Result
 
 JOBS = ("speed", "recall", "prompt")
 HIDDEN = ("envs", "store", "out", "memory_cgroup", "pip_arguments", "prepare_only", "verbose",
-          "resume")  # fmt: skip
+          "resume", "python", "minutes")  # fmt: skip
 """Options that name places or change no figure: left out of the result."""
 
 
@@ -49,6 +53,8 @@ class Run:
         self.result = result
         self.rows: list[PeerRow] = []
         self.limit_bytes = parse_bytes(args.limit)
+        self._lock = threading.Lock()
+        self._deadline = time.monotonic() + 60 * args.minutes
 
     def run(self) -> None:
         """Everything, with the result saved after each row."""
@@ -69,11 +75,25 @@ class Run:
         if "penstock" in args.peers:
             self.machine = measure_machine(args.threads, args.store)
             self.result.machine["constants"] = self.machine.figures
-        for length in args.lengths:
-            for peer, (python, models, problem) in ready.items():
-                for setting in self._wanted(peer):
-                    row = self._row(peer, setting, length)
-                    self._fill_row(row, python, models.get(weights_of(setting)), problem)
+        rows = [
+            self._row(peer, setting, length)
+            for length in args.lengths for peer in args.peers for setting in self._wanted(peer)
+        ]  # fmt: skip
+        for row in rows:
+            self._plan(row)
+        for job in args.jobs:  # one kind of work at a time, so that all rows have the same beside
+            lanes = make_lanes(args.cores, self._threads(job)[1], args.parallel)
+            run_in_lanes(
+                lanes, [lambda lane, row=row, job=job: self._fill(row, job, lane, *ready[row.peer])
+                        for row in rows]
+            )  # fmt: skip
+
+    def _threads(self, job: str) -> tuple[int, int]:
+        """Threads for decoding, and for what goes before it or for prompts."""
+        decoding = self.args.threads
+        if job == "speed" and self.args.prefill == "synthetic":
+            return decoding, decoding
+        return decoding, max(decoding, self.args.prompt_threads or decoding)
 
     def take_up(self, former: Result) -> None:
         """Keep the rows of an interrupted run, or of one with another job.
@@ -82,7 +102,7 @@ class Run:
             ConfigError: that run asked for something else.
         """
         for name in ("limit", "keep", "config", "prefill", "tasks", "samples", "seed", "threads",
-                     "recall_model", "coded"):  # fmt: skip
+                     "prompt_threads", "parallel", "recall_model", "coded"):  # fmt: skip
             mine = getattr(self.args, name)
             its = former.settings.get(name, mine)  # an older result does not say all
             if mine != its:
@@ -117,7 +137,7 @@ class Run:
         models = dict.fromkeys(kinds, self.models)
         make = {"llama.cpp": prepare_gguf, "penstock": prepare_packed}.get(peer)
         try:
-            python = build(
+            python = self.args.python.get(peer) or build(
                 peer, self.args.envs, torch=self.args.torch,
                 pip_arguments=shlex.split(self.args.pip_arguments),
             )  # fmt: skip
@@ -134,33 +154,45 @@ class Run:
             return Path(), models, str(error)
         return python, models, ""
 
-    def _fill_row(self, row: PeerRow, python: Path, models: Models, problem: str) -> None:
+    def _plan(self, row: PeerRow) -> None:
         if row.peer == "penstock":
             row.planned = planned(
                 self.models.speed, self.machine, context=row.context, keep=self.args.keep,
                 weights=weights_of(row.setting), policy=row.setting.split("-")[0],
             )  # fmt: skip
-        for job in self.args.jobs:
-            if row.has(job):
-                continue
-            if problem:
-                row.fail(job, "install", "install", problem)
-            else:
-                say(f"{row.context} {row.name}: {job}")
-                row.failures.pop(job, None)
-                self._do_job(row, job, python, models.of(job))
-        self.result.figures = {"rows": [row.as_dict() for row in self.rows]}
-        self.result.save(self.args.out)
 
-    def _do_job(self, row: PeerRow, job: str, python: Path, model: Path) -> None:
+    def _fill(
+        self, row: PeerRow, job: str, lane: Lane, python: Path, models: dict[str, Models],
+        problem: str,
+    ) -> None:  # fmt: skip
+        """Do a row's job, and save the result; nothing when that was done, or time is up."""
+        left = self._deadline - time.monotonic()
+        if row.has(job) or left <= 0:
+            return
+        if problem:
+            row.fail(job, "install", "install", problem)
+        else:
+            say(f"{row.context} {row.name}: {job}")
+            row.failures.pop(job, None)
+            model = models[weights_of(row.setting)].of(job)
+            self._do_job(row, job, lane, python, model, min(left, self.args.timeout))
+        with self._lock:
+            self.result.figures = {"rows": [row.as_dict() for row in self.rows]}
+            self.result.save(self.args.out)
+
+    def _do_job(
+        self, row: PeerRow, job: str, lane: Lane, python: Path, model: Path, timeout_s: float
+    ) -> None:
         args = self.args
         samples = self.samples[row.context]
-        scratch = args.store / "scratch"
+        scratch = args.store / f"scratch-{lane.number}"
+        threads, prompt_threads = self._threads(job)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         request = {
             "job": job, "setting": row.setting, "model": str(model), "context": row.context,
-            "threads": args.threads, "seed": args.seed, "keep": args.keep,
+            "threads": threads, "prompt_threads": prompt_threads, "cores": lane.cores,
+            "seed": args.seed, "keep": args.keep,
             "prefill": args.prefill, "chunk": args.chunk, "steps": args.steps, "whole": args.whole,
             "decode_s": args.decode_seconds, "samples": str(samples.path),
             "recall_s": args.recall_seconds, "scratch": str(scratch),
@@ -169,30 +201,31 @@ class Run:
         }  # fmt: skip
         limits = Limits(
             memory_bytes=self.limit_bytes, data_extra_bytes=weights_bytes(model),
-            timeout_s=args.timeout, cgroup=args.memory_cgroup,
+            timeout_s=timeout_s, cgroup=args.memory_cgroup, cores=lane.cores,
         )  # fmt: skip
         command = [str(python), str(HERE / PEERS[row.peer].script), json.dumps(request)]
         try:
-            ending = run_limited(command, limits, child_environment(args.threads))
+            ending = run_limited(command, limits, child_environment(prompt_threads))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+        title = f"  {row.context} {row.name}:"
         reply = row.take(job, ending, self.limit_bytes)
         if reply is None:
             failure = row.failures[job]
-            say(f"  FAILED ({failure['kind']}) in {failure['phase']}: {failure['error']}")
+            say(f"{title} FAILED ({failure['kind']}) in {failure['phase']}: {failure['error']}")
             if args.verbose:
                 say(ending.output)
             return
         reply["process_s"] = ending.seconds
         if job == "speed":
             row.take_speed(reply)
-            say(f"  {row.speed['tokens_per_s']:.2f} tokens/s")
+            say(f"{title} {row.speed['tokens_per_s']:.2f} tokens/s")
         elif job == "prompt":
             row.take_prompt(reply)
-            say(f"  {row.prompt['tokens_per_s']:.0f} tokens/s of a prompt")
+            say(f"{title} {row.prompt['tokens_per_s']:.0f} tokens/s of a prompt")
         else:
             row.take_recall(reply, samples)
-            say(f"  {row.recall['right']:g} of {row.recall['answered']} right")
+            say(f"{title} {row.recall['right']:g} of {row.recall['answered']} right")
 
 
 def child_environment(threads: int) -> dict[str, str]:
@@ -241,6 +274,15 @@ def choice_of(known: Sequence[str]) -> Any:
     return parse
 
 
+def interpreters(text: str) -> dict[str, Path]:
+    """The interpreter of each peer that `text` has one for; one without a name is for all."""
+    found: dict[str, Path] = {}
+    for word in words(text):
+        peer, _, file = word.rpartition("=")
+        found |= dict.fromkeys([peer] if peer else PEERS, Path(file))
+    return found
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -265,11 +307,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recall-seconds", type=float, default=420.0, help="no sample is begun after this")
     add("--timeout", type=float, default=1200.0, help="seconds for each process")
     add("--threads", type=int, default=2)
+    add("--prompt-threads", type=int, help="of prompts; as many as --threads unless said")
+    add("--parallel", type=int, default=1, metavar="ROWS", help="at once")
+    add("--cores", type=parse_cores, default=[], metavar="LIST",
+        help="such as 8-31,40: a process is kept on one for each of its threads")  # fmt: skip
+    add("--minutes", type=float, default=math.inf, help="after which no process goes on")
     add("--seed", type=int, default=0)
     add("--page-cache", choices=("drop", "keep"), default="drop",
         help="of peers that read through it, between steps")  # fmt: skip
     add("--memory-cgroup", type=Path, help="control group below which groups may be made")
     add("--envs", type=Path, default=HERE / ".envs")
+    add("--python", type=interpreters, default={}, metavar="[PEER=]FILE,...",
+        help="interpreters that have what peers need, in place of environments")  # fmt: skip
     add("--store", type=Path, default=HERE / ".work", help="models and scratch files")
     add("--out", type=Path, default=HERE.parent / "results" / "peers.json")
     add("--resume", action="store_true", help="keep what --out has; do the jobs that it lacks")

@@ -13,6 +13,7 @@ from plain_decoding import (
     random_prompt,
     read_prompt,
     synthetic_layers,
+    time_decoding,
 )
 from protocol import (
     Request,
@@ -22,7 +23,6 @@ from protocol import (
     reset_peak,
     serve,
     time_prompt,
-    time_steps,
 )
 from transformers import DynamicCache, QuantizedCache
 
@@ -60,7 +60,7 @@ def speed(request: Request) -> dict[str, Any]:
     fill = {"fill_s": time.perf_counter() - start, "fill_peak_bytes": peak_bytes()}
     decoder = GreedyDecoder(model, cache, token, request.context)
     return {
-        **time_steps(decoder.step, request), **fill, "load_peak_bytes": load_peak,
+        **time_decoding(decoder.step, request), **fill, "load_peak_bytes": load_peak,
         "prefill": request.prefill,
     }  # fmt: skip
 

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,9 +211,10 @@ def test_a_whole_row_with_a_pretended_peer(
 ) -> None:
     run = module("run")
     (tmp_path / "pretender.py").write_text(
-        f"import sys, time; sys.path.insert(0, {str(PEERS)!r})\n"
+        f"import os, sys, time; sys.path.insert(0, {str(PEERS)!r})\n"
         "from protocol import answer_samples, serve, time_steps\n"
         "def speed(request):\n"
+        "    assert os.sched_getaffinity(0) == set(request.cores)\n"
         "    return {**time_steps(lambda: time.sleep(0.01), request), 'fill_s': 0.0,\n"
         "            'fill_peak_bytes': 1, 'prefill': request.prefill}\n"
         "def recall(request):\n"
@@ -224,9 +226,10 @@ def test_a_whole_row_with_a_pretended_peer(
     monkeypatch.setattr(run, "HERE", tmp_path)
     monkeypatch.setattr(run, "build", lambda *_, **__: Path(sys.executable))
     out = tmp_path / "peers.json"
+    core = min(os.sched_getaffinity(0))
     arguments = [
         "--lengths=512", "--peers=ollm", "--samples=2", "--config=tiny", "--steps=4",
-        f"--out={out}", f"--store={tmp_path}",
+        f"--out={out}", f"--store={tmp_path}", "--threads=1", f"--cores={core}", "--parallel=2",
     ]  # fmt: skip
     assert run.main([*arguments, "--jobs=speed"]) == 0
     first = json.loads(out.read_text())
@@ -240,9 +243,32 @@ def test_a_whole_row_with_a_pretended_peer(
     assert row["speed"] == first["figures"]["rows"][0]["speed"], "not measured again"
     assert both["settings"]["jobs"] == ["speed", "recall"]
     assert "; then python" in both["command"]
-    assert both["command"].endswith("--samples 2 --resume")
+    assert both["command"].endswith(f"--parallel 2 --cores {core} --resume")
     assert run.main([*arguments, "--resume", "--samples=3"]) == 2, "other samples"
     assert "--samples 2" in capsys.readouterr().err
+
+
+def test_rows_at_once_have_cores_of_their_own() -> None:
+    lanes = module("lanes")
+    cores = lanes.parse_cores("3-6,9")
+    assert [lane.cores for lane in lanes.make_lanes(cores, 2, 9)] == [(3, 4), (5, 6)]
+    with pytest.raises(module("penstock.core.errors").ConfigError, match="6 threads"):
+        lanes.make_lanes(cores, 6, 1)
+    begun, seen = threading.Barrier(2), []
+
+    def work(lane: Any) -> None:
+        begun.wait(timeout=60)  # the two are there together
+        seen.append(lane.cores)
+
+    lanes.run_in_lanes(lanes.make_lanes(cores, 2, 2), [work] * 4)
+    assert sorted(seen) == [(3, 4), (3, 4), (5, 6), (5, 6)]
+
+    def fail(lane: Any) -> None:
+        raise OSError("this lane")
+
+    done: list[Any] = []
+    with pytest.raises(OSError, match="this lane"):
+        lanes.run_in_lanes(lanes.make_lanes([], 2, 1), [fail, done.append])
 
 
 def state_file(path: Path, cells: int, *, transposed: int = 0, version: int = 3) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
@@ -23,12 +24,11 @@ class MemoryCgroup:
             ConfigError: no memory controller there, or it may not be changed.
         """
         self._parent = parent
-        self.path = parent / f"penstock-{os.getpid()}"
         self._v2 = not (parent / "memory.limit_in_bytes").exists()
         if self._v2 and not (parent / "memory.stat").exists():
             raise ConfigError("there is no memory controller in this control group")
         try:
-            self.path.mkdir()
+            self.path = Path(tempfile.mkdtemp(prefix=f"penstock-{os.getpid()}-", dir=parent))
         except OSError as error:
             raise ConfigError(f"cannot make a control group ({error.strerror})") from error
         if self._v2 and not (self.path / "memory.max").exists():
