@@ -15,7 +15,9 @@ from penstock.cli.options import (
     AnswersOption,
     ChunkOption,
     ConfigOption,
+    DeviceKeyOption,
     DeviceOption,
+    DevicesOption,
     DiskOption,
     DtypeOption,
     ExactOption,
@@ -52,6 +54,7 @@ from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.core.stats import PhaseStats
+    from penstock.engine.policy import SelectionPolicy
     from penstock.generation.output import RequestOutput
 
 
@@ -71,6 +74,7 @@ def generate_command(
     dtype: DtypeOption = None, weights: WeightsOption = None, revision: RevisionOption = None,
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
     as_json: JsonOption = False, trace: TraceOption = None, force: ForceOption = False,
+    devices: DevicesOption = None, device_key: DeviceKeyOption = None,
 ) -> None:  # fmt: skip
     """Answer a prompt, by the model's chat template where it has one.
 
@@ -95,8 +99,9 @@ def generate_command(
         check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model) as progress:
         llm = LLM(
-            model, policy=policy, memory=memory, store=disk, exact=exact, verify=verify,
-            adapter=adapter, dtype=None if dtype is None else dtype.value, device=device,
+            model, policy=with_devices(policy, devices, device_key), memory=memory, store=disk,
+            exact=exact, verify=verify, adapter=adapter, device=device,
+            dtype=None if dtype is None else dtype.value,
             quantization=None if weights is None else weights.value,
             config=config, prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
             revision=revision, offline=offline or None, trust_remote_code=trust_remote_code,
@@ -115,6 +120,23 @@ def generate_command(
         show_report(console, output.run, sizes)
     if tracer is not None and trace is not None:
         written(tracer.write, trace, "the trace")
+
+
+def with_devices(
+    policy: str | None, devices: str | None, key_file: str | None
+) -> "SelectionPolicy | str | None":
+    """The policy on devices of other hosts, where some are given.
+
+    Raises:
+        ConfigError: they are no addresses, have no key, or the policy has no use for them.
+    """
+    if devices is None:
+        return policy
+    if policy != "hillinfer":
+        raise ConfigError("--devices wants --policy hillinfer")
+    from penstock.methods.hillinfer.policy import HillInfer
+
+    return HillInfer(devices=devices, device_key=f"file:{key_file}" if key_file else "")
 
 
 def in_home(path: Path, option: str) -> Path:

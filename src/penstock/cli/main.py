@@ -17,6 +17,7 @@ from penstock.cli.command import SETTINGS_ERROR, PenstockCommand, TorchCommand
 from penstock.cli.config import ConfigCommand, config_command
 from penstock.cli.console import PlainConsole, say
 from penstock.cli.demo import demo_command
+from penstock.cli.device import device_app
 from penstock.cli.devices import devices_command
 from penstock.cli.doc import doc_app
 from penstock.cli.fetch import fetch_command
@@ -112,6 +113,7 @@ app.command("tune", cls=TorchCommand)(tune_command)
 app.command("audit", cls=TorchCommand, context_settings=PASS_ON, short_help=AUDIT)(audit_command)
 app.add_typer(doc_app, short_help="Store a long text's KV cache, and ask it again and again.")
 app.add_typer(bench_app)
+app.add_typer(device_app)
 app.command("config", cls=ConfigCommand)(config_command)
 
 

@@ -169,6 +169,17 @@ SealOption = Annotated[
         show_default="where AES is fast",
     ),
 ]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tcp://HOST:PORT,...",
+        help="Near-storage devices on other hosts, for --policy hillinfer.",
+    ),
+]
+DeviceKeyOption = Annotated[
+    str | None,
+    typer.Option("--device-key-file", metavar="FILE", help="The key that --devices have too."),
+]
 ChunkOption = Annotated[
     int, typer.Option("--chunk", metavar="TOKENS", help="Prompt tokens per forward pass.")
 ]

@@ -25,7 +25,8 @@ class NearRig:
     rows: int = 2
     tokens: int = 150
     rule: Rule = "attention"
-    devices: int = 1
+    devices: int | str = 1
+    key: bytes = b""
     timeout_s: float = 10.0
     seed: int = 0
     store: NearStore = field(init=False)
@@ -37,7 +38,7 @@ class NearRig:
         )  # fmt: skip
         self.store = NearStore.open(
             str(self.place), settings, layers=1, unit_bytes=UNIT_BYTES, devices=self.devices,
-            timeout_s=self.timeout_s,
+            key=self.key, timeout_s=self.timeout_s,
         )  # fmt: skip
         random = np.random.default_rng(self.seed)
         self.units = random.permutation(self.rows * self.tokens).reshape(self.rows, self.tokens)

@@ -22,11 +22,13 @@ from penstock.kernels.key_rounding import KeyDtype
 from penstock.methods.hillinfer.hot_cold import DECAY_STEPS, HotCold, Placement
 from penstock.methods.hillinfer.index import NearIndex
 from penstock.methods.hillinfer.layer import NearLayer
+from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
 from penstock.methods.hillinfer.near_storage.scorer import LocalScorer, Scorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rule, ScoreSettings
 from penstock.methods.hillinfer.near_work import NearWork
+from penstock.storage.documents.key_sources import read_key
 from penstock.storage.store import KVStore
 
 ALPHAS = (0.2, 0.15, 0.1, 0.05, 0.025, 0.0125)
@@ -80,8 +82,11 @@ class HillInfer(BaselinePolicy):
     near: bool = True
     """Whether near-storage devices score the cold pool; false: this process does, with the codes in
     its own memory."""
-    devices: int = 1
-    """Near-storage devices, over which the cold pool is striped."""
+    devices: int | str = 1
+    """Near-storage devices, over which the cold pool is striped: how many processes of this
+    machine; or those of other hosts, "tcp://host:port,..." (`penstock device serve`)."""
+    device_key: str = ""
+    """Where the key of other hosts is: "file:PATH"."""
     scorer_threads: int = 1
     """Threads of each device, or of this process with near=false; 0: as OpenMP says."""
     block_tokens: int = 4096
@@ -110,9 +115,13 @@ class HillInfer(BaselinePolicy):
             raise ConfigError("group_tokens must be 1: tokens move between the pools one by one")
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must be above 0 and at most 1")
-        if self.devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
+        if isinstance(self.devices, str):
+            split_devices(self.devices)
+            if not self.device_key.startswith("file:"):
+                raise ConfigError("devices=tcp://... wants device_key=file:PATH")
+        if self.num_devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
             raise ConfigError("devices and block_tokens must be at least 1, scorer_threads 0")
-        if self.devices > 1 and not self.near:
+        if self.devices != 1 and not self.near:
             raise ConfigError("devices=... wants near=true")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
@@ -120,6 +129,16 @@ class HillInfer(BaselinePolicy):
             raise ConfigError(f"hot_tokens={self.hot_tokens} must be at least 2")
         if self.reuse_tokens == 0:
             raise ConfigError("reuse_tokens=0 leaves no hot pool; give another policy")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, wherever they are."""
+        if isinstance(self.devices, str):
+            return len(split_devices(self.devices))
+        return self.devices
+
+    def _key(self) -> bytes:
+        return read_key(self.device_key, environment={}) if self.device_key else b""
 
     @property
     @override
@@ -153,7 +172,7 @@ class HillInfer(BaselinePolicy):
             device = DeviceSettings.of(
                 settings, layers=shape.num_layers, unit_bytes=shape.token_bytes
             )
-            scratch += self.devices * device.division.num_bytes
+            scratch += self.num_devices * device.division.num_bytes
         else:
             held += ColdKeys.num_bytes(settings)
             scratch += ColdKeys.scratch_bytes(settings)
@@ -243,7 +262,7 @@ class HillInfer(BaselinePolicy):
             request.location,
             self.settings_for(request.shape, request.batch, request.max_tokens, request.scaling),
             layers=request.shape.num_layers, unit_bytes=request.unit_bytes,
-            devices=self.devices, timeout_s=self.timeout_s,
+            devices=self.devices, key=self._key(), timeout_s=self.timeout_s,
         )  # fmt: skip
 
     @override

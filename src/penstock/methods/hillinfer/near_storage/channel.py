@@ -9,9 +9,13 @@ import time
 from collections import deque
 from typing import Protocol
 
+from typing_extensions import override
+
 from penstock.core import errors
 from penstock.core.errors import FetchError, PenstockError, StorageError
 from penstock.methods.hillinfer.near_storage import protocol
+from penstock.methods.hillinfer.near_storage.bulk import Bulk
+from penstock.methods.hillinfer.near_storage.frames import Frames, Views
 
 _RECENT_UNITS = 1 << 14
 _GLANCE_S = 0.25
@@ -84,7 +88,7 @@ class Channel:
         ):  # fmt: skip
             connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *patience))
         self._connection, self._device = connection, device
-        self._reader = protocol.Reader(connection)
+        self._reader: protocol.Reader | Frames = protocol.Reader(connection)
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, Exchange] = {}
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -111,18 +115,21 @@ class Channel:
         Raises:
             ScorerError: the device is gone.
         """
-        data = protocol.pack(exchange.number, message)
         try:
             with self._sending:
                 if self.failure is not None:
                     raise self.failure
-                self._connection.sendall(data)
+                self._put(exchange, message)
         except BlockingIOError as error:
             raise self._late(self._device.timeout_s) from error
         except OSError as error:
             if isinstance(error, ScorerError):
                 raise
             raise self._device.gone() from error
+
+    def _put(self, exchange: Exchange, message: protocol.Message) -> None:
+        """Write a message to the connection, whose bulk the other side sees."""
+        self._connection.sendall(protocol.pack(exchange.number, message))
 
     def wait_for(self, exchange: Exchange, deadline: float) -> protocol.Message:
         """The next answer of a request. Raises as `Exchange.next`, but for `Failed`."""
@@ -189,11 +196,51 @@ class Channel:
         self._device.give_up(error)
         return error
 
+    def wake(self) -> None:
+        """End the connection under those who wait for it; what comes late is put nowhere."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the connection; a second call does nothing."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+class FramedChannel(Channel):
+    """A channel whose other end shares no memory: bulk travels with its message (`Frames`)."""
+
+    def __init__(self, frames: Frames, bulk: Bulk, device: Device) -> None:
+        """Take over an authenticated connection, and put what comes into the bulk's memory."""
+        super().__init__(frames.connection, device)
+        self.frames, self._bulk, self._reader = frames, bulk, frames
+        frames.most_bulk, frames.place = len(bulk.memory), self._place
+        self._asked: dict[int, protocol.Message] = {}
+
+    @override
+    def _put(self, exchange: Exchange, message: protocol.Message) -> None:
+        self._asked.setdefault(exchange.number, message)
+        self.frames.send(exchange.number, message, self._bulk.views(self._bulk.pieces(message)))
+
+    def _place(self, request: int, message: protocol.Message) -> Views:
+        """Where an answer's bulk goes: where its request said, not where the answer says."""
+        asked = self._asked.get(request)
+        if self.failure is not None:
+            raise self.failure  # others use the memory by now
+        match message, asked:
+            case protocol.Done(), protocol.Read():
+                return self._bulk.views(self._bulk.read_by(asked))
+            case protocol.Logits(), protocol.Score() if message.area == asked.area:
+                return self._bulk.views(self._bulk.pieces(message))
+            case protocol.Block(), protocol.Score():
+                return self._bulk.views(self._bulk.block(asked.area, message))
+        return ()
+
+    @override
+    def forget(self, exchange: Exchange) -> None:
+        super().forget(exchange)
+        self._asked.pop(exchange.number, None)
 
 
 class Link:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,12 @@ class NearDevice:
             raise
         if state.memory >= 0:
             os.close(state.memory)
-        state.memory, self.settings = made, settings
+        state.memory = made
+        self._divide(settings, self.memory)
+
+    def _divide(self, settings: DeviceSettings, memory: NDArray[np.uint8]) -> None:
+        division = settings.division
+        self.memory, self.settings = memory, settings
         self.areas = [division.area(self.memory, i) for i in range(shared_memory.NUM_AREAS)]
         self.sections: queue.SimpleQueue[int] = queue.SimpleQueue()
         for i in range(shared_memory.NUM_SECTIONS):
@@ -151,7 +157,9 @@ class NearDevice:
         if not isinstance(message, protocol.Ready):
             raise self.scores.nonsense("no Ready after Configure")
         self.scores.forget(exchange)
-        said = message.values
+        self._take_ready(message.values)
+
+    def _take_ready(self, said: dict[str, Any]) -> None:
         try:
             self.sector_bytes = int(said["sector_bytes"])
             self.is_direct, self.description = bool(said["is_direct"]), str(said["description"])

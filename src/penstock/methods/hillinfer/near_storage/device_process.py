@@ -56,6 +56,10 @@ class Device:
         self._send = send
         self._scored: int = 0
 
+    def answer_to(self, send: Callable[[int, protocol.Message], None]) -> None:
+        """Send scores that way from now on, to a cache that knows nothing of those before."""
+        self._send = send
+
     def _piece(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
         if start < 0 or num_bytes < 0 or start + num_bytes > len(self.memory):
             raise protocol.ProtocolError("a piece beyond the shared memory")
@@ -198,6 +202,33 @@ def _joined(
     return offsets[first], np.add.reduceat(lengths, first), begins[first]
 
 
+def carry_out(device: Device, request: int, message: protocol.Message) -> bool:
+    """Do what one request asks; returns whether another message of it will come.
+
+    Raises:
+        ProtocolError: it is no request.
+        StorageError: it failed.
+    """
+    match message:
+        case protocol.Reserve():
+            device.file(message.layer).reserve(message.num_bytes)
+        case protocol.Write():
+            device.write(message)
+        case protocol.Read():
+            device.read(message)
+        case protocol.Sync():
+            device.file(message.layer).sync()
+        case protocol.Map():
+            device.map(message)
+        case protocol.Score():
+            return device.score(request, message)
+        case protocol.Normalise():
+            device.normalise(request, message)
+        case _:
+            raise protocol.ProtocolError(f"{type(message).__name__} is not for a device")
+    return False
+
+
 class Server:
     """Serves the connections, each on a thread of its own and in order."""
 
@@ -232,7 +263,7 @@ class Server:
             bulk = shared_memory.attach(memory, settings.division.num_bytes)
             self._device = Device(settings, files, bulk, partial(self.send, self._scores))
         except (PenstockError, OSError) as error:
-            self.send(self._scores, request, _failed(error))
+            self.send(self._scores, request, failed(error))
             raise
         first = self._device.files[0]
         self.send(self._scores, request, protocol.Ready({
@@ -248,38 +279,16 @@ class Server:
                 request, message = received
                 start = time.perf_counter_ns()
                 try:
-                    waits = self._carry_out(request, message)
+                    assert self._device is not None
+                    waits = carry_out(self._device, request, message)
                     took = time.perf_counter_ns() - start + begun
                     begun = took if waits else 0
                     if waits:
                         continue  # the answer comes after the second round
                     answer: protocol.Message = protocol.Done(took)
                 except Exception as error:  # whatever it is, the other side must not wait for it
-                    answer = _failed(error)
+                    answer = failed(error)
                 self.send(connection, request, answer)
-
-    def _carry_out(self, request: int, message: protocol.Message) -> bool:
-        """Do what one request asks; returns whether another message of it will come."""
-        device = self._device
-        assert device is not None
-        match message:
-            case protocol.Reserve():
-                device.file(message.layer).reserve(message.num_bytes)
-            case protocol.Write():
-                device.write(message)
-            case protocol.Read():
-                device.read(message)
-            case protocol.Sync():
-                device.file(message.layer).sync()
-            case protocol.Map():
-                device.map(message)
-            case protocol.Score():
-                return device.score(request, message)
-            case protocol.Normalise():
-                device.normalise(request, message)
-            case _:
-                raise protocol.ProtocolError(f"{type(message).__name__} is not for a device")
-        return False
 
 
 def _open(settings: DeviceSettings, numbers: list[int]) -> FileSet:
@@ -287,7 +296,8 @@ def _open(settings: DeviceSettings, numbers: list[int]) -> FileSet:
     return files._replace(description="memory") if settings.in_memory else files
 
 
-def _failed(error: BaseException) -> protocol.Failed:
+def failed(error: BaseException) -> protocol.Failed:
+    """What an error is told the cache by."""
     kind = type(error).__name__
     if not isinstance(error, StorageError) or isinstance(error, protocol.ProtocolError):
         kind = FetchError.__name__

@@ -2,12 +2,14 @@
 
 from penstock.core.closing import close_all
 from penstock.devices.presets import PRESETS
+from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
 from penstock.methods.hillinfer.near_storage.remote_file import RemoteFile
 from penstock.methods.hillinfer.near_storage.scorer import RemoteScorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, ScoreSettings
 from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
+from penstock.methods.hillinfer.near_storage.tcp_device import TcpDevice
 from penstock.storage.file import KVFile
 from penstock.storage.store import KVStore, parse_location
 
@@ -43,12 +45,15 @@ class NearStore(KVStore):
     @classmethod
     def open(
         cls, location: str, settings: ScoreSettings, *, layers: int, unit_bytes: int,
-        devices: int = 1, timeout_s: float,
+        devices: int | str = 1, key: bytes = b"", timeout_s: float,
     ) -> "NearStore":  # fmt: skip
         """Start the devices.
 
         Args:
             location: as for `KVStore.create`; a simulated device is simulated by each process.
+            devices: how many processes on this machine; or tcp://host:port,... of running hosts,
+                whose disks are used instead of `location`.
+            key: that the hosts have as well.
             timeout_s: most seconds to wait for an answer.
 
         Raises:
@@ -60,6 +65,12 @@ class NearStore(KVStore):
         whole = DeviceSettings.of(settings, layers=layers, unit_bytes=unit_bytes, simulate=simulate)
         started: list[NearDevice] = []
         try:
+            if isinstance(devices, str):
+                started.extend(
+                    TcpDevice(whole, address, key, timeout_s=timeout_s)
+                    for address in split_devices(devices)
+                )
+                return cls(started)
             started.extend(NearDevice(whole, place, timeout_s=timeout_s) for _ in range(devices))
             return cls(started)
         except BaseException:

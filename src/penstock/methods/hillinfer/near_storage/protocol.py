@@ -195,6 +195,18 @@ class Normalise(Message):
     area: int
 
 
+class Join(_Text):
+    """The first message of the other connections over TCP: session, and its role."""
+
+    KIND = 9
+
+
+class Drop(_Text):
+    """The cache is closed: its pool may go. Over TCP alone."""
+
+    KIND = 10
+
+
 # From the device to the cache ------------------------------------------------------------------
 
 
@@ -242,8 +254,8 @@ class Block(Message):
 
 
 _MESSAGES: tuple[type[Message], ...] = (
-    Configure, Reserve, Write, Read, Sync, Map, Score, Normalise, Ready, Done, Failed, Logits,
-    Block,
+    Configure, Reserve, Write, Read, Sync, Map, Score, Normalise, Join, Drop, Ready, Done, Failed,
+    Logits, Block,
 )  # fmt: skip
 _KINDS = {message.KIND: message for message in _MESSAGES}
 
@@ -253,6 +265,37 @@ def pack(request: int, message: Message) -> bytes:
     body = message.body()
     assert len(body) <= MOST_BODY_BYTES, "bulk goes through shared memory"
     return _HEADER.pack(MAGIC, VERSION, message.KIND, request, len(body)) + body
+
+
+def unpack(data: bytes) -> tuple[int, Message]:
+    """The one message that `data` is.
+
+    Raises:
+        ProtocolError: it is none of this version, or more than one.
+    """
+    found = _first(data)
+    if found is None or found[2] != len(data):
+        raise ProtocolError("a message that is cut short, or has something behind it")
+    return found[:2]
+
+
+def _first(data: bytes | bytearray) -> tuple[int, Message, int] | None:
+    """Number and message at the beginning of `data`, and where it ends; None: not whole yet."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, version, kind, request, size = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise ProtocolError("the other side does not speak the near-storage protocol")
+    if version != VERSION:
+        raise ProtocolError(f"the other side speaks version {version}, this one {VERSION}")
+    if kind not in _KINDS:
+        raise ProtocolError(f"a message of unknown kind {kind}")
+    if size > MOST_BODY_BYTES:
+        raise ProtocolError(f"a message of {size} bytes; at most {MOST_BODY_BYTES} make sense")
+    end = _HEADER.size + size
+    if len(data) < end:
+        return None
+    return request, _KINDS[kind].from_body(bytes(data[_HEADER.size : end])), end
 
 
 class Reader:
@@ -268,24 +311,11 @@ class Reader:
         Raises:
             ProtocolError: the bytes are no message of this version.
         """
-        buffered = self._buffered
-        if len(buffered) < _HEADER.size:
+        found = _first(self._buffered)
+        if found is None:
             return None
-        magic, version, kind, request, size = _HEADER.unpack_from(buffered)
-        if magic != MAGIC:
-            raise ProtocolError("the other side does not speak the near-storage protocol")
-        if version != VERSION:
-            raise ProtocolError(f"the other side speaks version {version}, this one {VERSION}")
-        if kind not in _KINDS:
-            raise ProtocolError(f"a message of unknown kind {kind}")
-        if size > MOST_BODY_BYTES:
-            raise ProtocolError(f"a message of {size} bytes; at most {MOST_BODY_BYTES} make sense")
-        end = _HEADER.size + size
-        if len(buffered) < end:
-            return None
-        body = bytes(buffered[_HEADER.size : end])
-        del buffered[:end]
-        return request, _KINDS[kind].from_body(body)
+        del self._buffered[: found[2]]
+        return found[:2]
 
     def receive_some(self) -> bool:
         """Wait for bytes; returns whether any came, or the other side has gone.

@@ -9,8 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import StorageError
+from penstock.methods.hillinfer.near_storage.protocol import ProtocolError
 
 _PAGE_BYTES = 4096
+AREA_PARTS = (
+    "query", "log_sums", "normalisers", "units", "promoted", "demoted", "positions", "scores",
+)  # fmt: skip
+"""What an area has, in this order."""
 NUM_AREAS = 2
 """Score requests whose query and scores have a place at the same time."""
 MOST_NEW = 64
@@ -65,6 +70,20 @@ class Division:
     def section(self, i: int) -> int:
         """Where section i begins; those behind NUM_SECTIONS are for writes and for maps."""
         return NUM_AREAS * self.area_bytes + i * self.section_bytes
+
+    def place(self, i: int, name: str) -> tuple[int, int]:
+        """Where a part of area i begins, and its bytes.
+
+        Raises:
+            ProtocolError: there is no such area.
+        """
+        if not 0 <= i < NUM_AREAS:
+            raise ProtocolError(f"area {i} of {NUM_AREAS}")
+        at = AREA_PARTS.index(name)
+        tokens, heads = self.rows * self.max_tokens, self.rows * self.query_heads
+        exact = (4 * heads * self.head_dim, 4 * heads, 4 * heads, 8 * self.rows * MOST_NEW,
+                 8 * tokens, 8 * tokens, 4 * tokens, 4 * tokens)  # fmt: skip
+        return i * self.area_bytes + sum(self._area_parts[:at]), exact[at]
 
     def area(self, memory: NDArray[np.uint8], i: int) -> "Area":
         """Area i as arrays over `memory`, uint8 [num_bytes]."""
@@ -126,8 +145,17 @@ def create(num_bytes: int) -> int:
     return descriptor
 
 
+def unshared(num_bytes: int) -> NDArray[np.uint8]:
+    """As much memory of this process alone, beginning where a page does, for direct I/O.
+
+    Raises:
+        StorageError: there is too little memory.
+    """
+    return attach(-1, num_bytes)
+
+
 def attach(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map the memory behind a descriptor; the mapping lives as long as the array.
+    """Map the memory behind a descriptor, -1: none; the mapping lives as long as the array.
 
     Raises:
         StorageError: there is too little memory.
