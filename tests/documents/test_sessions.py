@@ -66,6 +66,24 @@ def test_a_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path, memory: s
         assert engine.stats().used_bytes == 0
 
 
+def test_two_servers_share_a_folder(llm: LLM, tmp_path: Path) -> None:
+    with (
+        sessions(llm, tmp_path) as one, sessions(llm, tmp_path) as other,
+        Engine(llm, memory="64MiB", sessions=one) as first,
+        Engine(llm, memory="64MiB", sessions=other) as second,
+    ):  # fmt: skip
+        ask(first, FIRST)
+        again = ask(first, FIRST).usage  # waits for what is stored
+        assert again.cached_tokens == len(FIRST) - 2
+        turn, fork = [*FIRST, *range(20, 60)], [*FIRST, *range(30, 80)]
+        assert ask(second, turn).usage.cached_tokens == len(FIRST)
+        ask(second, turn)
+        # The first knows the conversation as it was before the other's turn, and leaves that be.
+        assert ask(first, fork).usage.cached_tokens == len(FIRST)
+        for engine, asked in ((first, turn), (second, fork)):
+            assert ask(engine, [*asked, 7, 8]).usage.cached_tokens == len(asked)
+
+
 def test_the_oldest_go_and_the_damaged_are_read_anew(llm: LLM, tmp_path: Path) -> None:
     with sessions(llm, tmp_path) as kept, Engine(llm, memory="64MiB", sessions=kept) as engine:
         ask(engine, FIRST)

@@ -31,6 +31,7 @@ from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
 from penstock.storage.documents import DocumentWriter
 from penstock.storage.documents.document_library import make_own_folder
+from penstock.storage.documents.folder import is_unfinished, remove
 
 _LOG = logging.getLogger(__name__)
 LEAST_TOKENS = 64
@@ -61,6 +62,7 @@ class Sessions:
     and only the rest is read: the next turn, and a history whose middle was edited. Storing happens
     behind the answer, in a thread; what is not whole on the disk is not there after a restart.
     Conversations of different salts never meet. Those that were not used for longest go first.
+    Several processes may share a folder: each finds what the others have stored.
 
     Prompts with pictures, several answers to one prompt and models with recurrent layers are not
     stored.
@@ -88,18 +90,28 @@ class Sessions:
         self._reader = Reader(loaded, settings or DocumentSettings())
         self._lock = threading.RLock()
         self._sessions: list[_Session] = []
+        self._unreadable: set[str] = set()
         self._pending: list[tuple[str, Future[None]]] = []
         self._open: list[tuple[TieredCache, OpenDocument, _Session]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-sessions")
         self._stores = not (self._policy.drops or inspect_model(loaded.model).states)
-        for path in sorted(self._folder.iterdir()):
-            self._find(path)
+        self._look("")
+
+    def _look(self, salt: str) -> None:
+        """Find what has come since, of a salt; "" is of all."""
+        with self._lock:
+            known = {each.path.name for each in self._sessions} | self._unreadable
+            for path in sorted(self._folder.iterdir()):
+                if path.name.startswith(salt) and path.name not in known:
+                    self._find(path)
 
     def _find(self, path: Path) -> None:
         try:
             opened = OpenDocument.open(self._reader, path)
         except PenstockError as error:
-            _LOG.info("%s is no session: %s", path.name, error)
+            if not (path.is_dir() and is_unfinished(path)):  # which another process stores now
+                self._unreadable.add(path.name)
+                _LOG.info("%s is no session: %s", path.name, error)
             return
         try:
             tokens, salt = opened.tokens, path.name.partition("-")[0]
@@ -139,6 +151,7 @@ class Sessions:
         self._close_unread()
         for writing in self._storing(self._digest(salt)):
             writing.result()
+        self._look(self._digest(salt))
         found = self._longest(self._digest(salt), tokens)
         if found is None:
             return None
@@ -150,6 +163,8 @@ class Sessions:
             return None
         try:
             shared = shared_tokens(opened, tokens)
+            if shared == len(tokens):  # something must be left to read, more than a decode step
+                shared = 0 if opened.about.has_windows else shared - 2
             if shared < LEAST_TOKENS:
                 opened.stored.close()
                 return None
@@ -275,6 +290,8 @@ class Sessions:
         try:
             if opened.about.group_tokens != about.group_tokens:
                 return False
+            if _common(np.asarray(opened.tokens), tokens) < opened.about.tokens:
+                return False  # another process has stored a turn of its own there
             held = opened.groups[: opened.about.tokens // about.group_tokens]
             with DocumentWriter.extend(
                 former.path, key=self._reader.settings.key, generation=opened.stored.generation
@@ -317,10 +334,18 @@ class Sessions:
         with self._lock:
             if session in self._sessions:
                 self._remove(session)
+            if session in self._sessions:
+                self._sessions.remove(session)
+                self._unreadable.add(session.path.name)
 
     def _remove(self, session: _Session) -> None:
+        try:
+            remove(session.path)
+        except DocumentBusyError:  # another process reads it
+            return
+        except PenstockError:
+            shutil.rmtree(session.path, ignore_errors=True)
         self._sessions.remove(session)
-        shutil.rmtree(session.path, ignore_errors=True)
 
     def _digest(self, salt: str) -> str:
         """Names a salt without saying it."""
