@@ -122,6 +122,7 @@ def cache_of(
         "sealed": sealed,
         "sector_bytes": SECTOR_BYTES,
         "checkpoints": 1,
+        "known": opened.loaded.known,
     }
     with TieredCache(model, policy, memory, settings.store, max_tokens=max_tokens, **given) as bare:
         if bare.plan.is_resident:

@@ -143,7 +143,7 @@ class Conversation:
             max_tokens=self.max_tokens, exact=exact, adapter=settings.adapter,
             sector_bytes=SECTOR_BYTES, checkpoints=1,
             sealed=True if settings.key is not None else seal, progress=self._report_tokens,
-            index_progress=self._report_index,
+            index_progress=self._report_index, known=self._loaded.known,
         )  # fmt: skip
         self.notices += self._cache.notices
 

@@ -61,7 +61,7 @@ def create_document(
             loaded.model, policy, memory, settings.store, max_tokens=len(tokens),
             adapter=settings.adapter, must_tier=True, prompt_tokens=len(tokens),
             past=None if base is None or not shared else base.past(with_index=False),
-            past_tokens=shared, sealed=settings.sealed,
+            past_tokens=shared, sealed=settings.sealed, known=loaded.known,
         ) as cache:  # fmt: skip
             if base is not None and shared:
                 base.restore_beside(cache)

@@ -198,7 +198,7 @@ class Document:
             opened.loaded.model, chosen, opened.budget(memory), opened.settings.store,
             max_tokens=opened.about.tokens + new_tokens, batch_size=batch_size, exact=exact,
             adapter=opened.settings.adapter, past=opened.past(with_index=own),
-            sealed=opened.settings.sealed, **options,
+            sealed=opened.settings.sealed, known=opened.loaded.known, **options,
         )  # fmt: skip
         self._caches.add(cache)
         opened.restore_beside(cache)

@@ -168,6 +168,7 @@ def remake_index(opened: OpenDocument, names: set[str]) -> int:
         with TieredCache(
             opened.loaded.model, opened.policy, memory, "memory", max_tokens=opened.about.tokens,
             adapter=opened.settings.adapter, past=opened.past(with_index=False),
+            known=opened.loaded.known,
         ) as cache:  # fmt: skip
             fresh = index_blobs(cache, writer.shape.layers)
         kept = [name for name in opened.stored.blob_names if name not in {*fresh, *names}]
@@ -185,7 +186,7 @@ def _exact_cache(opened: OpenDocument, ranges: Ranges) -> TieredCache:
         opened.loaded.model, KVSwap(group_tokens=opened.about.group_tokens),
         opened.budget(opened.about.memory), opened.settings.store, max_tokens=opened.about.tokens,
         exact=True, past=opened.past(with_index=False, groups=groups), past_tokens=start,
-        sealed=opened.settings.sealed,
+        sealed=opened.settings.sealed, known=opened.loaded.known,
     )  # fmt: skip
 
 

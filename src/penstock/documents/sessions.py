@@ -188,6 +188,7 @@ class Sessions:
     ) -> TieredCache:
         settings, policy = self._reader.settings, opened.policy
         given |= {"adapter": opened.settings.adapter, "sealed": settings.sealed}
+        given["known"] = opened.loaded.known
         model = opened.loaded.model
         with TieredCache(model, policy, memory, settings.store, **given) as bare:
             if bare.plan.is_resident:  # as it would be if the conversation had gone on

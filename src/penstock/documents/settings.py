@@ -14,7 +14,6 @@ from penstock.methods import SelectionPolicy
 from penstock.methods.search_space import fields_of
 from penstock.models.bundled_adapter import NO_ADAPTER, adapters_at_hand
 from penstock.models.cache_settings import find_basis
-from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity
 from penstock.models.loader import CausalLM, LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -81,8 +80,9 @@ class Reader:
         """
         model = self.loaded.model
         basis = find_basis(
-            model, inspect_model(model), policy, self.settings.adapter, [], exact=False
-        )
+            model, inspect_model(model), policy, self.settings.adapter, [], exact=False,
+            known=self.loaded.known.look(model),
+        )  # fmt: skip
         return self._model.stored(basis, group_tokens=group_tokens)
 
     def as_stored(
@@ -98,7 +98,9 @@ class Reader:
         if self.settings.adapter is not None or not policy.uses_adapter:
             return self
         model = self.loaded.model
-        for adapter in (*adapters_at_hand(fingerprint(model), model.name_or_path), None):
+        known = self.loaded.known.look(model)
+        at_hand = adapters_at_hand(known.fingerprint(), model.name_or_path, known.adapter)
+        for adapter in (*at_hand, None):
             made = self._model.stored(adapter, group_tokens=group_tokens)
             if made["adapter"] == identity.get("adapter"):
                 settings = replace(self.settings, adapter=adapter or NO_ADAPTER)

@@ -73,7 +73,7 @@ class BatchRunner:
             batch_size=batch.num_answers, exact=self.exact, sealed=self.seal,
             adapter=choices.adapter, cuda_graphs=self.graphs,
             progress=None if on_progress is None else lambda done: on_progress(done, total),
-            prompt_tokens=total, index_progress=on_index, **options,
+            prompt_tokens=total, index_progress=on_index, known=self.loaded.known, **options,
         )  # fmt: skip
         prompts, answers = len(batch.requests), batch.num_answers
         return batch_cache(make, choices, prompts=prompts, answers=answers)

@@ -1,13 +1,15 @@
 """The low-rank adapters at hand for a model: calibrated, in its folder, bundled, or fetched."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from penstock.core.errors import AdapterError
 from penstock.engine.adapter import LowRankAdapter
 from penstock.models.released import models_folder, released_models
 
+Read: TypeAlias = Callable[[Path], LowRankAdapter]
 NO_ADAPTER = "none"
 """In place of an adapter's file: make one from the prompt's own keys."""
 _BUNDLED = Path(__file__).parent / "recall"
@@ -21,17 +23,22 @@ def calibrated_adapter(fingerprint: str) -> Path:
     return models_folder().parent / "adapters" / f"{fingerprint}.safetensors"
 
 
-def find_adapter(fingerprint: str, folder: str | Path = "") -> LowRankAdapter | None:
+def find_adapter(
+    fingerprint: str, folder: str | Path = "", read: Read = LowRankAdapter.load
+) -> LowRankAdapter | None:
     """The first of `adapters_at_hand`; None: there is none."""
-    return next(adapters_at_hand(fingerprint, folder), None)
+    return next(adapters_at_hand(fingerprint, folder, read), None)
 
 
-def adapters_at_hand(fingerprint: str, folder: str | Path = "") -> Iterator[LowRankAdapter]:
+def adapters_at_hand(
+    fingerprint: str, folder: str | Path = "", read: Read = LowRankAdapter.load
+) -> Iterator[LowRankAdapter]:
     """Adapters that a model finds by itself: the user's own first, then those that came with it.
 
     Args:
         fingerprint: of the model; an adapter that was made for another one is none.
         folder: that the model was loaded from, if it was one.
+        read: of a file.
     """
     fetched = [released.folder for released in released_models().values() if released.is_fetched]
     own = [Path(folder)] if folder else []
@@ -39,7 +46,7 @@ def adapters_at_hand(fingerprint: str, folder: str | Path = "") -> Iterator[LowR
     for path in (calibrated_adapter(fingerprint), *folders, _FORMER):
         if os.path.exists(path):
             try:
-                adapter = LowRankAdapter.load(path)
+                adapter = read(path)
             except AdapterError:  # another file of that name
                 continue
             if adapter.fingerprint == fingerprint:

@@ -45,9 +45,9 @@ from penstock.models.cache_settings import (
     true_query_layers,
 )
 from penstock.models.decoder_calls import DecoderCalls, sees
-from penstock.models.first_look import first_look
 from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.key_handover import KeyHandover
+from penstock.models.known_model import KnownModel, ModelAnswers
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
@@ -93,7 +93,7 @@ class TieredCache(RecurrentCache):
         prompt_tokens: int | None = None, index_progress: Callable[[float], None] | None = None,
         past: StoredPast | None = None, past_tokens: int | None = None, must_tier: bool = False,
         sealed: Sealing = "auto", sector_bytes: int | None = None, checkpoints: int = 0,
-        copies_weights: bool = True,
+        copies_weights: bool = True, known: KnownModel | None = None,
     ) -> None:  # fmt: skip
         """Plan the memory and switch the model over; nothing large is allocated yet.
 
@@ -122,6 +122,7 @@ class TieredCache(RecurrentCache):
             sealed, sector_bytes: see `KVStore.create`; documents' make a plan like theirs.
             checkpoints: most to keep (see `checkpoint`); each takes the recurrent states' memory.
             copies_weights: may keep 8-bit copies of the weights that predict queries.
+            known: what caches have found out about the model (`LoadedModel.known`).
 
         Raises:
             UnsupportedModelError: the model cannot work with a tiered cache; says why.
@@ -130,22 +131,21 @@ class TieredCache(RecurrentCache):
             ConfigError: another argument makes no sense.
             StorageError: the store cannot be used, or the past cannot be read.
         """
-        shape = inspect_model(model)
-        self.notices: list[str] = []
+        shape, self.notices = inspect_model(model), list[str]()
         self.max_tokens = _most_tokens(model, shape, max_tokens, batch_size)
-        chosen, (kv, device) = named_policy(policy), first_look(model, shape)
+        how: Any = {"exact": exact, "known": known.look(model) if known else ModelAnswers(model)}
+        chosen, (kv, device) = named_policy(policy), how["known"].first_look(shape)
         given, full = (model, shape, chosen, adapter, self.notices), kv.full_cache_bytes
-        states = self._make_states(model, shape, checkpoints)
+        states, basis = self._make_states(model, shape, checkpoints), find_basis(*given, **how)
         sizes = (full(batch_size, self.max_tokens), device, states * batch_size)
-        basis = find_basis(*given, exact=exact)
-        late = true_query_layers(chosen, basis or measured_prediction(*given, exact=exact))
+        late = true_query_layers(chosen, basis or measured_prediction(*given, **how))
         self._settings = RuntimeSettings(
             shape=kv, policy=chosen, store=str(store), max_tokens=self.max_tokens,
             limit_bytes=limit_bytes(memory, *sizes), exact=exact, state_bytes=states,
             adapter=None if basis is None else basis.shared_layers(), true_query_layers=late,
             predictor_bytes=predictor_bytes(model, shape, chosen, late) if copies_weights else 0,
             rotary=rotary_of(model), scaling=attention_scaling(model, kv.head_dim), tracer=tracer,
-            rotations=find_rotations(model, shape, chosen, basis, self.notices, exact=exact),
+            rotations=find_rotations(model, shape, chosen, basis, self.notices, **how),
             device_tier=serves_device_tier(str(store), chosen, device, kv, exact=exact),
             past=past, must_tier=must_tier, sealed=sealed, sector_bytes=sector_bytes, device=device,
             progress=progress, prompt_tokens=prompt_tokens, index_progress=index_progress,

@@ -13,8 +13,7 @@ from penstock.engine.adapter import LowRankAdapter
 from penstock.kernels.key_rotation import KeyRotation
 from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.bundled_adapter import NO_ADAPTER, find_adapter, told_adapter
-from penstock.models.fingerprint import fingerprint
-from penstock.models.key_rotations import key_rotations
+from penstock.models.known_model import ModelAnswers
 from penstock.models.model_shape import ModelShape
 
 
@@ -30,19 +29,21 @@ def named_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
 def find_basis(
     model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
     adapter: str | Path | LowRankAdapter | None, notices: list[str], *, exact: bool,
+    known: ModelAnswers,
 ) -> LowRankAdapter | None:  # fmt: skip
     """The low-rank adapter that a cache works with; None where it needs none, or makes its own.
 
     Args:
         adapter: what the user gave; None: one that is at hand; "none": none.
         notices: gets a line where there is none, and where one was found.
+        known: of the model.
 
     Raises:
         AdapterError: it was made for another model, or cannot be read.
     """
     if not policy.uses_adapter or exact:
         return None
-    found = _adapter_of(model, shape, adapter)
+    found = _adapter_of(model, shape, adapter, known)
     if found is not None and found.block_tokens not in (0, policy.index_block):
         notices.append(
             f"the adapter is of keys by blocks of {found.block_tokens} tokens, which "
@@ -66,17 +67,18 @@ def find_basis(
 
 
 def _adapter_of(
-    model: PreTrainedModel, shape: ModelShape, given: str | Path | LowRankAdapter | None
-) -> LowRankAdapter | None:
+    model: PreTrainedModel, shape: ModelShape, given: str | Path | LowRankAdapter | None,
+    known: ModelAnswers,
+) -> LowRankAdapter | None:  # fmt: skip
     """The adapter that was given, or one that is at hand."""
     if given == NO_ADAPTER or given == Path(NO_ADAPTER):
         return None
-    digest = fingerprint(model)
+    digest = known.fingerprint()
     if given is None:
-        given = find_adapter(digest, model.name_or_path)
+        given = find_adapter(digest, model.name_or_path, known.adapter)
     if given is None:
         return None
-    loaded = given if isinstance(given, LowRankAdapter) else LowRankAdapter.load(given)
+    loaded = given if isinstance(given, LowRankAdapter) else known.adapter(given)
     loaded.check(digest, shape.kv.num_layers, shape.kv.joint_dim)
     return loaded
 
@@ -122,19 +124,21 @@ def true_query_layers(policy: SelectionPolicy, adapter: LowRankAdapter | None) -
 def measured_prediction(
     model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
     adapter: str | Path | LowRankAdapter | None, notices: list[str], *, exact: bool,
+    known: ModelAnswers,
 ) -> LowRankAdapter | None:  # fmt: skip
     """The adapter that says how well a method's queries are predicted that works without one.
 
     Args:
         adapter: what the user gave; None: one that is at hand; "none": none.
         notices: gets a line where none says so.
+        known: of the model.
 
     Raises:
         AdapterError: it was made for another model, or cannot be read.
     """
     if exact or policy.uses_adapter or not policy.predicts_on_device:
         return None
-    found = _adapter_of(model, shape, adapter)
+    found = _adapter_of(model, shape, adapter, known)
     if found is None or not found.prediction_cosine:
         notices.append(
             "nothing says how well this model's queries are predicted, so that those of all layers "
@@ -145,17 +149,18 @@ def measured_prediction(
 
 def find_rotations(
     model: PreTrainedModel, shape: ModelShape, policy: SelectionPolicy,
-    basis: LowRankAdapter | None, notices: list[str], *, exact: bool,
+    basis: LowRankAdapter | None, notices: list[str], *, exact: bool, known: ModelAnswers,
 ) -> list[KeyRotation | None] | None:  # fmt: skip
     """How the layers' keys turn, for policies whose index turns them back.
 
     Args:
         basis: what `find_basis` found; one of keys as the model has them needs no rotation.
         notices: gets a line where no layer's is known.
+        known: of the model.
     """
     if exact or not policy.index_block or (basis is not None and not basis.block_tokens):
         return None
-    found = key_rotations(model, shape)
+    found = known.rotations(shape)
     if not any(found):
         notices.append(
             "no rotary embedding of a known form: the index has keys as the model has them, as "

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from penstock.models.first_look import UNSUPPORTED_DEVICES
 from penstock.models.gguf_file import SUFFIX as GGUF
 from penstock.models.gguf_file import architecture_of, converted_folder, described_folder
 from penstock.models.hub import CONFIG, TOKENIZERS, HubModel
+from penstock.models.known_model import KnownModel
 from penstock.models.load_errors import said_of
 from penstock.models.model_class import auto_class, generates_text, load_processor
 from penstock.models.model_config import read_config
@@ -67,6 +68,8 @@ class LoadedModel:
     """What a user should know of how it was loaded."""
     processor: Any = None
     """What prepares pictures and videos, for a model that takes them; None: it takes none."""
+    known: KnownModel = field(default_factory=KnownModel, compare=False, repr=False)
+    """What its caches have found out about the model."""
 
 
 def load(
