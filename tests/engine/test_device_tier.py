@@ -30,6 +30,10 @@ POLICIES: dict[str, SelectionPolicy] = {
     "kvswap": KVSwap(reuse_tokens=48, rank=8, predict=False, **BUDGET),
     "kvswap-keep": KVSwap(keep=2.0, rank=8, **{**BUDGET, "selected_tokens": 48}),
     "kvswap-shared": KVSwap(reuse_tokens=0, rank=8, predict=False, **BUDGET),
+    "kvswap-8-bits": KVSwap(reuse_tokens=48, rank=8, predict=False, slot_bits=8, **BUDGET),
+    "kvswap-shared-8-bits": KVSwap(
+        reuse_tokens=0, rank=8, predict=False, slot_bits=8, **BUDGET
+    ),
     "louiskv": LouisKV(tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, **BUDGET),
     "louiskv-spread": LouisKV(
         tau=0.5, cluster_tokens=8, block_tokens=PROMPT_TOKENS, summary="mean+spread", **BUDGET

@@ -81,6 +81,9 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     ),
     "device-quest": (Quest(selected_tokens=512), {"device_tier": True}),
     "device-kvswap": (KVSwap(selected_tokens=512), {"device_tier": True}),
+    "device-in-8-bits": (
+        KVSwap(slot_bits=8), {"device_tier": True, "limit_bytes": FULL_BYTES // 3},
+    ),
     "device-flexgen": (FlexGen(), {"device_tier": True}),
 }  # fmt: skip
 

@@ -124,7 +124,8 @@ def make_plan(
     """Price one division of the memory; pure arithmetic.
 
     Args:
-        coded: whether slots hold units in 8 bits; they are `fewest_coded_slots` at least.
+        coded: whether slots hold units in 8 bits; outside the device tier they are
+            `fewest_coded_slots` at least.
         read_units: of a row that a step usually misses, at most; None: all that it selects.
         window_slots: made at least 2, a closed unit beside the unfinished one.
     """
@@ -141,7 +142,7 @@ def make_plan(
         mask_slots += shape.num_layers * batch * kept
     mask_bytes = mask_slots * group_tokens * shape.dtype.itemsize
     staging_slots = 0
-    if coded or not (request.is_direct(group_tokens) or request.device_tier):
+    if not request.device_tier and (coded or not request.is_direct(group_tokens)):
         read_units = selected_units if read_units is None else read_units
         staging_slots = batch * max(read_units, num_slots // 2, 1)
         if coded:  # which nothing streams through

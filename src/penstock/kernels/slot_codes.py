@@ -16,6 +16,7 @@ from penstock.kernels.native.dtype_codes import DTYPE_CODES
 
 _SCALE_BYTES = 2
 _MOST = 127
+_NAN_BITS = 0x7FC00000
 
 
 def coded_token_bytes(kv_heads: int, head_dim: int) -> int:
@@ -54,15 +55,29 @@ def code_units(units: Tensor, memory: Tensor, slots: NDArray[np.int64]) -> None:
 
 def code_units_twin(units: Tensor, memory: Tensor, slots: NDArray[np.int64]) -> None:
     """The meaning of `code_units` in torch."""
-    numbers = units.float()
+    memory[torch.from_numpy(slots)] = codes_of(units).flatten(1)
+
+
+def codes_of(tokens: Tensor) -> Tensor:
+    """Tokens in 8 bits, by torch on any device.
+
+    Args:
+        tokens: [..., 2, kv_heads, head_dim]
+
+    Returns:
+        uint8 [..., coded_token_bytes]
+    """
+    numbers = tokens.float()
     largest = numbers.abs().amax(dim=-1) / _MOST
     bits = (largest.nan_to_num(posinf=0.0).view(torch.int32) + 0xFFFF) & ~0xFFFF
-    scales = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
+    bits = torch.where(largest.isfinite(), bits, _NAN_BITS)
+    scales = bits.view(torch.float32)
     codes = numbers / torch.where(scales == 0, 1.0, scales)[..., None]
     codes = codes.nan_to_num(nan=-_MOST - 1).round().to(torch.int8)
-    scales = scales.to(torch.bfloat16)
-    coded = (codes.flatten(2).view(torch.uint8), scales.flatten(2).view(torch.uint8))
-    memory[torch.from_numpy(slots)] = torch.cat(coded, dim=2).flatten(1)
+    # As integers: what bits a cast gives to NaN depends on the processor's vectors.
+    halves = (bits >> 16).to(torch.int16)
+    parts = (codes.flatten(-3).view(torch.uint8), halves.flatten(-2).view(torch.uint8))
+    return torch.cat(parts, dim=-1)
 
 
 def numbers_of(coded: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -67,6 +67,33 @@ KERNELS = [
         "slots_triton", "_gather_staying", {**TABLES, "rows": "i32"},
         {**UNIT_SIZES, "ENTRIES": 64, "CHUNKS": 1, "ROWS": 256}, 8,
     ),
+    *(
+        (
+            "slots_triton", "_gather_coded",
+            {"host_ptr": f"*{kind}", "codes_ptr": "*i8", "scales_ptr": "*i16",
+             "mask_ptr": f"*{kind}",
+             **dict.fromkeys(("start_ptr", "units_ptr", "slots_ptr", "counts_ptr"), "*i32"),
+             **dict.fromkeys(("rows", "width", "host_row", "codes_row", "mask_row"), "i32")},
+            {"ROWS": 8, "PARTS": 16, "DIM": dim, "DIM_WIDE": 128, "LINES": lines, "CHUNKS": 1,
+             "ENTRIES": entries, "UNIT": 4, "UNIT_WIDE": 4}, warps,
+        )
+        for kind, dim, lines, entries, warps in (("bf16", 128, 64, 2, 32), ("fp32", 96, 16, 1, 4))
+    ),
+    *(
+        (
+            "attention_triton", "_attend",
+            {"query_ptr": f"*{kind}", "codes_ptr": "*i8", "scales_ptr": "*i16",
+             "tokens_ptr": f"*{kind}", "mask_ptr": f"*{kind}",
+             **dict.fromkeys(("parts_ptr", "maxima_ptr", "sums_ptr"), "*fp32"),
+             **dict.fromkeys(("query_row", "query_head", "codes_row", "tokens_row", "mask_row",
+                              "coded_places", "places"), "i32"), "scale": "fp32"},
+            {"HEADS": 4, "KV_HEADS": 8, "HEADS_WIDE": 16, "DIM": 128, "DIM_WIDE": 128,
+             "CODED_SPLITS": coded, "CODED_BLOCKS": coded, "SPLITS": 4 + coded, "SPLIT_BLOCKS": 3,
+             "BLOCK": 32, "PRECISION": precision, "WIDEN": False}, 4,
+        )
+        for kind, precision in (("bf16", "tf32"), ("fp32", "ieee"))
+        for coded in (0, 4)
+    ),
     (
         "block_queries_triton", "_turned_and_projected",
         {"query": "*bf16", "basis": "*bf16", "factor": "*fp32", "table": "*fp32",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.device.attention import pool_attention, pool_attention_twin
+from penstock.kernels.slot_codes import codes_of, numbers_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHAPES = [  # rows, KV heads, query heads of each, head_dim, places
@@ -20,14 +21,17 @@ SHAPES = [  # rows, KV heads, query heads of each, head_dim, places
 ]
 
 
-def run(form: str, query: Tensor, tokens: Tensor, mask: Tensor, scale: float) -> list[Tensor]:
+def run(
+    form: str, query: Tensor, tokens: Tensor, mask: Tensor, scale: float,
+    codes: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Output and log-sum-exp by the twin or by the launcher."""
     out = torch.full_like(query, 9.0, memory_format=torch.contiguous_format)
     if form == "torch":
-        return [out, pool_attention_twin(query, tokens, mask, scale, out)]
+        return [out, pool_attention_twin(query, tokens, mask, scale, out, codes)]
     from penstock.kernels.device.attention_triton import pool_attention_triton
 
-    return [out, pool_attention_triton(query, tokens, mask, scale, out)]
+    return [out, pool_attention_triton(query, tokens, mask, scale, out, codes)]
 
 
 def exact(query: Tensor, tokens: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,21 @@ def test_strided_rows_and_large_logits(device: torch.device, form: str) -> None:
     out, _ = run(form, wide[:, 1], tokens, longer[:, :50], 1.0)
     expected, _ = exact(40 * query, tokens, mask, 1.0)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_places_in_8_bits_are_the_numbers_they_stand_for(
+    device: torch.device, form: str, dtype: torch.dtype
+) -> None:
+    """The first 70 places are codes, some of them hidden and no numbers."""
+    query, tokens, mask = some_pool((2, 2, 3, 24, 110), dtype, device)
+    tokens[mask.isinf()] = math.nan
+    codes, rest = codes_of(tokens[:, :70]), tokens[:, 70:].nan_to_num().contiguous()
+    numbers = torch.cat([numbers_of(codes, 2, 24, dtype), rest], dim=1).nan_to_num()
+    out, lse = run(form, query, rest, mask, 0.3, codes)
+    expected, expected_lse = exact(query, numbers, mask, 0.3)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE[dtype])
 
 
 def test_public_function(device: torch.device) -> None:

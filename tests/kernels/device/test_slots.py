@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.selection import Selection
+from penstock.core.shape import KVShape
 from penstock.engine.fetch_plan import plan_fetch
 from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.kernels.device import slots
 from penstock.kernels.device.slots import FetchLists
+from penstock.kernels.slot_codes import coded_token_bytes, codes_of
 from penstock.testing.pairs import covering
 
 
@@ -144,6 +146,46 @@ def test_gathered_units_are_in_their_slots(
     gather(host, pool, mask[:, :-1], start.to(device), lists, group)
     assert torch.equal(pool.cpu(), expected)
     assert torch.equal(mask.cpu(), expected_mask)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "leaves_room"),
+    [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
+)
+def test_units_become_codes_on_their_way(
+    device: torch.device, form: str, dtype: torch.dtype, leaves_room: bool
+) -> None:
+    """The bits of `codes_of`, where numbers are zero, tiny, and not finite too."""
+    torch.manual_seed(0)
+    rows, units, wanted, num_slots, group = 2, 9, 5, 7, 3
+    shape = KVShape(num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=24, dtype=dtype)
+    tokens = torch.randn(rows, units, group, *shape.token_size).to(dtype)
+    tokens[0, 0], tokens[:, 1, 0, 0, 0, 3], tokens[:, 2, 1, 1, 1, 0] = 0.0, math.inf, math.nan
+    tokens[:, 3] *= 1e-4
+    host = on_host(tokens.view(torch.uint8).view(rows, units, -1), device)
+    lists = FetchLists.allocate(rows, wanted, num_slots, device)
+    for row in range(rows):
+        lists.units[row] = torch.tensor([0, 3, 1, 2, 8], dtype=torch.int32)
+        lists.slots[row] = torch.randperm(num_slots)[:wanted].int()
+    lists.counts.copy_(torch.tensor([wanted, 4]))
+    pool = torch.full(
+        (rows, num_slots, group * coded_token_bytes(2, 24)), 9, dtype=torch.uint8, device=device
+    )
+    mask = torch.full((rows, num_slots * group + 1), 7.0, dtype=dtype, device=device)
+    start = torch.tensor([0, 10], dtype=torch.int32, device=device)
+    expected, expected_mask = pool.clone(), mask.clone()
+    for row in range(rows):
+        for entry in range(int(lists.counts[row])):
+            unit, slot = int(lists.units[row, entry]), int(lists.slots[row, entry])
+            expected[row, slot] = codes_of(tokens[row, unit]).flatten().to(device)
+            for token in range(group):
+                shown = unit * group + token >= int(start[row])
+                expected_mask[row, slot * group + token] = 0.0 if shown else -math.inf
+    more = {"leaves_room": leaves_room} if form == "triton" else {}
+    kernel("gather_units", form)(host, pool, mask[:, :-1], start, lists, group, coded=shape, **more)
+    finish(device)
+    assert torch.equal(pool, expected)
+    assert torch.equal(mask, expected_mask)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 9), (3, 1), (2, 7)])

@@ -85,7 +85,7 @@ def test_reuse_that_is_stated_has_slots_of_its_own() -> None:
 
 
 def test_slots_are_in_8_bits_where_that_holds_more() -> None:
-    """Not on a GPU, not of widths that no kernel knows, and not where they can hold the past."""
+    """Not on a GPU over a disk, of widths that no kernel knows, or where they can hold all."""
     policy, plan = KVSwap().plan(asked(16_384, 13))
     _, former = KVSwap(slot_bits=16).plan(asked(16_384, 13))
     assert plan.is_coded
@@ -93,7 +93,12 @@ def test_slots_are_in_8_bits_where_that_holds_more() -> None:
     assert policy.slot_bits == 8
     assert plan.num_slots > 1.5 * former.num_slots
     assert plan.slot_bytes == 4 * 2 * 2 * (64 + 2)
-    assert not KVSwap().plan(asked(16_384, 13, device_tier=True))[1].is_coded
+    on_device = asked(16_384, 13, device_tier=True)
+    coded, former = (KVSwap(slot_bits=bits).plan(on_device)[1] for bits in (8, 16))
+    assert not KVSwap().plan(on_device)[1].is_coded
+    assert coded.is_coded
+    assert coded.staging_slots == 0
+    assert coded.num_slots > 1.5 * former.num_slots
     narrow = replace(SMALL, head_dim=72)
     assert not KVSwap().plan(asked(16_384, 13, narrow))[1].is_coded
     assert KVSwap(slot_bits=8).plan(asked(16_384, 13, narrow))[1].is_coded
@@ -103,7 +108,7 @@ def test_slots_are_in_8_bits_where_that_holds_more() -> None:
         assert everything.num_slots == everything.max_units
         assert not everything.is_coded
     with pytest.raises(ConfigError, match="not do for a GPU"):
-        KVSwap(slot_bits=8).plan(asked(16_384, 13, device_tier=True))
+        KVSwap(slot_bits=8).plan(replace(asked(16_384, 13), device_is_cpu=False))
     for faulty in (
         {"slot_bits": 4},
         {"slot_bits": 8, "mass": 0.9},

@@ -29,7 +29,7 @@ from penstock.engine.index_fit import IndexFit, sample_units
 from penstock.engine.layer import Layer
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiers.rolling_window import RollingWindow
-from penstock.engine.tiers.token_pool import copy_rows
+from penstock.engine.tiers.token_pool import CodedPool, copy_rows
 from penstock.kernels.device.append import append_token, store_tokens
 from penstock.kernels.device.slots import gather_units, plan_slots
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
@@ -82,10 +82,14 @@ class DeviceLayer(Layer):
         self._shares_slots = pool is not None
         self.pool = self._slots.tokens
         self.unit_in, self.slot_of = self._slots.unit_in, self._slots.slot_of
-        tokens, mask = self.pool.kept_tokens(), self.pool.mask[:, self.pool.slot_places :]
-        self._kept_places = (tokens, mask)
+        mask = self.pool.mask[:, self.pool.slot_places :]
+        if plan.keeps_apart:
+            size = (plan.batch, plan.kept_slots * plan.group_tokens, *shape.token_size)
+            tokens = torch.zeros(size, dtype=shape.dtype, device=device)
+        else:
+            tokens = self.pool.kept_tokens()
         if self._shares_slots:  # between steps another layer's are there
-            tokens, mask = torch.zeros_like(tokens), torch.full_like(mask, NEGATIVE_INFINITY)
+            mask = torch.full_like(mask, NEGATIVE_INFINITY)
         elif index is not None:
             index.see_slots(self.slot_of)
         self.window = RollingWindow(
@@ -232,7 +236,7 @@ class DeviceLayer(Layer):
         """Bring what is listed, perhaps beside the layer before."""
         gather_units(
             self.host.units, self._slots.units, self.pool.mask, self.setup.clock.start, self.lists,
-            self.setup.plan.group_tokens, leaves_room=leaves_room,
+            self.setup.plan.group_tokens, leaves_room=leaves_room, coded=self._slots.coded,
         )  # fmt: skip
 
     def _step(self, call: AttentionCall, index: DeviceIndex) -> Tensor:
@@ -255,13 +259,12 @@ class DeviceLayer(Layer):
             unit_keys = self.window.tokens[:, :, 0].index_select(1, clock.unit_places)
         index.put(unit_keys, clock)
         if self._shares_slots:
-            for place, own in zip(
-                self._kept_places, (self.window.tokens, self.window.mask), strict=True
-            ):
-                place.copy_(own)
+            self.pool.show_kept(self.window.tokens, self.window.mask)
         self.length += 1
         if self.observer is not None:
             self.observer(self.layer_idx, self._attended())
+        if isinstance(self.pool, CodedPool):
+            return attend_pool(call, self.window.tokens, self.pool.mask, index.lse, self.pool.codes)
         return attend_pool(call, self.pool.tokens, self.pool.mask, index.lse)
 
     def _attended(self) -> Tensor:

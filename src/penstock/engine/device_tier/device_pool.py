@@ -6,7 +6,7 @@ from torch import Tensor
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.engine.tiers.slot_table import SlotTable
-from penstock.engine.tiers.token_pool import TokenPool
+from penstock.engine.tiers.token_pool import CodedPool, TokenPool
 from penstock.kernels.device.slots import FetchLists
 
 
@@ -20,14 +20,17 @@ class DevicePool:
     def __init__(self, plan: SlotPlan, shape: KVShape, device: torch.device) -> None:
         """Allocate. shape: of a row."""
         rows, slots = plan.batch, plan.num_slots
-        places = slots + plan.kept_slots
-        memory = torch.zeros(rows * places, plan.unit_bytes, dtype=torch.uint8, device=device)
-        self.tokens = TokenPool(
+        places = slots if plan.is_coded else slots + plan.kept_slots
+        memory = torch.zeros(rows * places, plan.slot_bytes, dtype=torch.uint8, device=device)
+        pool_type = CodedPool if plan.is_coded else TokenPool
+        self.tokens: TokenPool = pool_type(
             memory, shape, batch=rows, num_slots=slots, kept_slots=plan.kept_slots,
             group_tokens=plan.group_tokens,
         )  # fmt: skip
-        self.units: Tensor = memory.view(rows, places, plan.unit_bytes)
-        """The same memory. uint8 [rows, slots and kept ones, unit_bytes]"""
+        self.units: Tensor = memory.view(rows, places, plan.slot_bytes)
+        """The same memory. uint8 [rows, slots and kept ones, slot_bytes]"""
+        self.coded = shape if plan.is_coded else None
+        """Of the tokens, where slots hold them in 8 bits; None: as the host has them."""
         sizes = (rows * slots, rows * plan.max_units)
         self._tables = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
         self.unit_in: Tensor = self._tables[: sizes[0]].view(rows, slots)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.core.shape import KVShape
 from penstock.kernels.device.available import uses_triton
 from penstock.kernels.device.host_view import host_view
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
+from penstock.kernels.slot_codes import codes_of
 
 ABSENT = -1
 
@@ -134,6 +136,7 @@ def gather_units(
     group_tokens: int,
     *,
     leaves_room: bool = False,
+    coded: KVShape | None = None,
 ) -> None:
     """Copy the missing units from host memory into their slots, and show their tokens.
 
@@ -142,20 +145,23 @@ def gather_units(
     Args:
         host: every unit of the layer; pinned if the pool is on CUDA. `unit_bytes` is a multiple
             of 16. uint8 [rows, units, unit_bytes]
-        pool: uint8 [rows, at least `slots`, unit_bytes]
+        pool: uint8 [rows, at least `slots`, unit_bytes], or the bytes of a unit in 8 bits
         mask: additive, of the pool's places: that of token t of the unit in slot s is s *
             group_tokens + t. Set to 0, or minus infinity at padding. [rows, places]
         start: first position that is not padding. int32 [rows]
         lists: what to move, from `plan_slots`.
         group_tokens: tokens of a unit.
         leaves_room: for other work that is under way on the device.
+        coded: what the units hold, where their slots hold them in 8 bits (`kernels.slot_codes`).
     """
     if uses_triton(pool):
         from penstock.kernels.device.slots_triton import gather_units_triton
 
-        gather_units_triton(host, pool, mask, start, lists, group_tokens, leaves_room=leaves_room)
+        gather_units_triton(
+            host, pool, mask, start, lists, group_tokens, leaves_room=leaves_room, coded=coded
+        )
     else:
-        gather_units_twin(host, pool, mask, start, lists, group_tokens)
+        gather_units_twin(host, pool, mask, start, lists, group_tokens, coded=coded)
 
 
 def gather_units_twin(
@@ -165,6 +171,8 @@ def gather_units_twin(
     start: Tensor,
     lists: FetchLists,
     group_tokens: int,
+    *,
+    coded: KVShape | None = None,
 ) -> None:
     """The meaning of `gather_units` in plain torch; lists are padded with their first entry."""
     device = pool.device
@@ -174,6 +182,10 @@ def gather_units_twin(
     units, slots = lists.units.gather(1, entries).long(), lists.slots.gather(1, entries).long()
     some = (lists.counts > 0)[:, None, None]
     fetched = host_view(host, device)[rows, units]
+    if coded is not None:
+        tokens = fetched.view(coded.dtype)
+        tokens = tokens.view(*fetched.shape[:2], group_tokens, *coded.token_size)
+        fetched = codes_of(tokens).flatten(2)
     pool[rows, slots] = torch.where(some, fetched, pool[rows, slots])
     offsets = torch.arange(group_tokens, device=device)
     places = slots[..., None] * group_tokens + offsets

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.core.shape import KVShape
 from penstock.kernels.device.slots import FetchLists
+from penstock.kernels.slot_codes import coded_token_bytes
 
 _TILE_WORDS = 512
 """Words of 8 bytes that are copied at a time: 4 KiB, so that short lists still fill the device."""
@@ -23,6 +25,9 @@ its warps. Few and large ones: a product of a batch of 32 wants 112 or 128 of an
 multiprocessors at once, and a program that waits for the link keeps one of them. Of such steps of
 11.2 ms 4 programs cost 0.2 ms more, 16 of 16 KiB likewise, and 64 of them, tile by tile, 0.6
 (research/notes/2026-11-25-what-a-step-waits-for.md)."""
+
+_TILE_NUMBERS, _STAYING_NUMBERS = 2048, 16384
+"""Numbers that become codes at a time, in the former kind of program and in the latter."""
 
 
 @triton.jit
@@ -122,6 +127,23 @@ def _read_tile(
 
 
 @triton.jit
+def _show(
+    mask_ptr, start_ptr, row, listed, unit, slot, mask_row,
+    UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Set the mask of the tokens of some units."""
+    offset = tl.arange(0, UNIT_WIDE)
+    position = unit[:, None] * UNIT + offset[None, :]
+    place = slot[:, None] * UNIT + offset[None, :]
+    shown = tl.where(position >= tl.load(start_ptr + row), 0.0, -float("inf"))
+    tl.store(
+        mask_ptr + row * mask_row + place,
+        shown.to(mask_ptr.dtype.element_ty),
+        mask=listed[:, None] & (offset < UNIT)[None, :],
+    )
+
+
+@triton.jit
 def _write_tile(
     pool_ptr, mask_ptr, start_ptr, row, chunk, listed, unit, slot, words, pool_row_words, mask_row,
     WORDS: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
@@ -131,15 +153,7 @@ def _write_tile(
     target = row * pool_row_words + slot.to(tl.int64)[:, None] * WORDS + word[None, :]
     tl.store(pool_ptr + target, words, mask=listed[:, None] & (word < WORDS)[None, :])
     if chunk == 0:
-        offset = tl.arange(0, UNIT_WIDE)
-        position = unit[:, None] * UNIT + offset[None, :]
-        place = slot[:, None] * UNIT + offset[None, :]
-        shown = tl.where(position >= tl.load(start_ptr + row), 0.0, -float("inf"))
-        tl.store(
-            mask_ptr + row * mask_row + place,
-            shown.to(mask_ptr.dtype.element_ty),
-            mask=listed[:, None] & (offset < UNIT)[None, :],
-        )
+        _show(mask_ptr, start_ptr, row, listed, unit, slot, mask_row, UNIT, UNIT_WIDE)
 
 
 @triton.jit
@@ -212,6 +226,100 @@ def _gather_staying(
         slot, words = next_slot, next_words
 
 
+@triton.jit
+def _gather_coded(
+    host_ptr, codes_ptr, scales_ptr, mask_ptr, start_ptr, units_ptr, slots_ptr, counts_ptr,
+    rows, width, host_row, codes_row, mask_row,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, DIM_WIDE: tl.constexpr,
+    LINES: tl.constexpr, CHUNKS: tl.constexpr, ENTRIES: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program p of P codes tiles p, p + P, ... of all rows' lists; a line is a head of a token's
+    keys or values, and has one scale. The bits are those of `slot_codes.codes_of`."""
+    each = tl.arange(0, ROWS)
+    counts = tl.load(counts_ptr + each, mask=each < rows, other=0)
+    tiles = (counts + ENTRIES - 1) // ENTRIES * CHUNKS
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    dim = tl.arange(0, DIM_WIDE)[None, None, :]
+    tile = tl.program_id(0)
+    while tile < total:
+        row, entry, chunk = _spot(ends, tile, rows, CHUNKS, ENTRIES)
+        listed = entry < tl.load(counts_ptr + row)
+        unit = tl.load(units_ptr + row * width + entry, mask=listed, other=0)
+        slot = tl.load(slots_ptr + row * width + entry, mask=listed, other=0)
+        line = chunk * LINES + tl.arange(0, LINES)
+        inside = listed[:, None] & (line < UNIT * PARTS)[None, :]
+        whole = inside[:, :, None] & (dim < DIM)
+        source = unit.to(tl.int64)[:, None] * (UNIT * PARTS * DIM) + line[None, :] * DIM
+        source = row * host_row + source[:, :, None] + dim
+        numbers = tl.load(
+            host_ptr + source, mask=whole, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+
+        # Numbers without their sign are in the order of their bits; the last are not finite.
+        largest = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+        finite = largest < 0x7F800000
+        largest = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+        numbers = tl.where(finite[:, :, None], numbers, 0.0)
+        largest = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+        bits = (largest.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+        scale = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(finite, bits, 0x7FC00000)
+        scale = tl.where(scale == 0.0, 1.0, scale)[:, :, None]
+        codes = tl.div_rn(numbers, tl.broadcast_to(scale, numbers.shape))
+        # Halves go to the even neighbour by an addend whose last bit is one.
+        codes = (codes + 12582912.0) - 12582912.0
+        codes = tl.where(finite[:, :, None], codes, -128.0).to(tl.int8)
+
+        token, part = line // PARTS, line % PARTS
+        there = slot.to(tl.int64)[:, None] * UNIT + token[None, :]
+        there = row * codes_row + there * (PARTS * (DIM + 2))
+        scales = there // 2 + PARTS * DIM // 2 + part[None, :]
+        there += (part * DIM)[None, :]
+        tl.store(codes_ptr + there[:, :, None] + dim, codes, mask=whole)
+        tl.store(scales_ptr + scales, (bits >> 16).to(tl.int16), mask=inside)
+        if chunk == 0:
+            _show(mask_ptr, start_ptr, row, listed, unit, slot, mask_row, UNIT, UNIT_WIDE)
+        tile += tl.num_programs(0)
+
+
+def _gather_coded_units(
+    host: Tensor,
+    pool: Tensor,
+    mask: Tensor,
+    start: Tensor,
+    lists: FetchLists,
+    group_tokens: int,
+    coded: KVShape,
+    *,
+    leaves_room: bool,
+) -> None:
+    """Launch `_gather_coded`."""
+    rows, width = lists.units.shape
+    source, dim, parts = host.view(coded.dtype), coded.head_dim, 2 * coded.num_kv_heads
+    slot_bytes = group_tokens * coded_token_bytes(coded.num_kv_heads, dim)
+    assert source.stride(1) == group_tokens * parts * dim
+    assert pool.stride(1) == pool.shape[2] == slot_bytes
+    assert source.stride(2) == pool.stride(2) == mask.stride(1) == 1
+    wide = triton.next_power_of_2(dim)
+    tile_lines = max(1, (_STAYING_NUMBERS if leaves_room else _TILE_NUMBERS) // wide)
+    lines = min(triton.next_power_of_2(group_tokens * parts), tile_lines)
+    entries = max(1, min(tile_lines // lines, triton.next_power_of_2(width)))
+    chunks = triton.cdiv(group_tokens * parts, lines)
+    tiles = triton.cdiv(width, entries) * rows * chunks
+    most = _STAYING_PROGRAMS if leaves_room else _PROGRAMS
+    _gather_coded[(min(most, tiles),)](
+        source, pool.view(torch.int8), pool.view(torch.int16), mask, start,
+        lists.units, lists.slots, lists.counts,
+        rows, width, source.stride(0), pool.stride(0), mask.stride(0),
+        ROWS=triton.next_power_of_2(rows), PARTS=parts, DIM=dim, DIM_WIDE=wide,
+        LINES=lines, CHUNKS=chunks, ENTRIES=entries,
+        UNIT=group_tokens, UNIT_WIDE=triton.next_power_of_2(group_tokens),
+        num_warps=_STAYING_WARPS if leaves_room else 4,
+    )  # fmt: skip
+
+
 def gather_units_triton(
     host: Tensor,
     pool: Tensor,
@@ -221,9 +329,15 @@ def gather_units_triton(
     group_tokens: int,
     *,
     leaves_room: bool = False,
+    coded: KVShape | None = None,
 ) -> None:
     """A program per tile of 4 KiB, or for some of them; a few that stay, where it `leaves_room`.
     See `slots.gather_units`."""
+    if coded is not None:
+        _gather_coded_units(
+            host, pool, mask, start, lists, group_tokens, coded, leaves_room=leaves_room
+        )
+        return
     rows, width = lists.units.shape
     words = _words(host.shape[2])
     source, target = host.view(torch.int64), pool.view(torch.int64)

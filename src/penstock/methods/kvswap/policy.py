@@ -129,8 +129,8 @@ class KVSwap(SelectionPolicy):
     slot_bits: Literal[16, 8] | None = None
     """8: slots hold keys and values in 8 bits, a scale for each head of a token, and so about twice
     as many groups in the same bytes; sinks and window are as the model has them, and so are slots
-    where they can hold the whole past. 16: all are. None: 8 where that keeps more, on a CPU. Not of
-    the paper."""
+    where they can hold the whole past. 16: all are. None: 8 where that keeps more, on a CPU; the
+    device tier has 8 where it is stated. Not of the paper."""
     predict: bool = True
     """Predict layer i's query from layer i-1's input and prefetch (section 3.3)."""
     min_prediction_cosine: float = 0.85
@@ -312,12 +312,14 @@ class KVSwap(SelectionPolicy):
         shape = request.shape
         if self.slot_bits == 16 or not self._may_code:
             return (16,)
-        on_cpu = request.device_is_cpu and not request.device_tier
-        if self.slot_bits == 8 and not (on_cpu and shape.is_even):
-            why = "keys and values of two widths" if on_cpu else "a GPU"
+        may = request.device_is_cpu or request.device_tier
+        if self.slot_bits == 8 and not (may and shape.is_even):
+            why = "keys and values of two widths" if may else "a GPU over a store on disk"
             raise ConfigError(f"slot_bits=8 does not do for {why}; leave it out")
-        fast = self.slot_bits == 8 or shape.head_dim % _CODED_WIDTHS == 0
-        return (16, 8) if on_cpu and shape.is_even and fast else (16,)
+        if self.slot_bits == 8:
+            return (16, 8)
+        fast = not request.device_tier and shape.head_dim % _CODED_WIDTHS == 0
+        return (16, 8) if may and shape.is_even and fast else (16,)
 
     @property
     def _pools(self) -> tuple[bool, ...]:
@@ -428,7 +430,7 @@ class KVSwap(SelectionPolicy):
         num_slots = selected if num_slots is None else num_slots
         num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
         coded = self.slot_bits == 8
-        if coded:
+        if coded and not request.device_tier:  # which has blocks of its own to stream through
             num_slots = max(num_slots, fewest_coded_slots(request, self.group_tokens))
         read_units = None
         if self._selects_all:
