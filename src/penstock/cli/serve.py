@@ -142,9 +142,8 @@ def serve_command(
     from penstock.engine.adapter import LowRankAdapter
     from penstock.generation.engine import LLM
     from penstock.generation.serving.engine import Engine
+    from penstock.server import serving
     from penstock.server.app import make_app
-    from penstock.server.serving import LOOPBACK, bind, hosts_of, serve, url_of
-    from penstock.server.serving import check as check_server
     from penstock.server.settings import ServerSettings
 
     console = PlainConsole(stderr=True)
@@ -153,14 +152,14 @@ def serve_command(
     settings = ServerSettings(
         model_name=served_name or Path(model).name or model, api_key=_api_key(api_key),
         cors_origins=tuple(cors_origin or ()), max_model_len=max_context,
-        allowed_hosts=hosts_of(host, tuple(allow_host or ())),
+        allowed_hosts=serving.hosts_of(host, tuple(allow_host or ())),
         max_body_bytes=parse_bytes(max_body), max_images=max_images,
         max_answer_tokens=max_new_tokens, max_request_s=timeout,
     )  # fmt: skip
-    if host not in LOOPBACK and settings.api_key is None:
+    if host not in serving.LOOPBACK and settings.api_key is None:
         console.print(f"note: {host} is open to others, and there is no --api-key", soft_wrap=True)
     for_requests, for_documents = _divided(memory)
-    with bind(host, port) as listening:
+    with serving.says_why_it_ends(), serving.bind(host, port) as listening:
         loaded = load_model(
             console, model, dtype=None if dtype is None else dtype.value, device=device,
             weights=weights, source=ModelSource(revision, offline, trust_remote_code),
@@ -180,12 +179,14 @@ def serve_command(
             app = make_app(engine, settings, shelf, for_documents)
             with closing(app.state.backend.shelf):
                 if check:
-                    check_server(app, listening, settings, say)
+                    serving.check(app, listening, settings, say)
                     return
                 limit = engine.stats().limit_bytes
-                console.print(_greeting(settings.model_name, url_of(listening), limit),
+                console.print(_greeting(settings.model_name, serving.url_of(listening), limit),
                               soft_wrap=True)  # fmt: skip
-                serve(app, listening, grace_s=grace)
+                told = serving.serve(app, listening, grace_s=grace)
+        kept_too = "" if stored is None else "; conversations are stored"
+        console.print(f"ended by {told}{kept_too}", soft_wrap=True)
 
 
 def _greeting(model: str, url: str, limit: int | None) -> str:

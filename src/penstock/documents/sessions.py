@@ -1,6 +1,7 @@
 """Sessions: what answered requests have stored, for requests that begin with the same tokens."""
 
 import logging
+import re
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import DocumentBusyError, PenstockError
+from penstock.core.errors import DocumentBusyError, DocumentDamagedError, PenstockError
 from penstock.documents.contents import About
 from penstock.documents.creating import shared_tokens
 from penstock.documents.opened import OpenDocument
@@ -29,11 +30,11 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import named_policy
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
-from penstock.storage.documents import DocumentWriter
+from penstock.storage.documents import DocumentWriter, is_unfinished, remove
 from penstock.storage.documents.document_library import make_own_folder
-from penstock.storage.documents.folder import is_unfinished, remove
 
 _LOG = logging.getLogger(__name__)
+_NAME = re.compile("[0-9a-f]{24}-[0-9a-f]{32}")
 LEAST_TOKENS = 64
 """A shorter beginning is read as fast as it is opened."""
 
@@ -95,7 +96,11 @@ class Sessions:
         self._open: list[tuple[TieredCache, OpenDocument, _Session]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-sessions")
         self._stores = not (self._policy.drops or inspect_model(loaded.model).states)
+        for path in self._folder.iterdir():
+            if _NAME.fullmatch(path.name) is not None:
+                _clear(path)
         self._look("")
+        self._make_room()
 
     def _look(self, salt: str) -> None:
         """Find what has come since, of a salt; "" is of all."""
@@ -275,8 +280,12 @@ class Sessions:
             return
         path = self._folder / f"{salt}-{uuid.uuid4().hex}"
         layout = document_shape(shape, group_tokens)
-        with DocumentWriter.create(path, layout, key=reader.settings.key) as writer:
-            self._write(writer, cache, tokens, about, np.empty(0, dtype=np.int64))
+        try:
+            with DocumentWriter.create(path, layout, key=reader.settings.key) as writer:
+                self._write(writer, cache, tokens, about, np.empty(0, dtype=np.int64))
+        except BaseException:
+            _clear(path)
+            raise
         with self._lock:
             self._sessions.append(_Session(path, salt, tokens, _size(path), time.time()))
             self._make_room()
@@ -299,6 +308,9 @@ class Sessions:
             ) as writer:
                 self._write(writer, cache, tokens, about, held)
         except DocumentBusyError:
+            return False
+        except DocumentDamagedError as error:
+            self._forget(former, error)
             return False
         finally:
             opened.stored.close()
@@ -351,7 +363,9 @@ class Sessions:
     def _digest(self, salt: str) -> str:
         """Names a salt without saying it."""
         key = self._reader.settings.key or b""
-        return blake2b(salt.encode(), key=key[:32], digest_size=12).hexdigest()
+        return blake2b(
+            salt.encode(errors="surrogatepass"), key=key[:32], digest_size=12
+        ).hexdigest()
 
     # The end ----------------------------------------------------------------------------------
 
@@ -377,6 +391,15 @@ def _common(wanted: NDArray[np.int64], tokens: Sequence[int]) -> int:
 
 def _size(path: Path) -> int:
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def _clear(path: Path) -> None:
+    """Remove what a crash or a full disk left of storing a conversation, if it is that."""
+    try:
+        if is_unfinished(path):
+            remove(path)
+    except PenstockError as error:  # another server stores it just now
+        _LOG.info("%s stays: %s", path.name, error)
 
 
 def _unseen(done: int, total: int) -> None:

@@ -1,24 +1,29 @@
 """serve(): an application behind a socket, until a signal; check(): the same for a few requests."""
 
+import faulthandler
 import json
+import os
 import signal
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CacheStateError, ConfigError
 from penstock.server.backend import Backend
 from penstock.server.settings import ServerSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CHECK_S = 600.0
+ENDING = (signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)]))
+"""Signals that end a server."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -51,11 +56,27 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
         super().__init__(config)
         self._backend = backend
+        self.told: signal.Signals | None = None
+        """The signal that told it to end."""
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """As uvicorn's; a second signal ends it at once."""
-        self._backend.is_closing = True
-        super().handle_exit(sig, frame)
+        """As uvicorn's; a second signal cuts the answers off that are under way."""
+        again = self.told is not None
+        self.told = signal.Signals(sig)
+        if again:
+            _say_plainly(f"{self.told.name} again: answers under way are cut off")
+            self.force_exit = True
+        else:
+            grace = self.config.timeout_graceful_shutdown
+            _say_plainly(f"{self.told.name}: answers under way have {grace} s to end")
+        self._backend.is_closing = self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's; ends with the engine, without which it has no answers."""
+        if self._backend.engine.error is not None:
+            self._backend.is_closing = True
+            return True
+        return await super().on_tick(counter)
 
 
 def _server_of(app: FastAPI, grace_s: float) -> _Server:
@@ -66,31 +87,71 @@ def _server_of(app: FastAPI, grace_s: float) -> _Server:
     return _Server(config, app.state.backend)
 
 
-def serve(app: FastAPI, listening: socket.socket, *, grace_s: float = 30.0) -> None:
-    """Answer requests until SIGINT or SIGTERM; then finish what is under way.
+def serve(app: FastAPI, listening: socket.socket, *, grace_s: float = 30.0) -> str:
+    """Answer requests until a signal of `ENDING`; then finish what is under way.
 
     Args:
         listening: from `bind`; closed at the end.
         grace_s: how long answers under way may take then; a second signal ends them at once.
+
+    Returns:
+        The name of the signal.
+
+    Raises:
+        CacheStateError: the engine has failed.
     """
-    with _signals_end_quietly():
-        _server_of(app, grace_s).run(sockets=[listening])
+    server = _server_of(app, grace_s)
+    with _handled(server.handle_exit):
+        server.run(sockets=[listening])
+    error = app.state.backend.engine.error
+    if error is not None:
+        why = f"{type(error).__name__}: {error}"
+        raise CacheStateError(f"the engine failed, so the server ends: {why}") from error
+    return "its owner" if server.told is None else server.told.name
 
 
 @contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """uvicorn raises its signals again when it has ended: they have done their work by then."""
+def says_why_it_ends() -> Iterator[None]:
+    """Outside `serve`, a signal of `ENDING` ends the process at once, with a line on stderr; what
+    kills it from inside, such as a fault in a library, leaves a trace there."""
+    with suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or no file
+        faulthandler.enable()
+    with _handled(_end_at_once):
+        yield
+
+
+def _end_at_once(number: int, frame: Any) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    _say_plainly(f"{signal.Signals(number).name}: ended at once; what was not stored is lost")
+    os._exit(128 + number)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Signals that end a server go to a handler. One that is ignored stays so, as under nohup.
+
+    uvicorn sets handlers of its own for two of them, which call the server's, and raises them again
+    when it has ended: they have done their work by then.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.getsignal(number) for number in ENDING}
+    former = {number: each for number, each in former.items() if each != signal.SIG_IGN}
     for number in former:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, each in former.items():
+            signal.signal(number, each)
+
+
+def _say_plainly(text: str) -> None:
+    """A line on stderr, from a signal handler; where there is none, none."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from penstock.documents.document_library import DocumentLibrary
 from penstock.documents.settings import Memory
 from penstock.models.loader import LoadedModel
 from penstock.server.errors import ApiError, as_api_error
+from penstock.storage.documents import is_unfinished
 from penstock.storage.documents.names import check_name
 
 _MOST_OPEN = 16
@@ -162,7 +163,7 @@ class Shelf:
         with self._lock:
             if self._is_closed:
                 raise ApiError(503, "the server is shutting down")
-            if self._library.documents.folder(stored).exists() or self._is_active(stored):
+            if self._is_active(stored) or not self._is_free(stored):
                 raise ApiError(409, f"there is a document {name!r} already", param="name")
             if sum(not each.over.is_set() for each in self._jobs.values()) >= _MOST_WAITING:
                 raise ApiError(429, "as many documents wait as may", headers={"Retry-After": "30"})
@@ -171,6 +172,17 @@ class Shelf:
             target=self._read, args=(stored, job), name="penstock-document", daemon=True
         ).start()
         return job
+
+    def _is_free(self, stored: str) -> bool:
+        """Whether a name can be taken; what a server left there that was killed goes.
+
+        Raises:
+            DocumentBusyError: another process stores it just now.
+        """
+        folder = self._library.documents.folder(stored)
+        if folder.exists() and is_unfinished(folder):
+            self._library.documents.remove(stored)
+        return not folder.exists()
 
     def _is_active(self, stored: str) -> bool:
         job = self._jobs.get(stored)

@@ -103,6 +103,11 @@ class Engine:
         """What it does now, and has done since it began; from any thread."""
         return self._worker.stats()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended it before `close`; None while it serves."""
+        return self._worker.error
+
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more requests, let those that are there end, and stop the thread.
 

@@ -1,6 +1,7 @@
 """Worker: the thread of an engine: admits, reads prompts in turns, and steps who decodes."""
 
 import bisect
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from penstock.generation.serving.stats import EngineStats
 from penstock.generation.serving.steps import Steps
 from penstock.models.cache_adapter import TieredCache
 
+_LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """How long a wait may hold back a Ctrl-C on systems whose locks cannot be interrupted."""
 
@@ -98,6 +100,11 @@ class Worker:
                     each.is_cancelled = True
             self._changed.notify_all()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended the thread, if it was not `stop`."""
+        return self._error
+
     def stats(self) -> EngineStats:
         """What it does and has done."""
         with self._changed:
@@ -122,6 +129,7 @@ class Worker:
                 self._decode()
         except BaseException as error:
             self._error = error
+            _LOG.error("the engine failed: %s", error, exc_info=error)
         finally:
             with self._changed:
                 self._is_closing = self._is_closed = True
@@ -146,7 +154,14 @@ class Worker:
                 self._changed.wait(_IDLE_S)
             if not (self._reading or self._decoding) and self._storing:
                 keeping = self._storing[0].keeping
-                self._changed.wait_for(lambda: keeping is None or keeping.done(), _IDLE_S)
+                self._changed.wait_for(
+                    lambda: (
+                        keeping is None
+                        or keeping.done()
+                        or not all(map(self._awaits_write, self._waiting))
+                    ),
+                    _IDLE_S,
+                )
         return True
 
     def _end_stored(self) -> None:
@@ -256,7 +271,10 @@ class Worker:
         try:
             return do() is not False
         except BaseException as error:
-            self._end(served, "error", partial(served.fail, error))
+            try:
+                self._end(served, "error", partial(served.fail, error))
+            except Exception as second:  # its cache would not close: the others go on
+                _LOG.error("a request that failed did not end: %s", second, exc_info=second)
             return True
 
     def _finish(self, served: Served) -> None:
