@@ -1,11 +1,16 @@
 """Sessions: a conversation goes on from what is stored of it, and from nobody else's."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.cli.console import PlainConsole
+from penstock.cli.serve import kept_sessions
+from penstock.documents.document_library import DocumentLibrary
 from penstock.documents.sessions import Sessions
 from penstock.documents.settings import DocumentSettings
 from penstock.generation.engine import LLM
@@ -121,3 +126,36 @@ def test_others_do_not_wait_for_a_write(
         assert engine.stats().waiting == 1
         go_on.set()
         assert turn.result().usage.cached_tokens == len(FIRST)
+
+
+def test_a_server_seals_them_with_a_key_of_its_own(llm: LLM, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    tokens = np.asarray(FIRST[:64], dtype="<i4").tobytes()
+    with (
+        Sessions(llm.loaded, folder, max_bytes=1 << 30) as plain,
+        Engine(llm, memory="64MiB", sessions=plain) as engine,
+    ):
+        ask(engine, FIRST)
+    [unsealed] = folder.iterdir()
+    assert any(tokens in each.read_bytes() for each in unsealed.iterdir())
+    (folder / "notes").mkdir()
+    shelf = DocumentLibrary(tmp_path / "library", DocumentSettings(adapter="none"))
+    for more, cached, notices in ([], 0, 1), ([5, 6], len(FIRST), 0):
+        with (
+            kept_sessions(PlainConsole(), llm.loaded, shelf, folder, "1GiB", None) as kept,
+            Engine(llm, memory="64MiB", sessions=kept) as engine,
+        ):
+            assert kept is not None
+            assert len(kept.notices) == notices
+            assert ask(engine, [*FIRST, *more]).usage.cached_tokens == cached
+    assert not unsealed.exists()
+    assert (folder / "notes").is_dir()
+    assert not any(tokens in each.read_bytes() for each in folder.rglob("*") if each.is_file())
+    key = tmp_path / "kept.key"
+    assert os.name == "nt" or key.stat().st_mode & 0o777 == 0o600
+    assert {each.name for each in tmp_path.iterdir()} == {"kept", "kept.key", "library"}
+    key.unlink()
+    with kept_sessions(PlainConsole(), llm.loaded, shelf, folder, "1GiB", None) as kept:
+        assert kept is not None
+        assert len(kept) == 0
+        assert "another key" in kept.notices[0]

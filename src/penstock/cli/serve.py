@@ -2,6 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +31,7 @@ from penstock.cli.options import (
     WeightsOption,
 )
 from penstock.core.byte_size import format_bytes, parse_bytes
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from penstock.documents.document_library import DocumentLibrary
@@ -102,8 +103,8 @@ SessionsOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Store conversations there, and go on from them without reading them again; readable "
-        "on the disk without --key.",
+        help="Store conversations there, encrypted, and go on from them without reading them "
+        "again; without --key, the key is in DIR.key: a copy of DIR alone cannot be read.",
     ),
 ]
 MaxDiskOption = Annotated[
@@ -171,7 +172,7 @@ def serve_command(
         if adapter is not None and str(adapter) != "none":
             LowRankAdapter.load(adapter)  # each request would find out by itself
         shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
-        kept = _kept(loaded, shelf, sessions, max_disk, policy)
+        kept = kept_sessions(console, loaded, shelf, sessions, max_disk, policy)
         with kept as stored, Engine(
             llm, memory=for_requests, max_running=max_running, max_waiting=max_waiting,
             prefill_chunk_size=chunk, sessions=stored,
@@ -194,19 +195,39 @@ def _greeting(model: str, url: str, limit: int | None) -> str:
     return f"{model} at {url} (a page), {url}/v1 (OpenAI's clients){within}; Ctrl-C ends it"
 
 
-def _kept(
-    loaded: "LoadedModel", shelf: "DocumentLibrary", folder: Path | None, max_disk: str,
-    policy: str | None,
+def kept_sessions(
+    console: PlainConsole, loaded: "LoadedModel", shelf: "DocumentLibrary",
+    folder: Path | None, max_disk: str, policy: str | None,
 ) -> "AbstractContextManager[Sessions | None]":  # fmt: skip
-    """Conversations that are stored in a folder, if one is given."""
+    """Conversations that are stored in a folder, if one is given.
+
+    They are encrypted: with the library's key, else with one in a file beside the folder.
+
+    Raises:
+        ConfigError: there is something else than a folder, or no folder for it.
+        StorageError: the folder or the key cannot be made.
+    """
     from penstock.documents.sessions import Sessions
+    from penstock.storage.documents.document_library import make_own_folder
+    from penstock.storage.documents.key_sources import own_key
 
     if folder is None:
         return nullcontext()
-    return Sessions(
-        loaded, in_home(folder, "--sessions"), max_bytes=parse_bytes(max_disk),
-        policy=policy or "kvswap", settings=shelf.settings,
+    place, settings = in_home(folder, "--sessions"), shelf.settings
+    if settings.key is None:
+        make_own_folder(place, "the conversations")
+        try:
+            key = own_key(Path(f"{os.path.realpath(place)}.key"))
+        except StorageError as error:
+            raise StorageError(f"{error}; give --key, or another folder to --sessions") from error
+        settings = replace(settings, key=key)
+    kept = Sessions(
+        loaded, place, max_bytes=parse_bytes(max_disk), policy=policy or "kvswap",
+        settings=settings,
     )  # fmt: skip
+    for notice in kept.notices:
+        console.print(f"note: {notice}", markup=False, soft_wrap=True)
+    return kept
 
 
 def require_server() -> None:

@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import DocumentBusyError, DocumentDamagedError, PenstockError
+from penstock.core.errors import (
+    DocumentBusyError,
+    DocumentDamagedError,
+    DocumentKeyError,
+    PenstockError,
+)
 from penstock.documents.contents import About
 from penstock.documents.creating import shared_tokens
 from penstock.documents.opened import OpenDocument
@@ -30,13 +35,14 @@ from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_settings import named_policy
 from penstock.models.loader import LoadedModel, lasting_name
 from penstock.models.model_shape import inspect_model
-from penstock.storage.documents import DocumentWriter, is_unfinished, remove
+from penstock.storage.documents import DocumentWriter, is_unfinished, read_summary, remove
 from penstock.storage.documents.document_library import make_own_folder
 
 _LOG = logging.getLogger(__name__)
-_NAME = re.compile("[0-9a-f]{24}-[0-9a-f]{32}")
 LEAST_TOKENS = 64
 """A shorter beginning is read as fast as it is opened."""
+_TITLE = "a conversation"
+_NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -73,7 +79,10 @@ class Sessions:
         self, loaded: LoadedModel, folder: str | Path, *, max_bytes: int,
         policy: str | SelectionPolicy = "kvswap", settings: DocumentSettings | None = None,
     ) -> None:  # fmt: skip
-        """Find what is there; of other models and settings, or damaged, is left alone.
+        """Find what is there; of other models, keys and settings, or damaged, is left alone.
+
+        With a key, conversations that were stored without one are removed: they could be read on
+        the disk, and no request goes on from them. `notices` says so.
 
         Args:
             folder: theirs alone; made if need be, for its owner alone.
@@ -96,6 +105,7 @@ class Sessions:
         self._open: list[tuple[TieredCache, OpenDocument, _Session]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-sessions")
         self._stores = not (self._policy.drops or inspect_model(loaded.model).states)
+        self._unsealed = self._foreign = 0
         for path in self._folder.iterdir():
             if _NAME.fullmatch(path.name) is not None:
                 _clear(path)
@@ -114,6 +124,10 @@ class Sessions:
         try:
             opened = OpenDocument.open(self._reader, path)
         except PenstockError as error:
+            if isinstance(error, DocumentKeyError):
+                if self._remove_unsealed(path):
+                    return
+                self._foreign += 1
             if not (path.is_dir() and is_unfinished(path)):  # which another process stores now
                 self._unreadable.add(path.name)
                 _LOG.info("%s is no session: %s", path.name, error)
@@ -126,6 +140,37 @@ class Sessions:
             _LOG.warning("the session %s is damaged: %s", path.name, error)
         finally:
             opened.stored.close()
+
+    def _remove_unsealed(self, path: Path) -> bool:
+        """Remove a conversation that sessions without a key have stored; whether it was one."""
+        if self._reader.settings.key is None or not _NAME.fullmatch(path.name):
+            return False
+        try:
+            about = None if path.is_symlink() else read_summary(path).about  # None: encrypted
+            if about is None or about.get("title") != _TITLE:
+                return False
+            remove(path)
+        except PenstockError as error:
+            _LOG.warning("%s can be read on the disk, and was not removed: %s", path.name, error)
+            return False
+        self._unsealed += 1
+        return True
+
+    @property
+    def notices(self) -> list[str]:
+        """What a user should know of the folder, a line each."""
+        found = []
+        if self._unsealed:
+            found.append(
+                f"removed {_counted(self._unsealed)} from {self._folder}, stored without a key: "
+                "new ones are encrypted"
+            )
+        if self._foreign:
+            found.append(
+                f"{_counted(self._foreign)} in {self._folder} are of another key, and count to "
+                "no limit: give that key, or delete them"
+            )
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -268,7 +313,7 @@ class Sessions:
         group_tokens = unit_tokens(policy, shape)
         made = cache.policy if type(cache.policy) is type(policy) else policy
         about = About(
-            model=lasting_name(reader.loaded.name), title="a conversation", created=time.time(),
+            model=lasting_name(reader.loaded.name), title=_TITLE, created=time.time(),
             tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
             policy_fields=stored_fields(policy, made), memory="auto", pending=[],
             # What is fitted to few tokens ranks badly: it is made again from the keys.
@@ -387,6 +432,10 @@ def _common(wanted: NDArray[np.int64], tokens: Sequence[int]) -> int:
     other = np.asarray(tokens[:count])
     differ = np.flatnonzero(wanted[:count] != other)
     return int(differ[0]) if len(differ) else count
+
+
+def _counted(count: int) -> str:
+    return f"{count} conversation{'s' * (count != 1)}"
 
 
 def _size(path: Path) -> int:

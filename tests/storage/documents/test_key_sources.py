@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError, StorageError
-from penstock.storage.documents.key_sources import make_key_file, read_key
+from penstock.storage.documents.key_sources import make_key_file, own_key, read_key
 
 KEY = bytes(range(200, 232))
 TEXTS = [
@@ -151,3 +151,18 @@ def test_new_key_file_where_none_can_be(
     with pytest.raises(StorageError, match="No space left"):
         make_key_file(tmp_path / "key")
     assert not (tmp_path / "key").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_key_of_ones_own_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "kept.key"
+    key = own_key(path)
+    assert own_key(path) == key == read_key(f"file:{path}", environment={})
+    assert [each.name for each in tmp_path.iterdir()] == ["kept.key"]

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import contextlib
 import importlib
 import os
 import secrets
@@ -75,6 +76,34 @@ def make_key_file(path: Path) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageError(f"cannot write a key to {path}: {_reason(error)}") from error
+
+
+def own_key(path: Path) -> bytes:
+    """The key in a file, which is made where it is missing.
+
+    Processes that begin at once find the same key; a crash leaves all of the file or none.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        ConfigError: there is no folder for it, it holds no key, or others may read it.
+        StorageError: it cannot be written.
+    """
+    if not os.path.lexists(path):
+        fresh = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+        make_key_file(fresh)
+        try:
+            os.link(fresh, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            with contextlib.suppress(ConfigError):  # it is there by now
+                make_key_file(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    return _file_key(str(path))
 
 
 def _sync_folder(folder: Path) -> None:
