@@ -84,6 +84,13 @@ def test_openai_gets_forms_and_calls(client: openai.OpenAI) -> None:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert json.loads(final.message.tool_calls[0].function.arguments)["b"] in "xy"
+    either = client.chat.completions.create(
+        **asked, response_format=form, n=8, temperature=1, seed=1
+    )
+    for choice in either.choices:
+        calls = choice.message.tool_calls or []
+        made = json.loads(calls[0].function.arguments if calls else choice.message.content)
+        assert made["b"] in "xy"
     told = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     again = client.chat.completions.create(
         model="tiny", messages=[*HELLO, message, told], tools=[tool], max_tokens=3, extra_body=LONG

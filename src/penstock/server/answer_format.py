@@ -20,8 +20,10 @@ Style = Literal["json", "function", "template"]
 """What stands between the marks of a call: {"name": ..., "arguments": {...}}, or
 <function=NAME><parameter=KEY>VALUE</parameter></function>; or the tokenizer says it by itself
 (`response_template`)."""
+Thoughts = Literal["none", "begun", "may"]
+"""Whether an answer begins with thoughts: it does not, the prompt has begun them, or it may."""
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _PROBE = {
     "type": "function",
     "function": {
@@ -95,7 +97,7 @@ class AnswerFormat:
         if shows and described and hasattr(tokenizer, "get_response_parser"):
             style, is_own = "template", True
         return cls(
-            style=style if is_own else "json", is_own=is_own, thinks=_THINK_CLOSE in text,
+            style=style if is_own else "json", is_own=is_own, thinks=THINK_CLOSE in text,
             tokenizer=tokenizer,
         )  # fmt: skip
 
@@ -130,11 +132,17 @@ class AnswerFormat:
         """
         if has_tools and self.style == "template":
             return _TemplateReader(self.tokenizer, prompt)
-        end = prompt.rstrip()
         return _MarkReader(
             call=_parsers[self.style] if has_tools else None, thinks=self.thinks,
-            begins_thinking=self.thinks and end.endswith(_THINK_OPEN),
+            begins_thinking=self.thoughts(prompt) == "begun",
         )  # fmt: skip
+
+    def thoughts(self, prompt: str) -> Thoughts:
+        """What an answer behind a prompt begins with."""
+        end = prompt.rstrip()
+        if not self.thinks or end.endswith(THINK_CLOSE):
+            return "none"
+        return "begun" if end.endswith(THINK_OPEN) else "may"
 
 
 def _shows_tools(owner: Any) -> bool:
@@ -259,9 +267,9 @@ class _MarkReader:
         if self._is_new and self._state == "text" and self.thinks:
             self._held = self._held.lstrip("\n")
         marks = {
-            "reasoning": [_THINK_CLOSE],
+            "reasoning": [THINK_CLOSE],
             "call": [CALL_CLOSE],
-            "text": [_THINK_OPEN] * (self.thinks and self._is_new)
+            "text": [THINK_OPEN] * (self.thinks and self._is_new)
             + [CALL_OPEN] * (self.call is not None),
         }[self._state]
         places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
@@ -278,9 +286,9 @@ class _MarkReader:
             at = self._held.find(mark)
         self._held = self._held[at + len(mark) :]
         self._state = {
-            _THINK_OPEN: "reasoning", _THINK_CLOSE: "text", CALL_OPEN: "call", CALL_CLOSE: "text",
+            THINK_OPEN: "reasoning", THINK_CLOSE: "text", CALL_OPEN: "call", CALL_CLOSE: "text",
         }[mark]  # fmt: skip
-        self._is_new = mark == _THINK_CLOSE
+        self._is_new = mark == THINK_CLOSE
         return True
 
     def _kept(self, marks: Sequence[str]) -> int:

@@ -168,7 +168,7 @@ def ask_chat(backend: Backend, chat: Chat) -> Asked:
     sampling = chat.sampling
     if chat.tools and format_.keeps_special:
         sampling = replace(sampling, skip_special_tokens=False)
-    held = _held(backend, chat)
+    held = _held(backend, chat, text)
     if held:
         sampling = replace(sampling, logits_processors=held)
     return asked_of(
@@ -207,21 +207,25 @@ def _nothing() -> None:
     pass
 
 
-def _held(backend: Backend, chat: Chat) -> list[Any]:
-    """What holds the answer to a form, if anything does."""
-    if chat.must_call:
-        if backend.format.style != "json":
-            raise refused(
-                "this model writes its calls in a form that answers cannot be held to; "
-                "tool_choice can be auto or none", "tool_choice",
-            )  # fmt: skip
-        return [backend.grammars.of_calls(chat.tools)]
-    if chat.schema is not None:
-        if chat.tools:
-            raise refused("response_format and tools cannot be asked for together; "
-                          "set tool_choice to none", "response_format")  # fmt: skip
-        return [backend.grammars.of_schema(chat.schema)]
-    return []
+def _held(backend: Backend, chat: Chat, prompt: str) -> list[Any]:
+    """What holds the answer to a form, if anything does.
+
+    Raises:
+        ApiError: a schema cannot be held to, or calls of this model cannot.
+    """
+    if not chat.must_call and chat.schema is None:
+        return []
+    style = backend.format.style
+    if chat.tools and style != "json":
+        said = f"this model writes its calls in a form ({style}) that answers cannot be held to; "
+        if chat.must_call:
+            raise refused(f"{said}tool_choice can be auto or none", "tool_choice")
+        raise refused(f"{said}with response_format, tool_choice is none", "response_format")
+    grammar = backend.grammars.of(
+        schema=None if chat.must_call else chat.schema, tools=chat.tools,
+        thoughts=backend.format.thoughts(prompt),
+    )  # fmt: skip
+    return [grammar]
 
 
 def _schema(body: ChatBody) -> Any:

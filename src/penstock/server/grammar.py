@@ -1,4 +1,4 @@
-"""Grammars: hold answers to a JSON schema or to a call of a tool, as logits processors."""
+"""Grammars: hold answers to JSON schemas and calls of tools, as logits processors."""
 
 import json
 import threading
@@ -12,7 +12,13 @@ from torch import Tensor
 from penstock.generation.decoding import end_tokens, vocabulary_size
 from penstock.generation.sampling import LogitsProcessor
 from penstock.models.loader import LoadedModel
-from penstock.server.answer_format import CALL_CLOSE, CALL_OPEN
+from penstock.server.answer_format import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    Thoughts,
+)
 from penstock.server.errors import ApiError, refused
 
 _OPTIONS = {"whitespace_flexible": False}
@@ -27,39 +33,51 @@ class Grammars:
         self._loaded, self._lock = loaded, threading.Lock()
         self._tokenizer: Any = None
 
-    def of_schema(self, schema: Any, param: str = "response_format") -> LogitsProcessor:
-        """Answers are JSON of a schema.
+    def of(
+        self, *, schema: Any = None, tools: Sequence[Mapping[str, Any]] = (),
+        thoughts: Thoughts = "none",
+    ) -> LogitsProcessor:  # fmt: skip
+        """Answers are JSON of a schema, or one call of one of the tools, behind free thoughts.
+
+        Args:
+            schema: None: an answer is a call.
+            tools: none: an answer is JSON.
+            thoughts: as `AnswerFormat.thoughts` has them.
 
         Raises:
-            ApiError: the schema cannot be held to; or llguidance is not installed.
+            ApiError: a schema cannot be held to; or llguidance is not installed.
         """
-        matcher = _library().LLMatcher
-        try:
-            grammar = matcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-        except ValueError as error:
-            raise refused(f"the JSON schema cannot be used: {error}", param) from error
-        return self._of(grammar, param)
+        forms, rules = [], []
+        if tools:
+            forms.append("call")
+            names = " | ".join(f"call_{i}" for i in range(len(tools)))
+            opening, closing = self._mark(CALL_OPEN), self._mark(CALL_CLOSE)
+            rules.append(f'call: {opening} "\\n" ({names}) "\\n" {closing}')
+            for i, tool in enumerate(tools):  # each a schema by itself, which may refer to its root
+                function = tool["function"]
+                head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+                rules.append(f'call_{i}: {json.dumps(head)} arguments_{i} "}}"')
+                arguments = function.get("parameters") or {"type": "object"}
+                rules.append(f"arguments_{i}: {_json(arguments)}")
+        if schema is not None:
+            forms.append("answer")
+            rules.append(f"answer: {_json(schema)}")
+        if thoughts != "none":
+            closing, text = self._mark(THINK_CLOSE), "/(?s:.*)/"
+            is_token = closing == THINK_CLOSE
+            rules += [
+                f"thoughts: {'' if thoughts == 'begun' else self._mark(THINK_OPEN)} inner blank",
+                f"inner: {text} {closing}" if is_token else f"inner[suffix={closing}]: {text}",
+                "blank: /\\n{0,2}/",
+            ]
+        before = {"none": "", "begun": "thoughts ", "may": "thoughts? "}[thoughts]
+        lark = "\n".join([f"start: {before}({' | '.join(forms)})", *rules, ""])
+        grammar = _library().LLMatcher.grammar_from_lark(lark)
+        return self._of(grammar, "tools" if schema is None else "response_format")
 
-    def of_calls(self, tools: Sequence[Mapping[str, Any]]) -> LogitsProcessor:
-        """Answers are one call of one of these tools.
-
-        Raises:
-            ApiError: the schema of a tool cannot be held to; or llguidance is not installed.
-        """
-        choices = [
-            {
-                "type": "object", "additionalProperties": False, "required": ["name", "arguments"],
-                "properties": {
-                    "name": {"const": tool["function"]["name"]},
-                    "arguments": tool["function"].get("parameters") or {"type": "object"},
-                },
-            }
-            for tool in tools
-        ]  # fmt: skip
-        schema = {"anyOf": choices, "x-guidance": _OPTIONS}
-        marks = json.dumps(f"{CALL_OPEN}\n"), json.dumps(f"\n{CALL_CLOSE}")
-        lark = f"start: {marks[0]} call {marks[1]}\ncall: %json {json.dumps(schema)}\n"
-        return self._of(_library().LLMatcher.grammar_from_lark(lark), "tools")
+    def _mark(self, text: str) -> str:
+        """A mark in a grammar: its own token where the tokenizer has one, else its letters."""
+        return text if text in self._loaded.tokenizer.get_added_vocab() else json.dumps(text)
 
     def _of(self, grammar: str, param: str) -> LogitsProcessor:
         matcher = _library().LLMatcher(self._tokens(), grammar, log_level=0)
@@ -85,6 +103,12 @@ class Grammars:
                         501, "answers of this model's tokenizer cannot be held to a grammar"
                     ) from error
         return self._tokenizer
+
+
+def _json(schema: Any) -> str:
+    """A schema in a grammar."""
+    whole = schema if isinstance(schema, Mapping) else {"allOf": [schema]}
+    return f"%json {json.dumps({**whole, 'x-guidance': _OPTIONS})}"
 
 
 class _Held:
