@@ -27,15 +27,17 @@ MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     made = tiny_chat_model()
     if request.param == "tokens":
-        made.tokenizer.add_tokens(MARKS)
-        made.model.resize_token_embeddings(len(made.tokenizer))
+        tokenizer: Any = made.tokenizer
+        tokenizer.add_tokens(MARKS)
+        made.model.resize_token_embeddings(len(tokenizer))
     return made
 
 
 def is_whole(loaded: LoadedModel, held: Any, text: str) -> bool:
     """Whether a text is an answer, token by token to its end."""
-    ids = [*loaded.tokenizer.encode(text, add_special_tokens=False), loaded.tokenizer.eos_token_id]
-    logits = torch.zeros(len(loaded.tokenizer))
+    tokenizer: Any = loaded.tokenizer
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    logits = torch.zeros(len(tokenizer))
     return all(bool(held(ids[:i], logits)[ids[i]].isfinite()) for i in range(len(ids)))
 
 

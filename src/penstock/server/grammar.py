@@ -77,7 +77,8 @@ class Grammars:
 
     def _mark(self, text: str) -> str:
         """A mark in a grammar: its own token where the tokenizer has one, else its letters."""
-        return text if text in self._loaded.tokenizer.get_added_vocab() else json.dumps(text)
+        tokenizer: Any = self._loaded.tokenizer
+        return text if text in tokenizer.get_added_vocab() else json.dumps(text)
 
     def _of(self, grammar: str, param: str) -> LogitsProcessor:
         matcher = _library().LLMatcher(self._tokens(), grammar, log_level=0)
