@@ -159,3 +159,19 @@ def test_a_server_seals_them_with_a_key_of_its_own(llm: LLM, tmp_path: Path) -> 
         assert kept is not None
         assert len(kept) == 0
         assert "another key" in kept.notices[0]
+
+
+def test_damage_that_an_answer_finds_costs_a_prefill(llm: LLM, tmp_path: Path) -> None:
+    second = [*FIRST, *range(20, 60)]
+    with sessions(llm, tmp_path) as kept, Engine(llm, memory="4MiB", sessions=kept) as engine:
+        ask(engine, FIRST)
+        ask(engine, FIRST[:40])  # waits for what is stored
+        for path in tmp_path.rglob("kv-*"):
+            data = bytearray(path.read_bytes())
+            middle = slice(len(data) // 4, len(data) // 2)  # opening reads the ends alone
+            data[middle] = bytes(len(data) // 4)
+            path.write_bytes(data)
+        for cached in (0, len(second) - 2):
+            assert ask(engine, second).usage.cached_tokens == cached
+        assert not path.exists(), "it is removed"
+    assert engine.stats().used_bytes == 0

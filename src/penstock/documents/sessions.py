@@ -261,13 +261,15 @@ class Sessions:
         return None if session is None or most < LEAST_TOKENS else (session, most)
 
     def _close_unread(self) -> None:
-        """Let go of the documents of caches that are closed."""
+        """Let go of the documents of caches that are closed; one they found damaged is given up."""
         with self._lock:
             done = [each for each in self._open if not each[0].is_open]
             self._open = [each for each in self._open if each[0].is_open]
             for _, opened, session in done:
                 session.busy -= 1
                 opened.stored.close()
+                if any(file.has_damage for file in opened.stored.files):
+                    self._forget(session, "an answer found units that are not what was stored")
 
     # Storing ----------------------------------------------------------------------------------
 
@@ -387,7 +389,7 @@ class Sessions:
             if not each.busy:
                 self._remove(each)
 
-    def _forget(self, session: _Session, error: BaseException) -> None:
+    def _forget(self, session: _Session, error: object) -> None:
         _LOG.warning("the session %s is given up: %s", session.path.name, error)
         with self._lock:
             if session in self._sessions:

@@ -63,6 +63,8 @@ class Served:
         self.deadline = 0
         """Lower ones are read first; in tokens that the engine has read."""
         self._read = 0
+        self.has_begun_anew = False
+        """A stored beginning was damaged."""
         self.keeping: Keeping | None = None
         """Set while its cache is stored behind the end."""
         self._submitted_s = time.monotonic()
@@ -110,7 +112,7 @@ class Served:
     @property
     def is_reading(self) -> bool:
         """Whether its first tokens are still to come."""
-        return not self.run.tokens
+        return self._kept is None or not self._kept.run.tokens
 
     @property
     def unread_tokens(self) -> int:
@@ -208,6 +210,12 @@ class Served:
     def stats(self) -> RunStats | None:
         """Of its cache, if it has one."""
         return None if self._kept is None else self._kept.cache.stats
+
+    def begin_anew(self) -> None:
+        """Give its memory back, and wait again: no token of its answer is made."""
+        self.has_begun_anew = True
+        self.give_back()
+        self.is_over, self.price, self._read = False, None, 0
 
     def give_back(self) -> None:
         """Give its memory back."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.core.errors import CacheStateError, QueueFullError
+from penstock.core.errors import CacheStateError, DocumentDamagedError, QueueFullError
 from penstock.generation.batch_runner import BatchRunner
 from penstock.generation.serving.admission import Admission
 from penstock.generation.serving.request import StoredBeginnings
@@ -77,10 +77,14 @@ class Worker:
                     retry_after_s=after,
                 )
             self._stats.submitted += 1
-            place = bisect.bisect([each.order for each in self._waiting], served.order)
-            self._waiting.insert(place, served)
-            served.queued(place)
+            served.queued(self._wait(served))
             self._changed.notify_all()
+
+    def _wait(self, served: Served) -> int:
+        """Put a request in its place among those that wait; which that is. Under the lock."""
+        place = bisect.bisect([each.order for each in self._waiting], served.order)
+        self._waiting.insert(place, served)
+        return place
 
     def wake(self) -> None:
         """A request was cancelled."""
@@ -226,9 +230,11 @@ class Worker:
             return
         served = min(self._reading, key=lambda each: each.deadline)
         before = served.unread_tokens
-        self._try(served, served.read_chunk)
+        self._try(served, partial(self._read_part, served))
         with self._changed:
             self._stats.chunks += 1
+        if served not in self._reading and not served.is_over:
+            return
         self._tokens_read += before if served.is_over else before - served.unread_tokens
         if served.is_over or served.is_reading:
             return
@@ -239,6 +245,19 @@ class Worker:
             self._stats.cached_tokens += served.usage.cached_tokens
         if served.run.is_done:
             self._finish(served)
+
+    def _read_part(self, served: Served) -> None:
+        """The next part of a prompt; behind a stored beginning that is damaged, all of it anew."""
+        try:
+            served.read_chunk()
+        except DocumentDamagedError as error:
+            if served.request.document is not None or served.has_begun_anew:
+                raise
+            _LOG.warning("a prompt is read anew: %s", error)
+            with self._changed:
+                self._reading.remove(served)
+                served.begin_anew()
+                self._wait(served)
 
     def _decode(self) -> None:
         """One step of everyone who decodes."""

@@ -80,7 +80,7 @@ class StoredDocument:
         self._sealer = sealer
         self._opened = opened
         committed = manifest.num_units * manifest.shape.padded_bytes
-        self.files: list[KVFile] = []
+        self.files: list[VerifiedFile] = []
         for layer, file in enumerate(opened.units.files):
             is_short = opened.sizes.get(units_file(layer), 0) < committed
             units = SealedUnits(layer, self.shape.padded_bytes, seals[layer], sealer, is_short)

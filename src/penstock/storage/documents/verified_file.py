@@ -103,6 +103,7 @@ class VerifiedFile(KVFile):
 
     Attributes:
         inner: the file below, encrypted as it is
+        has_damage: a read has found units that are not what was stored
     """
 
     def __init__(self, inner: KVFile, units: SealedUnits) -> None:
@@ -120,6 +121,7 @@ class VerifiedFile(KVFile):
         self.is_direct = inner.is_direct
         self.simulated = inner.simulated
         self.inner = inner
+        self.has_damage = False
         self._units = units
         self._end = len(units.seals) * units.padded_bytes
         self._is_closed = False
@@ -183,6 +185,7 @@ class VerifiedFile(KVFile):
             padded = np.frombuffer(memory, np.uint8).reshape(count, padded_bytes)
             seals_of = seals[first : first + count]
             damaged += sealer.open_units(self._units.layer, first, padded, seals_of)
+        self.has_damage |= bool(damaged)
         return sorted(set(damaged))
 
     def _refusal(self) -> StorageError:
