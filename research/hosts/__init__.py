@@ -1,0 +1,1 @@
+"""What many hosts do, by simulation from what one host measures."""
