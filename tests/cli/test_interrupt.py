@@ -30,6 +30,21 @@ def check(code: int, errors: str, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_device_host_ends_with_one_line(tmp_path: Path) -> None:
+    (key := tmp_path / "key").write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    serve = ("device", "serve", "--listen", "127.0.0.1:0", "--key-file", str(key))
+    with ReadyProcess(
+        f"import sys; sys.argv[0] = 'penstock'; {BEGUN}", *serve, "--disk", str(tmp_path)
+    ) as run:
+        said = [next(run.stdout), next(run.stdout)]
+        assert said[1].startswith("near-storage devices at tcp://127.0.0.1:")
+        run.send_signal(signal.SIGINT)
+        assert run.stdout.read().startswith("ended; ")
+        assert (run.wait(), run.errors()) == (0, "")
+    assert list(tmp_path.iterdir()) == [key]
+
+
 def test_while_libraries_are_imported(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", BEGUN, *command(tmp_path)], stdout=subprocess.PIPE,

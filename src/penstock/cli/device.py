@@ -48,8 +48,9 @@ def serve_device_command(
     bound = None if memory is None else parse_bytes(memory)
     host = DeviceHost(key, listen=listen, disk=disk, memory_bytes=bound)
     try:
-        say(f"near-storage devices at tcp://{host.address}; interrupt to end")
         with contextlib.suppress(KeyboardInterrupt):
+            say(f"near-storage devices at tcp://{host.address}; interrupt to end")
             host.serve()
     finally:
         host.close()
+    say("ended; what caches had here is gone")

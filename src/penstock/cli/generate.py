@@ -15,6 +15,7 @@ from penstock.cli.options import (
     AnswersOption,
     ChunkOption,
     ConfigOption,
+    DeviceCopiesOption,
     DeviceKeyOption,
     DeviceOption,
     DevicesOption,
@@ -75,6 +76,7 @@ def generate_command(
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
     as_json: JsonOption = False, trace: TraceOption = None, force: ForceOption = False,
     devices: DevicesOption = None, device_key: DeviceKeyOption = None,
+    device_copies: DeviceCopiesOption = 1,
 ) -> None:  # fmt: skip
     """Answer a prompt, by the model's chat template where it has one.
 
@@ -99,8 +101,8 @@ def generate_command(
         check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model) as progress:
         llm = LLM(
-            model, policy=with_devices(policy, devices, device_key), memory=memory, store=disk,
-            exact=exact, verify=verify, adapter=adapter, device=device,
+            model, policy=with_devices(policy, devices, device_key, device_copies),
+            memory=memory, store=disk, exact=exact, verify=verify, adapter=adapter, device=device,
             dtype=None if dtype is None else dtype.value,
             quantization=None if weights is None else weights.value,
             config=config, prefill_chunk_size=chunk, seal="auto" if seal is None else seal,
@@ -123,7 +125,7 @@ def generate_command(
 
 
 def with_devices(
-    policy: str | None, devices: str | None, key_file: str | None
+    policy: str | None, devices: str | None, key_file: str | None, copies: int = 1
 ) -> "SelectionPolicy | str | None":
     """The policy on devices of other hosts, where some are given.
 
@@ -131,12 +133,15 @@ def with_devices(
         ConfigError: they are no addresses, have no key, or the policy has no use for them.
     """
     if devices is None:
+        if copies != 1:
+            raise ConfigError("--device-copies wants --devices")
         return policy
     if policy != "hillinfer":
         raise ConfigError("--devices wants --policy hillinfer")
     from penstock.methods.hillinfer.policy import HillInfer
 
-    return HillInfer(devices=devices, device_key=f"file:{key_file}" if key_file else "")
+    key = f"file:{key_file}" if key_file else ""
+    return HillInfer(devices=devices, device_key=key, copies=copies)
 
 
 def in_home(path: Path, option: str) -> Path:

@@ -180,6 +180,13 @@ DeviceKeyOption = Annotated[
     str | None,
     typer.Option("--device-key-file", metavar="FILE", help="The key that --devices have too."),
 ]
+DeviceCopiesOption = Annotated[
+    int,
+    typer.Option(
+        "--device-copies", metavar="1|2",
+        help="Hosts of --devices that have each token; with 2 the answer goes on without a host.",
+    ),
+]  # fmt: skip
 ChunkOption = Annotated[
     int, typer.Option("--chunk", metavar="TOKENS", help="Prompt tokens per forward pass.")
 ]

@@ -26,6 +26,7 @@ class NearRig:
     tokens: int = 150
     rule: Rule = "attention"
     devices: int | str = 1
+    copies: int = 1
     key: bytes = b""
     timeout_s: float = 10.0
     seed: int = 0
@@ -38,7 +39,7 @@ class NearRig:
         )  # fmt: skip
         self.store = NearStore.open(
             str(self.place), settings, layers=1, unit_bytes=UNIT_BYTES, devices=self.devices,
-            key=self.key, timeout_s=self.timeout_s,
+            copies=self.copies, key=self.key, timeout_s=self.timeout_s,
         )  # fmt: skip
         random = np.random.default_rng(self.seed)
         self.units = random.permutation(self.rows * self.tokens).reshape(self.rows, self.tokens)

@@ -25,8 +25,9 @@ def host(tmp_path: Path) -> Iterator[DeviceHost]:
         yield host
 
 
-def rig_of(*hosts: DeviceHost, key: bytes = KEY) -> NearRig:
-    return NearRig("memory", devices=",".join(f"tcp://{h.address}" for h in hosts), key=key)
+def rig_of(*hosts: DeviceHost, key: bytes = KEY, copies: int = 1) -> NearRig:
+    addresses = ",".join(f"tcp://{h.address}" for h in hosts)
+    return NearRig("memory", devices=addresses, key=key, copies=copies)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -163,11 +163,20 @@ class NearIndex(KeyIndex):
 
     @override
     def score(self, query: Tensor, num_units: int) -> Tensor:
-        """Score on both sides.
+        """Score on both sides; again where a device failed and others have copies.
 
         Raises:
             ScorerError: a near-storage device died, hung, or did not score every cold token.
         """
+        while True:
+            try:
+                return self._score(query, num_units)
+            except ScorerError:
+                if not self._shown.scorer.turn():
+                    raise
+                self.slots_forgotten()
+
+    def _score(self, query: Tensor, num_units: int) -> Tensor:
         places, out = self._shown, self.scores
         moved = self._take_moved()
         scoring = places.scorer.begin(places.layer, query.float().cpu().numpy(), num_units, moved)

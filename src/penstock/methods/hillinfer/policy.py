@@ -85,6 +85,8 @@ class HillInfer(BaselinePolicy):
     devices: int | str = 1
     """Near-storage devices, over which the cold pool is striped: how many processes of this
     machine; or those of other hosts, "tcp://host:port,..." (`penstock device serve`)."""
+    copies: int = 1
+    """Devices that have each unit, 1 or 2. With 2 the answer goes on without a device."""
     device_key: str = ""
     """Where the key of other hosts is: "file:PATH"."""
     scorer_threads: int = 1
@@ -121,6 +123,8 @@ class HillInfer(BaselinePolicy):
                 raise ConfigError("devices=tcp://... wants device_key=file:PATH")
         if self.num_devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
             raise ConfigError("devices and block_tokens must be at least 1, scorer_threads 0")
+        if not 1 <= self.copies <= min(2, self.num_devices):
+            raise ConfigError(f"copies={self.copies} must be 1, or 2 with two devices or more")
         if self.devices != 1 and not self.near:
             raise ConfigError("devices=... wants near=true")
         if not 0 < self.timeout_s < math.inf:
@@ -262,7 +266,7 @@ class HillInfer(BaselinePolicy):
             request.location,
             self.settings_for(request.shape, request.batch, request.max_tokens, request.scaling),
             layers=request.shape.num_layers, unit_bytes=request.unit_bytes,
-            devices=self.devices, key=self._key(), timeout_s=self.timeout_s,
+            devices=self.devices, copies=self.copies, key=self._key(), timeout_s=self.timeout_s,
         )  # fmt: skip
 
     @override

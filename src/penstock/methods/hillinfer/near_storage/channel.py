@@ -30,10 +30,19 @@ class ScorerError(FetchError):
     """
 
 
+class LateError(ScorerError):
+    """A near-storage device did not answer in time."""
+
+
 class Device(Protocol):
-    """What a channel asks of the device that it leads to."""
+    """What a channel asks of the device that it leads to.
+
+    Attributes:
+        given_up: what becomes of one that is given up, for people
+    """
 
     timeout_s: float
+    given_up: str
 
     def give_up(self, error: ScorerError) -> None:
         """End all channels with this error."""
@@ -91,7 +100,7 @@ class Channel:
         self._reader: protocol.Reader | Frames = protocol.Reader(connection)
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, Exchange] = {}
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.RLock()
         self.failure: ScorerError | None = None
 
     def begin(self, message: protocol.Message) -> Exchange:
@@ -136,7 +145,7 @@ class Channel:
         patience_s = deadline - time.monotonic()
         while not exchange.answers:
             if self.failure is not None:
-                raise self.failure
+                raise self._ended(self.failure)
             if not self._receiving.acquire(timeout=_GLANCE_S):
                 if time.monotonic() > deadline:
                     raise self._late(patience_s)
@@ -180,21 +189,25 @@ class Channel:
     def nonsense(self, what: str) -> ScorerError:
         """Give the device up for an answer that makes no sense; returns what to raise."""
         error = ScorerError(
-            f"the near-storage device answered nonsense ({what}) and was stopped; it is started "
-            "again when it is needed next"
+            f"the near-storage device answered nonsense ({what}) and {self._device.given_up}"
         )
         self._device.give_up(error)
         return error
 
     def _late(self, patience_s: float) -> ScorerError:
         if self.failure is not None:
-            return self.failure
-        error = ScorerError(
-            f"the near-storage device did not answer within {max(0.0, patience_s):.3g} s and was "
-            "stopped; it is started again when it is needed next"
+            return self._ended(self.failure)
+        error = LateError(
+            f"the near-storage device did not answer within {max(0.0, patience_s):.3g} s and "
+            f"{self._device.given_up}"
         )
         self._device.give_up(error)
-        return error
+        return self._ended(error)
+
+    def _ended(self, error: ScorerError) -> ScorerError:
+        """The error, once no thread puts what came into memory that is free from now on."""
+        with self._receiving:
+            return error
 
     def wake(self) -> None:
         """End the connection under those who wait for it; what comes late is put nowhere."""

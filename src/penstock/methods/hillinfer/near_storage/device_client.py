@@ -43,6 +43,7 @@ class NearDevice:
         link: how fast units have come
     """
 
+    given_up = "was stopped; it is started again when it is needed next"
     program: tuple[str, ...] = ("penstock.methods.hillinfer.near_storage.device_process",)
     """Module that is run, and arguments before the descriptors."""
 
@@ -172,10 +173,10 @@ class NearDevice:
         Raises:
             StorageError: it does not start, or the store is closed.
         """
-        if self._is_alive():
+        if self.is_alive():
             return
         with self.lock:
-            if self._is_alive():
+            if self.is_alive():
                 return
             if self._state.closed:
                 raise StorageError("the store is closed")
@@ -184,7 +185,13 @@ class NearDevice:
             self.restore()
             self._state.is_ready = True
 
-    def _is_alive(self) -> bool:
+    @property
+    def failure(self) -> ScorerError | None:
+        """Why it was given up, until it is started again."""
+        return self._state.failure
+
+    def is_alive(self) -> bool:
+        """Whether it was started and not given up."""
         return self._state.is_ready and self._state.failure is None
 
     def renew(self, settings: DeviceSettings) -> None:

@@ -1,9 +1,14 @@
 """NearStore: a KVStore whose files near-storage devices own, and their scorer."""
 
+from functools import partial
+
+from typing_extensions import override
+
 from penstock.core.closing import close_all
 from penstock.devices.presets import PRESETS
 from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
+from penstock.methods.hillinfer.near_storage.holders import Holders
 from penstock.methods.hillinfer.near_storage.remote_file import RemoteFile
 from penstock.methods.hillinfer.near_storage.scorer import RemoteScorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, ScoreSettings
@@ -17,16 +22,21 @@ from penstock.storage.store import KVStore, parse_location
 class NearStore(KVStore):
     """The units of every layer with one or several devices; `scorer` scores what is cold there."""
 
-    def __init__(self, devices: list[NearDevice]) -> None:
-        """Take over started devices of the same settings."""
-        stripes, settings = Stripes(len(devices)), devices[0].settings
+    def __init__(self, devices: list[NearDevice], copies: int = 1) -> None:
+        """Take over started devices of the same settings.
+
+        Args:
+            copies: devices that have each unit, 1 or 2; 2 wants two devices at least.
+        """
+        stripes, settings = Stripes(len(devices), copies=copies), devices[0].settings
+        self.holders = Holders(devices, stripes)
         files: list[KVFile] = []
         for layer in range(settings.layers):
-            remote = [RemoteFile(device, layer) for device in devices]
+            remote = [RemoteFile(device, layer, has_copies=copies > 1) for device in devices]
             if len(devices) == 1:
                 files.append(remote[0])
             else:
-                files.append(StripedFile(list(remote), stripes, remote[0].unit_stride))
+                files.append(StripedFile(list(remote), self.holders, remote[0].unit_stride))
         how = (
             "a near-storage device" if len(devices) == 1 else f"{len(devices)} near-storage devices"
         )
@@ -40,12 +50,12 @@ class NearStore(KVStore):
             lambda: _close_all(devices),
         )  # fmt: skip
         self.devices = devices
-        self.scorer = RemoteScorer(devices, stripes)
+        self.scorer = RemoteScorer(self.holders)
 
     @classmethod
     def open(
         cls, location: str, settings: ScoreSettings, *, layers: int, unit_bytes: int,
-        devices: int | str = 1, key: bytes = b"", timeout_s: float,
+        devices: int | str = 1, copies: int = 1, key: bytes = b"", timeout_s: float,
     ) -> "NearStore":  # fmt: skip
         """Start the devices.
 
@@ -53,6 +63,7 @@ class NearStore(KVStore):
             location: as for `KVStore.create`; a simulated device is simulated by each process.
             devices: how many processes on this machine; or tcp://host:port,... of running hosts,
                 whose disks are used instead of `location`.
+            copies: devices that have each unit, 1 or 2.
             key: that the hosts have as well.
             timeout_s: most seconds to wait for an answer.
 
@@ -70,9 +81,9 @@ class NearStore(KVStore):
                     TcpDevice(whole, address, key, timeout_s=timeout_s)
                     for address in split_devices(devices)
                 )
-                return cls(started)
+                return cls(started, copies)
             started.extend(NearDevice(whole, place, timeout_s=timeout_s) for _ in range(devices))
-            return cls(started)
+            return cls(started, copies)
         except BaseException:
             _close_all(started)
             raise
@@ -80,13 +91,19 @@ class NearStore(KVStore):
     def serve(self, rows: int) -> None:
         """Serve a batch of so many rows; starts the devices anew for another one than before: the
         files stay, and nothing is mapped."""
-        others = [device for device in self.devices if device.settings.rows != rows]
+        others = [i for i, device in enumerate(self.devices) if device.settings.rows != rows]
         try:
-            for device in others:
-                device.renew(device.settings.for_rows(rows))
+            for i in others:
+                settings = self.devices[i].settings.for_rows(rows)
+                self.holders.change(i, partial(self.devices[i].renew, settings))
+            self.holders.answering()
         finally:
             if others:
                 self.scorer.forget()
+
+    @override
+    def describe(self) -> str:
+        return super().describe() + self.holders.describe()
 
 
 def _close_all(devices: list[NearDevice]) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from penstock.core.errors import AlignmentError, FetchError, StorageError
 from penstock.kernels.copy_runs import copy_runs
 from penstock.methods.hillinfer.near_storage import protocol
-from penstock.methods.hillinfer.near_storage.channel import Exchange, ScorerError
+from penstock.methods.hillinfer.near_storage.channel import Exchange, LateError, ScorerError
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
 
@@ -157,8 +157,13 @@ class RemoteFile(KVFile):
     and scores are not, since the caller must know that something was lost on the way.
     """
 
-    def __init__(self, device: NearDevice, layer: int) -> None:
-        self.device, self.layer = device, layer
+    def __init__(self, device: NearDevice, layer: int, *, has_copies: bool = False) -> None:
+        """Share the device with other layers.
+
+        Args:
+            has_copies: others have what it has: who does not answer is not waited for twice.
+        """
+        self.device, self.layer, self._has_copies = device, layer, has_copies
         self.sector_bytes, self.is_direct = device.sector_bytes, device.is_direct
         self.simulated = device.settings.simulate or None
 
@@ -211,7 +216,9 @@ class RemoteFile(KVFile):
         self.device.ensure_alive()
         try:
             call()
-        except ScorerError:
+        except ScorerError as error:
+            if self._has_copies and isinstance(error, LateError):
+                raise
             self.device.ensure_alive()
             call()
 

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from penstock.methods.hillinfer.near_storage import protocol
-from penstock.methods.hillinfer.near_storage.channel import Exchange
+from penstock.methods.hillinfer.near_storage.channel import Exchange, ScorerError
 from penstock.methods.hillinfer.near_storage.cold_keys import UNMAPPED, ColdKeys
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
+from penstock.methods.hillinfer.near_storage.holders import Holders
 from penstock.methods.hillinfer.near_storage.settings import ScoreSettings
 from penstock.methods.hillinfer.near_storage.shared_memory import NUM_AREAS
-from penstock.methods.hillinfer.near_storage.stripes import Stripes
 
 SLOWEST_RATE = 1e6
 """Tokens per second and layer below which a device counts as hanging."""
@@ -80,6 +80,10 @@ class Scorer(ABC):
         Raises:
             StorageError: it does not start.
         """
+
+    def turn(self) -> bool:
+        """Whether a request that failed may be made again, of others, with everything told anew."""
+        return False
 
     @abstractmethod
     def map(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
@@ -153,13 +157,15 @@ class LocalScorer(Scorer):
 class _RemoteScoring(Scoring):
     """One request to every device; blocks are merged in whatever order devices answer."""
 
-    def __init__(self, scorer: "RemoteScorer", area: int, exchanges: list[Exchange]) -> None:
+    def __init__(
+        self, scorer: "RemoteScorer", area: int, exchanges: list[tuple[NearDevice, Exchange]]
+    ) -> None:
         self._scorer, self._area, self._exchanges = scorer, area, exchanges
 
     @override
     def log_sums(self) -> NDArray[np.float32]:
         parts = []
-        for device, exchange in zip(self._scorer.devices, self._exchanges, strict=True):
+        for device, exchange in self._exchanges:
             message = exchange.next(device.deadline(self._scorer.patience_s))
             if not isinstance(message, protocol.Logits):
                 raise device.scores.nonsense(f"{type(message).__name__} where Logits was expected")
@@ -172,13 +178,12 @@ class _RemoteScoring(Scoring):
 
     @override
     def merge(self, normalisers: NDArray[np.float32] | None, out: NDArray[np.float32]) -> float:
-        pairs = list(zip(self._scorer.devices, self._exchanges, strict=True))
         if normalisers is not None:
-            for device, exchange in pairs:
+            for device, exchange in self._exchanges:
                 device.areas[self._area].normalisers[:] = normalisers
                 device.scores.send(exchange, protocol.Normalise(self._area))
         slowest = 0
-        for device, exchange in pairs:
+        for device, exchange in self._exchanges:
             slowest = max(slowest, self._merge_one(device, exchange, out))
         return slowest / 1e9
 
@@ -212,31 +217,58 @@ class _RemoteScoring(Scoring):
 class RemoteScorer(Scorer):
     """One near-storage device or several, over which the units are striped.
 
-    Every device is asked at once and scores what it has; the merge does not know how many there
-    are.
+    Every device is asked at once and scores what it answers for; the merge does not know how many
+    there are.
     """
 
     wants_keys: ClassVar[bool] = False
 
-    def __init__(self, devices: list[NearDevice], stripes: Stripes) -> None:
-        self.devices, self._stripes = devices, stripes
-        self.settings = devices[0].settings
+    def __init__(self, holders: Holders) -> None:
+        self.devices, self._stripes = holders.devices, holders.stripes
+        self._holders = holders
+        self.settings = self.devices[0].settings
+        self._answering = self._told = holders.answering()
+        """The device that answers for the units of each, and what all of them were last told."""
+        self._turns, self._asked_at = 0, -1
         self._next_area = 0
         self._maps: dict[int, NDArray[np.int64]] = {}
         self._restarted: set[int] = set()
         """Devices that may have units in their files of which they have no codes."""
-        for i, device in enumerate(devices):
+        for i, device in enumerate(self.devices):
             device.restore = partial(self._restore, i)
 
     @property
     @override
     def generation(self) -> int:  # type: ignore[override]
-        return sum(device.generation for device in self.devices)
+        return self._turns + sum(device.generation for device in self.devices)
 
     @override
     def ensure_alive(self) -> None:
-        for device in self.devices:
-            device.ensure_alive()
+        """Where others answer from now on, they are told which tokens those are."""
+        self._holders.ensure_alive()
+        while (answering := self._holders.answering()) != self._told:
+            self._answering, self._told = answering, ()
+            self._turns += 1
+            try:
+                for i in sorted(set(answering)):
+                    self._say_maps(i, encode=i in self._restarted)
+            except ScorerError:
+                if not self.turn():
+                    raise
+            else:
+                self._told = answering
+            self._holders.ensure_alive()
+
+    @override
+    def turn(self) -> bool:
+        if not self._holders.has_copies:
+            return False
+        self._holders.there(range(len(self.devices)))
+        try:
+            answering = self._holders.answering()
+        except ScorerError:
+            return False
+        return answering != self._told or self.generation != self._asked_at
 
     @property
     def patience_s(self) -> float:
@@ -247,8 +279,9 @@ class RemoteScorer(Scorer):
     def map(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
         """What was said is kept, to be said again after a restart."""
         self._remember(layer, first, unit_ids)
-        for i in range(len(self.devices)):
-            self.devices[i].ensure_alive()
+        for i in sorted(set(self._answering)):
+            if not self._holders.has_copies:
+                self.devices[i].ensure_alive()
             self._send_map(i, layer, first, unit_ids, encode=i in self._restarted)
 
     def _remember(self, layer: int, first: int, unit_ids: NDArray[np.int64]) -> None:
@@ -261,7 +294,8 @@ class RemoteScorer(Scorer):
         """Nothing is mapped any more, and the devices serve other settings (`NearStore.serve`)."""
         self._maps.clear()
         self._restarted = set(range(len(self.devices)))
-        self.settings = self.devices[0].settings
+        there = (each for i, each in enumerate(self.devices) if i not in self._holders.away)
+        self.settings = next(there, self.devices[0]).settings
 
     @override
     def link_rate(self) -> float:
@@ -281,7 +315,7 @@ class RemoteScorer(Scorer):
         self, i: int, layer: int, first: int, unit_ids: NDArray[np.int64], *, encode: bool
     ) -> None:
         device = self.devices[i]
-        local = self._stripes.local_units(unit_ids, i)
+        local = self._stripes.local_units(unit_ids, i, self._answering)
         most = device.settings.section_bytes // (8 * len(local))
         patience = local.size * device.settings.unit_bytes / 20e6 if encode else 0.0
         with device.lock:  # also held when this is said again after a restart
@@ -296,28 +330,33 @@ class RemoteScorer(Scorer):
         """Say again what was mapped, so that the codes are made from the files. What was written
         and is not mapped yet gets its codes when it is."""
         self._restarted.add(i)
+        self._say_maps(i, encode=True)
+
+    def _say_maps(self, i: int, *, encode: bool) -> None:
         for layer, units in list(self._maps.items()):
             known = int((units >= 0).any(axis=0).sum())
             if known:
-                self._send_map(i, layer, 0, units[:, :known], encode=True)
+                self._send_map(i, layer, 0, units[:, :known], encode=encode)
 
     @override
     def begin(self, layer: int, query: NDArray[np.float32], end: int, moved: Moved) -> Scoring:
         i, self._next_area = self._next_area, (self._next_area + 1) % NUM_AREAS
-        exchanges, count = [], 0
+        exchanges: list[tuple[NearDevice, Exchange]] = []
+        count, self._asked_at = 0, self.generation
         if moved.units is not None:
             count = moved.units.shape[1]
             self._remember(layer, moved.first, moved.units)
-        for number, device in enumerate(self.devices):
+        for number in sorted(set(self._answering)):
+            device = self.devices[number]
             area = device.areas[i]
             area.query[:] = query
             area.promoted[: len(moved.promoted)] = moved.promoted
             area.demoted[: len(moved.demoted)] = moved.demoted
             if moved.units is not None:
-                local = self._stripes.local_units(moved.units, number)
+                local = self._stripes.local_units(moved.units, number, self._answering)
                 area.units[: local.size] = local.reshape(-1)
-            exchanges.append(device.scores.begin(protocol.Score(
+            exchanges.append((device, device.scores.begin(protocol.Score(
                 layer, i, end, moved.first, count, len(moved.promoted), len(moved.demoted),
                 moved.reset,
-            )))  # fmt: skip
+            ))))  # fmt: skip
         return _RemoteScoring(self, i, exchanges)

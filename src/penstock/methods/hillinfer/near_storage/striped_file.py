@@ -1,21 +1,61 @@
 """StripedFile: one layer's file, its units dealt out over several devices' files."""
 
 import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from typing_extensions import override
 
 from penstock.core.closing import close_all
 from penstock.core.errors import StorageError
-from penstock.methods.hillinfer.near_storage.stripes import Stripes
+from penstock.methods.hillinfer.near_storage.holders import Holders
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
+
+
+class _Share:
+    """What a batch reads of the units that belong to one device."""
+
+    def __init__(self, begin: Callable[[int], Ticket], holders: list[int]) -> None:
+        """Args:
+        begin: submits the reads to one of the holders.
+        holders: who can be asked, in this order.
+        """
+        self._begin, self._left = begin, list(holders)
+        self.ticket = self.submit()
+
+    def submit(self) -> Ticket:
+        """Ask the next device. Raises what it raises where there is no other."""
+        while True:
+            self.asked = self._left.pop(0)
+            try:
+                self.ticket = self._begin(self.asked)
+            except StorageError:
+                if not self._left:
+                    raise
+            else:
+                return self.ticket
+
+    def wait(self, lose: Callable[[int], None]) -> None:
+        """Wait for the reads, elsewhere if they fail. Raises the last failure."""
+        while True:
+            try:
+                self.ticket.wait()
+                return
+            except StorageError:
+                lose(self.asked)
+                if not self._left:
+                    raise
+                self.submit()
 
 
 class StripedTicket(Ticket):
     """The reads of one batch at every device."""
 
-    def __init__(self, tickets: list[Ticket]) -> None:
-        self._tickets = tickets
+    def __init__(self, shares: list[_Share], holders: Holders) -> None:
+        self._shares, self._holders = shares, holders
+        tickets = [share.ticket for share in shares]
         self.read_bytes = sum(ticket.read_bytes for ticket in tickets)
         self.num_reads = sum(ticket.num_reads for ticket in tickets)
         self.submitted_ns = min((ticket.submitted_ns for ticket in tickets), default=0)
@@ -24,32 +64,38 @@ class StripedTicket(Ticket):
     @override
     def done(self) -> bool:
         """Whether all have ended."""
-        return all(ticket.done() for ticket in self._tickets)
+        return self.finished_ns > 0 or all(share.ticket.done() for share in self._shares)
 
     @override
     def wait(self) -> None:
         """Block until all have ended; the first failure is raised then."""
         failure: Exception | None = None
-        for ticket in self._tickets:
+        for share in self._shares:
             try:
-                ticket.wait()
+                share.wait(self._holders.lose)
             except Exception as error:
                 failure = failure or error
-        self.finished_ns = max((ticket.finished_ns for ticket in self._tickets), default=0)
+        ends = (share.ticket.finished_ns for share in self._shares)
+        self.finished_ns = max(ends, default=time.perf_counter_ns())
         if failure is not None:
             raise failure
 
 
 class StripedFile(KVFile):
-    """Calls cut at the borders of stripes and handed to the device that has them."""
+    """Calls cut at the borders of stripes and handed to the devices that have them.
 
-    def __init__(self, files: list[KVFile], stripes: Stripes, unit_stride: int) -> None:
+    With copies, what is written goes to both devices, and what one fails to read is read from the
+    other.
+    """
+
+    def __init__(self, files: list[KVFile], holders: Holders, unit_stride: int) -> None:
         """Take over one file a device.
 
         Args:
             unit_stride: bytes from one unit to the next.
         """
-        self._files, self._stripes, self._stride = files, stripes, unit_stride
+        self._files, self._holders, self._stride = files, holders, unit_stride
+        self._stripes = holders.stripes
         self.sector_bytes = max(file.sector_bytes for file in files)
         self.is_direct = all(file.is_direct for file in files)
         self.simulated = files[0].simulated
@@ -57,8 +103,12 @@ class StripedFile(KVFile):
     @override
     def reserve(self, num_bytes: int) -> None:
         units = self._stripes.num_local(-(-num_bytes // self._stride))
-        for file in self._files:
-            file.reserve(units * self._stride)
+        self._change_all([partial(file.reserve, units * self._stride) for file in self._files])
+
+    def _change_all(self, acts: list[Callable[[], None]]) -> None:
+        for i, act in enumerate(acts):
+            self._holders.change(i, act)
+        self._holders.answering()
 
     def _cut(
         self, offsets: Int64Array, lengths: Int64Array
@@ -78,36 +128,41 @@ class StripedFile(KVFile):
         self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array, keep_alive: object
     ) -> Ticket:
         run, starts, sizes, units = self._cut(offsets, lengths)
-        owner, local = self._stripes.owner(units), self._stripes.local(units) * self._stride
-        targets = addresses[run] + starts
-        tickets: list[Ticket] = []
+        belongs_to, targets = self._stripes.owner(units), addresses[run] + starts
+        shares: list[_Share] = []
+
+        def begin(owner: int, i: int) -> Ticket:
+            mine = belongs_to == owner
+            local = self._stripes.local(units[mine], int(i != owner)) * self._stride
+            return self._files[i].submit_reads(local, sizes[mine], targets[mine], keep_alive)
+
         try:
-            for i, file in enumerate(self._files):
-                mine = owner == i
-                if mine.any():
-                    tickets.append(
-                        file.submit_reads(local[mine], sizes[mine], targets[mine], keep_alive)
-                    )
+            for owner in np.unique(belongs_to).tolist():
+                there = self._holders.there(self._stripes.holders(owner))
+                if not there:
+                    self._holders.ensure_alive()  # or raises
+                    there = self._holders.there(self._stripes.holders(owner))
+                shares.append(_Share(partial(begin, owner), there))
         except BaseException:
             # What the others have begun ends before anybody lets go of the memory it lands in.
             with contextlib.suppress(StorageError):
-                StripedTicket(tickets).wait()
+                StripedTicket(shares, self._holders).wait()
             raise
-        return StripedTicket(tickets)
+        return StripedTicket(shares, self._holders)
 
     @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         cut = self._cut(np.array([offset]), np.array([len(data)]))
         for start, size, unit in zip(*(part.tolist() for part in cut[1:]), strict=True):
-            one = np.array([unit])
-            file = self._files[int(self._stripes.owner(one)[0])]
-            local = int(self._stripes.local(one)[0]) * self._stride
-            file.write_at(local, data[start : start + size])
+            one, piece = np.array([unit]), data[start : start + size]
+            for copy, i in enumerate(self._stripes.holders(int(self._stripes.owner(one)[0]))):
+                local = int(self._stripes.local(one, copy)[0]) * self._stride
+                self._holders.change(i, partial(self._files[i].write_at, local, piece))
+        self._holders.answering()
 
     @override
     def sync(self) -> None:
-        for file in self._files:
-            file.sync()
+        self._change_all([file.sync for file in self._files])
 
     @override
     def close(self) -> None:

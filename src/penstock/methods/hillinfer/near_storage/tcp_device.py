@@ -41,6 +41,8 @@ class TcpDevice(NearDevice):
         device_bytes: memory that the host holds for this cache
     """
 
+    given_up = "was given up; it is connected again when it is needed next"
+
     def __init__(
         self, settings: DeviceSettings, address: str, key: bytes, *, timeout_s: float
     ) -> None:
@@ -194,7 +196,7 @@ class TcpDevice(NearDevice):
     @override
     def close(self) -> None:
         """Let the pool go, where the host still answers."""
-        if not self._state.closed and self._is_alive():
+        if not self._state.closed and self.is_alive():
             with contextlib.suppress(OSError):  # it goes by itself after a while
                 self.call(self.writes, protocol.Drop({}))
         super().close()
