@@ -13,7 +13,7 @@ SITE := $(VENV)/site.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak fuzz-server clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak fuzz-server faults-server soak-server clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -101,6 +101,13 @@ soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120)
 REQUESTS ?= 10000
 fuzz-server: $(INSTALLED) ## Ask a server REQUESTS (10000) malformed and odd requests.
 	$(PY) -m tests.server.fuzz $(REQUESTS)
+
+TIMES ?= 500
+faults-server: $(INSTALLED) ## Kill a server TIMES (500), fill its disk, damage what it stored: what it promised is there.
+	$(PY) -m tests.server.faults --times $(TIMES) --out benchmarks/results/server-faults.json
+
+soak-server: $(INSTALLED) ## Talk to one server for MINUTES (120); what it holds must stay flat.
+	$(PY) -m tests.server.soak --minutes $(MINUTES) --out benchmarks/results/server-soak.json
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
