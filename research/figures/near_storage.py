@@ -1,6 +1,7 @@
 """Figures of HillInfer: agreement of cheap scores, pools, decode steps, splits, the SmartSSD PC."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from research.figures.chart import (
 from research.figures.clusters import by_tokens
 from research.near_storage.decode import GOAL, beta_of, measured, name_of
 from research.near_storage.decode_run import OURS, PLAIN, SPLIT, without_budget
+from research.near_storage.memory import NAMES as METHOD_NAMES
 from research.near_storage.placement import IMPORTANT, SECONDARY, UNIMPORTANT, WARM_STEPS
 from research.near_storage.program import GOAL as TRAFFIC_GOAL
 from research.near_storage.program import PAPER_MOVED, naive_row, times_less
@@ -369,6 +371,27 @@ def _memory(rows: Sequence[Row], title: str) -> Panel:
         ]  # fmt: skip
     return Panel(title=title, marks=marks, grid="x",
                  y=downwards([_bar_name(row) for row in rows], size=9))  # fmt: skip
+
+
+def memory(result: Result) -> Chart:
+    """What all processes of a method hold, at each length and budget of HillInfer's own.
+
+    Raises:
+        ConfigError: nothing was measured.
+    """
+    rows = required([row for row in result.figures["rows"] if "error" not in row],
+                    "this result of near_storage memory has no rows")  # fmt: skip
+    places = list(dict.fromkeys((row["length"], row["budget"]) for row in rows))
+    panels = []
+    for length, budget in places:
+        some = [row for row in rows if (row["length"], row["budget"]) == (length, budget)]
+        names = [f"{METHOD_NAMES[row['name']]}\n{row['median_ms']:.0f} ms" for row in some]
+        held = _memory(some, f"{short_tokens(length)}, main process {budget}: MiB")
+        panels.append(replace(held, y=downwards(names, size=9)))
+    return Chart(
+        title=f"All memory of {result.figures['model']}'s caches, device processes included",
+        size=(6.6 * len(places), 5.2), panels=[panels], legend={"ncols": 4},
+    )  # fmt: skip
 
 
 def split(result: Result) -> Chart:

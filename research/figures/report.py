@@ -16,6 +16,7 @@ from research.figures import (
     accuracy,
     clusters,
     device_tier,
+    hosts,
     index_study,
     louiskv,
     measured,
@@ -103,6 +104,8 @@ _TABLE: dict[str, tuple[_Drawn, ...]] = {
         _Drawn("", near_storage.smartssd), _Drawn("-split", near_storage.smartssd_split),
         _Drawn("-parts", near_storage.smartssd_parts),
     ),
+    "near_storage.memory": (_Drawn("", near_storage.memory),),
+    "hosts": (_Drawn("", hosts.tails),),
     "index_study": (_Drawn("", index_study.masses),),
     "search_accuracy": (_Drawn("", search.accuracy),),
     "search.plan": (_Drawn("", search.plan),),
@@ -121,7 +124,7 @@ _TABLE: dict[str, tuple[_Drawn, ...]] = {
     "tuning.sweep": (_Drawn("", tuning.quality), _Drawn("-predicted", tuning.predictions)),
 }  # fmt: skip
 """By the kind of a result."""
-_IN_PARTS = {"clusters.end_to_end", "near_storage.decode", "search.speed"}
+_IN_PARTS = {"clusters.end_to_end", "hosts", "near_storage.decode", "search.speed"}
 """Kinds whose programs may be asked for so little that no figure comes of it."""
 
 

@@ -10,6 +10,7 @@ from penstock.methods.kvswap.policy import KVSwap
 from research.near_storage import memory
 from research.near_storage.decode_run import OURS, PLAIN
 from research.near_storage.memory import INT4, KVSWAP, case_of, total_of
+from tests.research.drawn_figures import figures_drawn
 
 
 def test_rows_hold_what_their_processes_hold(
@@ -33,6 +34,7 @@ def test_rows_hold_what_their_processes_hold(
         assert 0 < row["loss"] < 30
     near, matched = rows[1], rows[3]
     assert near["total_bytes"] > near["main_bytes"] + (4 << 20), "a process of its own"
+    assert figures_drawn(out) == ["memory"]
     assert matched["method"] != f"{PLAIN}@9/10", "its budget is what the device cost, too"
 
 

@@ -1,0 +1,1 @@
+"""Several replicas of a server: which one a request goes to, and Ray, which places them."""
