@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.console import PlainConsole
 from penstock.cli.serve import kept_sessions
+from penstock.documents.document import Document
 from penstock.documents.document_library import DocumentLibrary
 from penstock.documents.sessions import Sessions
 from penstock.documents.settings import DocumentSettings
@@ -18,6 +19,7 @@ from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.events import Finished
 from penstock.generation.serving.request import Request
+from penstock.storage.documents import remove, size_bytes
 from penstock.testing.tiny_chat import tiny_chat_model
 
 KEY = bytes(range(32))
@@ -126,6 +128,49 @@ def test_others_do_not_wait_for_a_write(
         assert engine.stats().waiting == 1
         go_on.set()
         assert turn.result().usage.cached_tokens == len(FIRST)
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "4MiB"], ids=["resident", "tiered"])
+def test_a_conversation_behind_a_document_stores_what_follows_it(
+    llm: LLM, tmp_path: Path, memory: str
+) -> None:
+    text, turn = FIRST[:1998], [3 + place * 7 % 89 for place in range(300)]
+    plain = DocumentSettings(store="memory", adapter="none")
+    kept_in, place = tmp_path / "kept", tmp_path / "document"
+    own = LLM(llm.loaded, store="memory", adapter="none")  # the document's policy and index
+
+    def asked(prompt: list[int], salt: str = "", *, is_kept: bool = True) -> Finished:
+        """Of a server that has just started."""
+        with (
+            Document.open(llm.loaded, place, settings=plain) as document,
+            sessions(llm, kept_in) as kept,
+            Engine(own, memory=memory, sessions=kept if is_kept else None) as engine,
+        ):
+            request = Request(prompt=prompt, sampling=GREEDY, document=document, cache_salt=salt)
+            return engine.submit(request).result()
+
+    is_resident = memory == "64MiB"
+    for _ in range(2 if is_resident else 1):
+        Document.create(llm.loaded, text, place, memory="4MiB", settings=plain).close()
+        first = asked(turn)
+        assert first.usage.cached_tokens == len(text), "not of the document that was there before"
+        second = [*turn, *first.outputs[0].token_ids, *range(20, 60)]
+        further = asked(second)
+        assert further.usage.cached_tokens == len(text) + len(turn) + 11
+        edited = [*second[:250], *range(30, 50)]
+        again = asked(edited)
+        assert again.usage.cached_tokens == len(text) + 250
+        for prompt, made in ((second, further), (edited, again)) if is_resident else ():
+            fresh = asked(prompt, is_kept=False)
+            assert made.outputs[0].token_ids == fresh.outputs[0].token_ids
+        third = [*second, *further.outputs[0].token_ids, 7, 8]
+        assert asked(third).usage.cached_tokens == len(text) + len(second) + 11
+        assert asked(third, "another user's").usage.cached_tokens == len(text)
+        stored = size_bytes(place)
+        with sessions(llm, kept_in) as kept:
+            assert len(kept) > 2
+            assert kept.num_bytes < stored * len(kept) / 2, "none with the document"
+        remove(place)
 
 
 def test_a_server_seals_them_with_a_key_of_its_own(llm: LLM, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from penstock.documents.settings import (
 )
 from penstock.documents.stored_states import former_states
 from penstock.documents.storing import OnBytes, store_cache
+from penstock.engine.stored_past import StoredPast
 from penstock.generation.batch_run import OnText
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
@@ -167,11 +168,17 @@ class Document:
         """Commits so far."""
         return self._opened.stored.generation
 
+    @property
+    def generation_in_use(self) -> OpenDocument:
+        """The commit that its caches read."""
+        return self._opened
+
     # Caches -----------------------------------------------------------------------------------
 
     def cache(
         self, *, new_tokens: int = 1024, batch_size: int = 1, memory: Memory = STORED,
-        policy: str | SelectionPolicy | None = None, exact: bool = False, **options: Any,
+        policy: str | SelectionPolicy | None = None, exact: bool = False,
+        past: StoredPast | None = None, **options: Any,
     ) -> TieredCache:  # fmt: skip
         """A cache that holds the text in every row, for `model.generate` and anything else.
 
@@ -181,6 +188,7 @@ class Document:
                 with.
             policy: default: the document's own, which reads units and index in place. Others read
                 all of the text once, and make their own index.
+            past: the text with more behind it, which takes its room from `new_tokens`.
             options: as for `TieredCache`.
 
         Raises:
@@ -197,7 +205,8 @@ class Document:
         cache = TieredCache(
             opened.loaded.model, chosen, opened.budget(memory), opened.settings.store,
             max_tokens=opened.about.tokens + new_tokens, batch_size=batch_size, exact=exact,
-            adapter=opened.settings.adapter, past=opened.past(with_index=own),
+            adapter=opened.settings.adapter,
+            past=opened.past(with_index=own) if past is None else past,
             sealed=opened.settings.sealed, known=opened.loaded.known, **options,
         )  # fmt: skip
         self._caches.add(cache)

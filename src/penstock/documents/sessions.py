@@ -27,6 +27,7 @@ from penstock.documents.creating import shared_tokens
 from penstock.documents.opened import OpenDocument
 from penstock.documents.settings import DocumentSettings, Reader, stored_fields, unit_tokens
 from penstock.documents.storing import document_shape, store_cache
+from penstock.documents.tails import Tail
 from penstock.engine.index_fit import SAMPLE_TOKENS
 from penstock.engine.stored_past import SECTOR_BYTES
 from penstock.generation.prompts import TokenIds
@@ -70,6 +71,9 @@ class Sessions:
     behind the answer, in a thread; what is not whole on the disk is not there after a restart.
     Conversations of different salts never meet. Those that were not used for longest go first.
     Several processes may share a folder: each finds what the others have stored.
+
+    Of a conversation behind a document, what follows the document is stored. It is found behind
+    that generation of the document alone.
 
     Prompts with pictures, several answers to one prompt and models with recurrent layers are not
     stored.
@@ -185,24 +189,31 @@ class Sessions:
     # Going on ---------------------------------------------------------------------------------
 
     def open(
-        self, salt: str, tokens: Sequence[int], *, max_tokens: int, batch_size: int, memory: Any,
-        **options: Any,
+        self, salt: str, tokens: Sequence[int], *, behind: object = None, max_tokens: int,
+        batch_size: int, memory: Any, **options: Any,
     ) -> TieredCache | None:  # fmt: skip
         """A cache that holds the longest stored beginning of some tokens; None: there is none.
 
         Waits for what is being stored of the same salt.
 
         Args:
-            options: as for `TieredCache`.
+            behind: the `Document` that the tokens begin with.
+            options: as for `TieredCache`; behind a document, as for `Document.cache`.
 
         Raises:
             BudgetError: the memory is too little.
         """
         self._close_unread()
-        for writing in self._storing(self._digest(salt)):
+        tail = Tail.behind(behind)
+        if tail is None and behind is not None:
+            return None
+        name, given = self._digest(salt, tail), 0
+        for writing in self._storing(name):
             writing.result()
-        self._look(self._digest(salt))
-        found = self._longest(self._digest(salt), tokens)
+        self._look(name)
+        if tail is not None:
+            tokens, given = tokens[tail.start :], tail.opened.about.tokens - tail.start
+        found = self._longest(name, tokens)
         if found is None:
             return None
         session, _ = found
@@ -215,13 +226,14 @@ class Sessions:
             shared = shared_tokens(opened, tokens)
             if shared == len(tokens):  # something must be left to read, more than a decode step
                 shared = 0 if opened.about.has_windows else shared - 2
-            if shared < LEAST_TOKENS:
+            if shared < given + LEAST_TOKENS:
                 opened.stored.close()
                 return None
-            cache = self._cache(
-                opened, shared, max_tokens=max_tokens, batch_size=batch_size, memory=memory,
-                **options,
-            )  # fmt: skip
+            options |= {"max_tokens": max_tokens, "batch_size": batch_size, "memory": memory}
+            if tail is None:
+                cache = self._cache(opened, shared, **options)
+            else:
+                cache = self._behind(tail, opened, shared, **options)
         except BaseException as error:
             opened.stored.close()
             if isinstance(error, OSError):  # damaged: the prompt is read anew
@@ -251,6 +263,18 @@ class Sessions:
         opened.restore_beside(cache)
         return cache
 
+    def _behind(
+        self, tail: Tail, opened: OpenDocument, shared: int, *, max_tokens: int, **given: Any
+    ) -> TieredCache:
+        policy = given.get("policy") or tail.opened.policy
+        is_own = named_policy(policy) == tail.opened.policy and not given.get("exact")
+        whole = shared == opened.about.tokens
+        return tail.document.cache(
+            new_tokens=max_tokens - tail.opened.about.tokens, past_tokens=tail.start + shared,
+            past=tail.past(opened, with_index=whole and is_own), sector_bytes=SECTOR_BYTES,
+            **given,
+        )  # fmt: skip
+
     def _longest(self, salt: str, tokens: Sequence[int]) -> tuple[_Session, int] | None:
         wanted = np.asarray(tokens)
         with self._lock:
@@ -273,8 +297,13 @@ class Sessions:
 
     # Storing ----------------------------------------------------------------------------------
 
-    def keep(self, salt: str, tokens: Sequence[int], cache: TieredCache) -> "Future[None] | None":
+    def keep(
+        self, salt: str, tokens: Sequence[int], cache: TieredCache, *, behind: object = None
+    ) -> "Future[None] | None":
         """Begin to store what a cache holds of some tokens; it stays as it is until that is done.
+
+        Args:
+            behind: the `Document` that the tokens begin with; only what follows it is stored.
 
         Returns:
             What is done when the cache is free again, whether it was stored or not; None: it is not
@@ -282,39 +311,66 @@ class Sessions:
         """
         length = cache.get_seq_length()
         drops = cache.policy.drops or not cache.tiers.layers[0].reads_back
-        if not self._stores or drops or length < LEAST_TOKENS or cache.batch_size != 1:
+        tail = Tail.behind(behind)
+        if tail is None and behind is not None:
             return None
-        kept, name = TokenIds(tokens[:length]), self._digest(salt)
+        start, given = (0, 0) if tail is None else (tail.start, tail.opened.about.tokens)
+        if not self._stores or drops or length < given + LEAST_TOKENS or cache.batch_size != 1:
+            return None
+        kept, name = TokenIds(tokens[start:length]), self._digest(salt, tail)
         with self._lock:
-            future = self._writer.submit(self._store, name, kept, cache)
+            future = self._writer.submit(self._store, name, kept, cache, tail)
             self._pending = [each for each in self._pending if not each[1].done()]
             self._pending.append((name, future))
         return future
 
-    def is_storing(self, salt: str) -> bool:
+    def is_storing(self, salt: str, *, behind: object = None) -> bool:
         """Whether something of a salt is on its way to the disk; `open` would wait for it."""
-        return any(not each.done() for each in self._storing(self._digest(salt)))
+        tail = Tail.behind(behind)
+        if tail is None and behind is not None:
+            return False
+        name = self._digest(salt, tail)
+        return any(not each.done() for each in self._storing(name))
 
     def _storing(self, salt: str) -> "list[Future[None]]":
         with self._lock:
             return [future for name, future in self._pending if name == salt]
 
-    def _store(self, salt: str, tokens: TokenIds, cache: TieredCache) -> None:
+    def _store(self, salt: str, tokens: TokenIds, cache: TieredCache, tail: Tail | None) -> None:
         try:
-            self._store_whole(salt, tokens, cache)
+            self._store_whole(salt, tokens, cache, tail)
         except Exception as error:
             _LOG.warning("a conversation of %d tokens was not stored: %s", len(tokens), error)
 
-    def _store_whole(self, salt: str, tokens: TokenIds, cache: TieredCache) -> None:
+    def _store_whole(
+        self, salt: str, tokens: TokenIds, cache: TieredCache, tail: Tail | None
+    ) -> None:
         former = self._former(salt, tokens)
         if former is not None and len(former.tokens) == len(tokens):
             former.used_s = time.time()
             return
+        about = self._about(tokens, cache) if tail is None else tail.about(cache, _TITLE)
+        if former is not None and self._extend(former, cache, tokens, about, tail):
+            return
+        path = self._folder / f"{salt}-{uuid.uuid4().hex}"
+        layout = document_shape(inspect_model(self._reader.loaded.model).kv, about.group_tokens)
+        none = np.empty(0, dtype=np.int64)
+        try:
+            with DocumentWriter.create(path, layout, key=self._reader.settings.key) as writer:
+                self._write(writer, cache, tokens, about, none, tail)
+        except BaseException:
+            _clear(path)
+            raise
+        with self._lock:
+            self._sessions.append(_Session(path, salt, tokens, _size(path), time.time()))
+            self._make_room()
+
+    def _about(self, tokens: TokenIds, cache: TieredCache) -> About:
+        """What a whole conversation says of itself."""
         reader, policy = self._reader, self._policy
-        shape = inspect_model(reader.loaded.model).kv
-        group_tokens = unit_tokens(policy, shape)
+        group_tokens = unit_tokens(policy, inspect_model(reader.loaded.model).kv)
         made = cache.policy if type(cache.policy) is type(policy) else policy
-        about = About(
+        return About(
             model=lasting_name(reader.loaded.name), title=_TITLE, created=time.time(),
             tokens=len(tokens), group_tokens=group_tokens, policy=policy.name,
             policy_fields=stored_fields(policy, made), memory="auto", pending=[],
@@ -323,21 +379,11 @@ class Sessions:
             and type(cache.policy) is type(policy) and not cache.plan.is_resident,
             has_windows=any(layer.is_sliding for layer in cache.layers),
         )  # fmt: skip
-        if former is not None and self._extend(former, cache, tokens, about):
-            return
-        path = self._folder / f"{salt}-{uuid.uuid4().hex}"
-        layout = document_shape(shape, group_tokens)
-        try:
-            with DocumentWriter.create(path, layout, key=reader.settings.key) as writer:
-                self._write(writer, cache, tokens, about, np.empty(0, dtype=np.int64))
-        except BaseException:
-            _clear(path)
-            raise
-        with self._lock:
-            self._sessions.append(_Session(path, salt, tokens, _size(path), time.time()))
-            self._make_room()
 
-    def _extend(self, former: _Session, cache: TieredCache, tokens: TokenIds, about: About) -> bool:
+    def _extend(
+        self, former: _Session, cache: TieredCache, tokens: TokenIds, about: About,
+        tail: Tail | None,
+    ) -> bool:  # fmt: skip
         """Append a turn to what is stored of its conversation; false where that cannot be."""
         try:
             opened = OpenDocument.open(self._reader, former.path)
@@ -353,7 +399,7 @@ class Sessions:
             with DocumentWriter.extend(
                 former.path, key=self._reader.settings.key, generation=opened.stored.generation
             ) as writer:
-                self._write(writer, cache, tokens, about, held)
+                self._write(writer, cache, tokens, about, held, tail)
         except DocumentBusyError:
             return False
         except DocumentDamagedError as error:
@@ -369,11 +415,15 @@ class Sessions:
 
     def _write(
         self, writer: DocumentWriter, cache: TieredCache, tokens: TokenIds, about: About,
-        held: NDArray[np.int64],
+        held: NDArray[np.int64], tail: Tail | None,
     ) -> None:  # fmt: skip
+        if tail is None:
+            start, identity = 0, self._reader.identity(self._policy, about.group_tokens)
+        else:
+            start, identity = tail.start, dict(tail.opened.identity)
         store_cache(
-            cache, writer, tokens, held, about=about, progress=_unseen,
-            identity=self._reader.identity(self._policy, about.group_tokens),
+            cache, writer, tokens, held, about=about, progress=_unseen, identity=identity,
+            start_token=start,
         )  # fmt: skip
 
     def _former(self, salt: str, tokens: TokenIds) -> _Session | None:
@@ -407,12 +457,13 @@ class Sessions:
             shutil.rmtree(session.path, ignore_errors=True)
         self._sessions.remove(session)
 
-    def _digest(self, salt: str) -> str:
-        """Names a salt without saying it."""
+    def _digest(self, salt: str, tail: Tail | None = None) -> str:
+        """Names a salt, and the document that its conversations stand behind, without saying it."""
+        said, kind = salt.encode(errors="surrogatepass"), b""
+        if tail is not None:
+            said, kind = f"{tail.name}:".encode() + said, b"behind"
         key = self._reader.settings.key or b""
-        return blake2b(
-            salt.encode(errors="surrogatepass"), key=key[:32], digest_size=12
-        ).hexdigest()
+        return blake2b(said, key=key[:32], digest_size=12, person=kind).hexdigest()
 
     # The end ----------------------------------------------------------------------------------
 

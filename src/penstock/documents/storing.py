@@ -34,9 +34,12 @@ def document_shape(shape: KVShape, group_tokens: int) -> Shape:
 
 def store_groups(
     cache: TieredCache, writer: DocumentWriter, first_group: int, end_token: int,
-    group_tokens: int, progress: OnBytes,
+    group_tokens: int, progress: OnBytes, start_token: int = 0,
 ) -> NDArray[np.int64]:  # fmt: skip
     """Append the groups from `first_group` on, as far as `end_token`, in every layer.
+
+    Args:
+        start_token: of the cache, which groups and tokens are counted from; where a group begins.
 
     Returns:
         Their units. [groups]
@@ -55,7 +58,7 @@ def store_groups(
     for layer in range(layers):
         parts = [np.empty(0, dtype=np.int64)]
         for first, end in spans:
-            tokens = cache.tiers.read_tokens(layer, first, end)[0]
+            tokens = cache.tiers.read_tokens(layer, start_token + first, start_token + end)[0]
             padded = padded_units(tokens, group_tokens, padded_bytes)
             parts.append(writer.append(layer, padded))
             done += padded.nbytes
@@ -68,11 +71,12 @@ def store_cache(
     cache: TieredCache, writer: DocumentWriter, tokens: Sequence[int],
     held: NDArray[np.int64], *, identity: Mapping[str, str], about: About, progress: OnBytes,
     more_blobs: Mapping[str, bytes] = MappingProxyType({}), keep_blobs: Sequence[str] = (),
+    start_token: int = 0,
 ) -> None:  # fmt: skip
     """Commit what a cache holds of `tokens`, units, index, windows, recurrent states and pictures.
 
     Args:
-        tokens: all of the text; the cache holds as many.
+        tokens: all of the text; the cache holds as many behind `start_token`.
         held: units of the first groups, which the document has already. [groups]
         more_blobs: that the generation has beside those of every document.
         keep_blobs: that it takes over from the one before.
@@ -81,8 +85,10 @@ def store_cache(
         CacheStateError: the cache's policy forgets tokens, or keeps them on a device.
         StorageError: they cannot be written; nothing is committed.
     """
-    assert about.tokens == len(tokens) == cache.get_seq_length()
-    fresh = store_groups(cache, writer, len(held), len(tokens), about.group_tokens, progress)
+    assert about.tokens == len(tokens) == cache.get_seq_length() - start_token
+    fresh = store_groups(
+        cache, writer, len(held), len(tokens), about.group_tokens, progress, start_token
+    )
     blobs = {TOKENS: tokens_blob(tokens), GROUPS: groups_blob(np.concatenate([held, fresh]))}
     if about.has_index:
         blobs |= index_blobs(cache, writer.shape.layers)

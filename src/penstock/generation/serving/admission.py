@@ -99,7 +99,10 @@ class Admission:
                 options["policy"] = choices.policy
 
             def make(memory: Memory) -> TieredCache:
-                return document.cache(
+                stored = None
+                if may_be_stored:
+                    stored = self._stored(request, batch, memory, **options)
+                return stored or document.cache(
                     new_tokens=batch.most_tokens - len(document.tokens),
                     batch_size=batch.num_answers, memory=memory, exact=runner.exact, **options,
                 )  # fmt: skip
@@ -113,7 +116,9 @@ class Admission:
             raise _too_large(self.price(cache), limit)
         return cache, choices.notices
 
-    def _stored(self, request: Request, batch: Batch, memory: Memory) -> TieredCache | None:
+    def _stored(
+        self, request: Request, batch: Batch, memory: Memory, **options: Any
+    ) -> TieredCache | None:
         """A cache with what is stored of the prompt's beginning."""
         [ids] = batch.prompts.token_ids
         params = batch.requests[0].params
@@ -121,7 +126,8 @@ class Admission:
             return None
         return self._sessions.open(
             request.cache_salt, ids, max_tokens=batch.most_tokens, batch_size=batch.num_answers,
-            memory=memory, exact=self._runner.exact, copies_weights=False, prompt_tokens=len(ids),
+            memory=memory, exact=self._runner.exact, behind=request.document,
+            **{"copies_weights": False, "prompt_tokens": len(ids), **options},
         )  # fmt: skip
 
     def _at_least(self, make: Callable[[Memory], TieredCache], share: int) -> TieredCache:

@@ -27,15 +27,18 @@ class StoredBeginnings(Protocol):
     """What answered requests have left for later ones; `Sessions` is one."""
 
     def open(
-        self, salt: str, tokens: Sequence[int], *, max_tokens: int, batch_size: int, memory: Any,
-        **options: Any,
+        self, salt: str, tokens: Sequence[int], *, behind: Beginning | None, max_tokens: int,
+        batch_size: int, memory: Any, **options: Any,
     ) -> TieredCache | None:  # fmt: skip
-        """A cache that holds the longest stored beginning of some tokens; None: there is none."""
+        """A cache that holds the longest stored beginning of some tokens; None: there is none, or
+        not more than the text that they stand behind."""
 
-    def is_storing(self, salt: str) -> bool:
+    def is_storing(self, salt: str, *, behind: Beginning | None) -> bool:
         """Whether something of a salt is on its way; `open` would wait for it."""
 
-    def keep(self, salt: str, tokens: Sequence[int], cache: TieredCache) -> "Future[None] | None":
+    def keep(
+        self, salt: str, tokens: Sequence[int], cache: TieredCache, *, behind: Beginning | None
+    ) -> "Future[None] | None":
         """Begin to store what a cache holds, which is free when that is done; None: it is now."""
 
 

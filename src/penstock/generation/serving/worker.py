@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.core.errors import CacheStateError, DocumentDamagedError, QueueFullError
 from penstock.generation.batch_runner import BatchRunner
+from penstock.generation.prompts import visuals_in
 from penstock.generation.serving.admission import Admission
 from penstock.generation.serving.request import StoredBeginnings
 from penstock.generation.serving.served import Keeping, Served
@@ -177,9 +178,10 @@ class Worker:
 
     def _keep(self, served: Served, tokens: Sequence[int], cache: TieredCache) -> Keeping | None:
         """Let a cache be stored that has answered."""
-        if self._sessions is None or served.request.document is not None:
+        if self._sessions is None or visuals_in(served.batch.prompts.token_ids[0]):
             return None
-        keeping = self._sessions.keep(served.request.cache_salt, tokens, cache)
+        request = served.request
+        keeping = self._sessions.keep(request.cache_salt, tokens, cache, behind=request.document)
         if keeping is not None:
             self._storing.append(served)
             keeping.add_done_callback(lambda _: self.wake())
@@ -205,7 +207,10 @@ class Worker:
 
     def _awaits_write(self, served: Served) -> bool:
         """Whether it may begin with what is being stored; others do not wait for that."""
-        return self._sessions is not None and self._sessions.is_storing(served.request.cache_salt)
+        request, sessions = served.request, self._sessions
+        return sessions is not None and sessions.is_storing(
+            request.cache_salt, behind=request.document
+        )
 
     def _admit_one(self, served: Served) -> bool:
         """Whether the next one may be tried."""
