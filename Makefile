@@ -13,7 +13,7 @@ SITE := $(VENV)/site.stamp
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak fuzz-server faults-server soak-server clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak soak-devices fuzz-server faults-server soak-server clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -97,6 +97,10 @@ wheel-check: wheel ## Install the wheel into an empty environment and run the de
 MINUTES ?= 120
 soak: $(INSTALLED) ## Random operations, interrupts and faults for MINUTES (120); memory must stay flat.
 	$(PY) -m tests.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
+
+TRIALS ?= 200
+soak-devices: $(INSTALLED) ## Hosts of near-storage devices that fail in TRIALS (200) answers, and 5,000 damaged frames.
+	$(PY) -m tests.soak_devices --trials $(TRIALS) --output benchmarks/results/near_storage_faults.json
 
 REQUESTS ?= 10000
 fuzz-server: $(INSTALLED) ## Ask a server REQUESTS (10000) malformed and odd requests.

@@ -182,7 +182,7 @@ class RemoteFile(KVFile):
     @override
     def reserve(self, num_bytes: int) -> None:
         message = protocol.Reserve(self.layer, num_bytes)
-        self._insist(partial(self._call, message, SLOWEST_PATIENCE_S))
+        self._insist(partial(self._call, message, num_bytes / SLOWEST_BANDWIDTH))
 
     @override
     def submit_reads(
@@ -239,7 +239,7 @@ class RemoteFile(KVFile):
 
 
 SLOWEST_PATIENCE_S = 30.0
-"""More patience for what flushes or allocates."""
+"""More patience for what flushes."""
 
 
 def _split(
