@@ -1,4 +1,4 @@
-"""Every number in the tables of README.md and docs/benchmarks.md is looked up in a result.
+"""Every number in the tables of these pages is looked up in a result, or is what `plan` says.
 
 `figures.toml` says, for each row of each table, where its numbers are: one expression for each
 number, in their order, over the JSON document that the row links, or else the lines above the
@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
+from penstock.tuner.model_sizes import model_sizes
+
 TOP = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/internals/many-hosts.md")
 WHERE: dict[str, dict[str, list[str]]] = tomllib.loads(
     (Path(__file__).with_name("figures.toml")).read_text()
 )
-RESULT = re.compile(r"\]\(((?:\.\./)?benchmarks/results/[\w.-]+\.json)\)")
+RESULT = re.compile(r"\]\(((?:\.\./)*benchmarks/results/[\w.-]+\.json)\)")
 LINK_TARGET = re.compile(r"\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w./-])(\d+/\d+|\d[\d,]*(?:\.\d+)?)")
 
@@ -69,13 +71,18 @@ def one(dicts: list[dict[str, Any]], **where: object) -> dict[str, Any]:
     return found
 
 
+def plan(model: str, context: int) -> int:
+    """Bytes of a context's whole cache, as `penstock plan` has them."""
+    return model_sizes(model).shape.full_cache_bytes(1, context)
+
+
 def look_up(expression: str, result: dict[str, Any]) -> object:
     """What an expression of `figures.toml` is in a result."""
     return eval(
         expression,
         {
-            "__builtins__": {"int": int, "sum": sum}, "one": one, "median": median,
-            "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
+            "__builtins__": {"int": int, "sum": sum, "min": min, "max": max},
+            "one": one, "median": median, "plan": plan, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
         },
         {"figures": result["figures"], "settings": result["settings"]},
     )  # fmt: skip
