@@ -390,7 +390,8 @@ def memory(result: Result) -> Chart:
         panels.append(replace(held, y=downwards(names, size=9)))
     return Chart(
         title=f"All memory of {result.figures['model']}'s caches, device processes included",
-        size=(6.6 * len(places), 5.2), panels=[panels], legend={"ncols": 4},
+        size=(6.6 * len(places), 5.2), panels=[panels],
+        legend={"ncols": 2 if len(places) == 1 else 4},
     )  # fmt: skip
 
 
