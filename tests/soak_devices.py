@@ -26,7 +26,7 @@ import torch
 from penstock.core.errors import PenstockError, StorageError
 from penstock.evaluate.entry import run_program
 from penstock.evaluate.options import read_options
-from penstock.evaluate.result import Result
+from penstock.evaluate.result import Result, public_arguments
 from penstock.evaluate.sitting import closed, say
 from penstock.methods.hillinfer.near_storage import protocol
 from penstock.methods.hillinfer.near_storage.frames import Frames
@@ -201,7 +201,8 @@ def run(arguments: Sequence[str]) -> Result:
     result = Result.begin(
         "near_storage.faults", arguments, settings, seed=args.seed, package="research"
     )
-    result.command = " ".join(["python -m tests.soak_devices", *arguments])
+    shown = public_arguments(arguments)
+    result.command = f"python -m tests.soak_devices {shown}".strip()
     torch.set_num_threads(1)
     model, begun = tiny_model("llama"), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
