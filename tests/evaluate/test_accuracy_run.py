@@ -174,11 +174,14 @@ def test_workers_answer_as_one_process_does(
         assert "the prompts are being read" in ours[0]
         assert "took" in ours[-2]
         assert "is refused" in ours[-1]
-    timeless = [
-        [{**c, "seconds": 0, "ledger_bytes": 0} for c in cells]
-        for cells in (whole[0]["figures"]["cells"], spread)
-    ]
-    assert timeless[0] == timeless[1]
+    alone = whole[0]["figures"]["cells"]
+    # A worker has fewer threads, and other sums choose otherwise between near scores.
+    nearly = ("read_bytes", "units_hit")
+    skipped = dict.fromkeys(("seconds", "ledger_bytes", *nearly), 0)
+    assert [{**cell, **skipped} for cell in alone] == [{**cell, **skipped} for cell in spread]
+    for name in nearly:
+        found = [cell[name] for cell in spread]
+        assert found == pytest.approx([cell[name] for cell in alone], rel=0.05), name
     assert {cell["length"] for cell in spread} == {280, 300}
     summary = json.loads(out.read_text())["figures"]["summary"]
     assert [(s["length"], s["setting"]) for s in summary[:4]] == [

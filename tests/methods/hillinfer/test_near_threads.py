@@ -81,12 +81,14 @@ def test_threads_of_another_batch_end_with_it() -> None:
         for layer in range(SHAPE.num_layers):
             query, keys = (torch.randn(batch, heads, tokens, SHAPE.head_dim) for heads in (4, 2))
             runtime.attend(layer, AttentionCall(query, keys, keys.clone(), 0.25))
-        return threading.active_count()
+        # Threads of others, which end meanwhile, are not counted.
+        return sum(each.name.startswith("penstock-near") for each in threading.enumerate())
 
     gc.disable()
     try:
         step(BATCH, 60)
         running = step(BATCH, 1)
+        assert running
         for batch in (3, 1, 4):
             runtime.select_rows(torch.zeros(batch, dtype=torch.int64))
             assert step(batch, 1) == running
