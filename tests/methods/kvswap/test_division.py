@@ -95,7 +95,8 @@ def test_slots_are_in_8_bits_where_that_holds_more() -> None:
     assert plan.slot_bytes == 4 * 2 * 2 * (64 + 2)
     on_device = asked(16_384, 13, device_tier=True)
     coded, former = (KVSwap(slot_bits=bits).plan(on_device)[1] for bits in (8, 16))
-    assert not KVSwap().plan(on_device)[1].is_coded
+    assert KVSwap().plan(on_device)[1] == coded
+    assert not KVSwap().plan(asked(8192, 13, device_tier=True))[1].is_coded
     assert coded.is_coded
     assert coded.staging_slots == 0
     assert coded.num_slots > 1.5 * former.num_slots
