@@ -205,6 +205,7 @@ def run(arguments: Sequence[str]) -> Result:
     result.command = f"python -m tests.soak_devices {shown}".strip()
     torch.set_num_threads(1)
     model, begun = tiny_model("llama"), time.monotonic()
+    before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys = (folder / "key", folder / "other")
@@ -219,7 +220,7 @@ def run(arguments: Sequence[str]) -> Result:
                 break
             trials.append(trial(model, seed, folder, keys))
             say(str(trials[-1]))
-    children = psutil.Process().children(recursive=True)
+    children = set(psutil.Process().children(recursive=True)) - before
     counts = Counter(f"{one['fault']}, copies {one['copies']}: {one['ended']}" for one in trials)
     bad = [
         one for one in trials
