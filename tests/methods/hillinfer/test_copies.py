@@ -15,6 +15,8 @@ from penstock.engine.attention_call import AttentionCall
 from penstock.methods.hillinfer.near_storage.channel import ScorerError
 from penstock.methods.hillinfer.near_storage.device_host import DeviceHost
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
+from penstock.methods.hillinfer.near_storage.scorer import _RemoteScoring
+from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
 from penstock.methods.hillinfer.policy import HillInfer
 from tests.methods.hillinfer.test_near_layer import SCALING, Draw, runtime_of
@@ -76,15 +78,33 @@ def test_the_answer_goes_on_without_a_device(kind: str, key: Path) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_both_holders_lost_is_an_error(key: Path) -> None:
+@pytest.mark.parametrize("moment", ["between steps", "begin", "merge", "submit_reads", "write_at"])
+def test_both_holders_lost_is_an_error(
+    moment: str, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         DeviceHost(KEY, disk=str(key.parent)) as host,
         DeviceHost(KEY, disk=str(key.parent)) as other,
     ):
 
-        def fail(_: NearStore) -> None:
+        def close(*_: object) -> None:
             host.close()
             other.close()
+
+        def fail(store: NearStore) -> None:
+            if moment == "between steps":
+                close()
+                return
+            owner: Any = {"begin": type(store.scorer), "merge": _RemoteScoring}.get(
+                moment, StripedFile
+            )
+            inner = getattr(owner, moment)
+
+            def act(*args: Any) -> Any:
+                close()
+                return inner(*args)
+
+            monkeypatch.setattr(owner, moment, act)
 
         with pytest.raises(ScorerError, match="copies are lost"):
             answers(

@@ -61,6 +61,11 @@ class Holders:
                 self.lose(i)
         return [i for i in holders if i not in self.away]
 
+    def look(self) -> tuple[int, ...]:
+        """Look at every device, and say which answer. Raises as `answering`."""
+        self.there(range(len(self.devices)))
+        return self.answering()
+
     def ensure_alive(self) -> None:
         """Bring back what is needed.
 

@@ -263,11 +263,7 @@ class RemoteScorer(Scorer):
     def turn(self) -> bool:
         if not self._holders.has_copies:
             return False
-        self._holders.there(range(len(self.devices)))
-        try:
-            answering = self._holders.answering()
-        except ScorerError:
-            return False
+        answering = self._holders.look()
         return answering != self._told or self.generation != self._asked_at
 
     @property

@@ -78,6 +78,8 @@ class StripedTicket(Ticket):
         ends = (share.ticket.finished_ns for share in self._shares)
         self.finished_ns = max(ends, default=time.perf_counter_ns())
         if failure is not None:
+            if self._holders.has_copies:
+                self._holders.look()  # units that are lost for good are said first
             raise failure
 
 
@@ -143,10 +145,12 @@ class StripedFile(KVFile):
                     self._holders.ensure_alive()  # or raises
                     there = self._holders.there(self._stripes.holders(owner))
                 shares.append(_Share(partial(begin, owner), there))
-        except BaseException:
+        except BaseException as error:
             # What the others have begun ends before anybody lets go of the memory it lands in.
             with contextlib.suppress(StorageError):
                 StripedTicket(shares, self._holders).wait()
+            if self._holders.has_copies and isinstance(error, StorageError):
+                self._holders.look()
             raise
         return StripedTicket(shares, self._holders)
 
