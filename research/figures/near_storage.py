@@ -373,6 +373,12 @@ def _memory(rows: Sequence[Row], title: str) -> Panel:
                  y=downwards([_bar_name(row) for row in rows], size=9))  # fmt: skip
 
 
+def _memory_name(row: Row) -> str:
+    """A method, what it has the same bytes as where several rows are of it, and its step."""
+    same = "" if row["same"] in ("", "main") else f", {row['same']}"
+    return f"{METHOD_NAMES[row['name']]}{same}\n{row['median_ms']:.0f} ms"
+
+
 def memory(result: Result) -> Chart:
     """What all processes of a method hold, at each length and budget of HillInfer's own.
 
@@ -385,7 +391,7 @@ def memory(result: Result) -> Chart:
     panels = []
     for length, budget in places:
         some = [row for row in rows if (row["length"], row["budget"]) == (length, budget)]
-        names = [f"{METHOD_NAMES[row['name']]}\n{row['median_ms']:.0f} ms" for row in some]
+        names = [_memory_name(row) for row in some]
         held = _memory(some, f"{short_tokens(length)}, main process {budget}: MiB")
         panels.append(replace(held, y=downwards(names, size=9)))
     return Chart(
