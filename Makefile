@@ -10,10 +10,11 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed.stamp
 INTERPRETER := $(VENV)/interpreter.stamp
 SITE := $(VENV)/site.stamp
+CLUSTER := .venv-cluster
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak soak-devices fuzz-server faults-server soak-server clean
+.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak soak-devices fuzz-server faults-server soak-server test-cluster clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -47,6 +48,17 @@ TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=pass
 test: $(INTERPRETER) ## Lint, then run the tests.
 	$(PY) -m ruff check --quiet .
 	$(TEST) -n $(WORKERS) --dist loadfile --assert=plain || { [ $$? -ne 1 ] || $(TEST) -q --last-failed; exit 1; }
+
+# Ray is installed beside the environment, not into it: `make test` runs without Ray, and this sees the packages of both.
+$(CLUSTER)/installed.stamp: $(INSTALLED)
+	@$(PY) -m venv --clear $(CLUSTER)
+	@$(PY) -c 'import sysconfig as at; print("import site; site.addsitedir(%r)" % at.get_path("purelib"))' \
+		> $$($(CLUSTER)/bin/python -c 'import sysconfig as at; print(at.get_path("purelib"))')/main.pth
+	@$(CLUSTER)/bin/python -m pip install -qq --disable-pip-version-check 'penstock[cluster]'
+	@touch $@
+
+test-cluster: $(CLUSTER)/installed.stamp ## Run the tests that need Ray.
+	$(subst $(PY),$(CLUSTER)/bin/python,$(TEST)) tests/cluster/live.py
 
 # MATRIX='--only plain,both-avx2 --workers 8' chooses lines and processes; what this machine has passed with the same code
 # is not run again. MATRIX='--add FILE.json' takes over what another machine has passed.
@@ -114,4 +126,4 @@ soak-server: $(INSTALLED) ## Talk to one server for MINUTES (120); what it holds
 	$(PY) -m tests.server.soak --minutes $(MINUTES) --out benchmarks/results/server-soak.json
 
 clean: ## Remove the environment and the tools' caches.
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLUSTER) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -39,6 +39,7 @@ WALLS = {  # library -> the only packages that may import it
     "uvicorn": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"server"},
+    "ray": {"cluster"},
 }
 RUNG = {package: rung for rung, packages in enumerate(LADDER) for package in packages}
 RESEARCH = Path(__file__).parents[1] / "research"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.cli.console import PlainConsole
-from penstock.cli.serve import kept_sessions
+from penstock.cli.served import kept_sessions
 from penstock.documents.document import Document
 from penstock.documents.document_library import DocumentLibrary
 from penstock.documents.sessions import Sessions

@@ -1,8 +1,6 @@
 """`penstock serve`: the APIs that clients of language models speak, and a page, over one engine."""
 
 import os
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import PlainConsole, say
-from penstock.cli.doc_options import KeyOption, open_shelf
+from penstock.cli.doc_options import KeyOption
 from penstock.cli.generate import in_home
-from penstock.cli.loading import ModelSource, load_model
+from penstock.cli.loading import ModelSource
 from penstock.cli.log import log_as_json
 from penstock.cli.model_options import OfflineOption, RevisionOption, TrustOption
 from penstock.cli.options import (
@@ -30,17 +28,14 @@ from penstock.cli.options import (
     TunedPolicyOption,
     WeightsOption,
 )
+from penstock.cli.served import ServedModel, open_app
+from penstock.cli.served_replicas import open_front
 from penstock.core.byte_size import format_bytes, parse_bytes
-from penstock.core.errors import ConfigError, StorageError
+from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.documents.document_library import DocumentLibrary
-    from penstock.documents.sessions import Sessions
-    from penstock.models.loader import LoadedModel
-
+    from penstock.server.app import Application
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
-_DOCUMENT_SHARE = 4
-"""Of --memory, one part in so many reads new documents."""
 
 HostOption = Annotated[
     str, typer.Option(metavar="ADDRESS", help="Listen there; 0.0.0.0 is every network.")
@@ -113,6 +108,27 @@ MaxDiskOption = Annotated[
 LogJsonOption = Annotated[
     bool, typer.Option("--log-json", help="Log each request as a line of JSON on stderr.")
 ]
+ReplicasOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Run so many servers behind the address, by Ray, each with its own --memory; "
+        "SIGUSR1 restarts them one by one.", show_default="none: this process answers",
+    ),
+]  # fmt: skip
+MostReplicasOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-replicas", metavar="N", min=1, show_default="--replicas",
+        help="Start further servers while all are full, up to so many, and stop them later.",
+    ),
+]  # fmt: skip
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS", help="Of the Ray cluster that places --replicas.",
+        show_default="one that is started here",
+    ),
+]  # fmt: skip
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Load, listen, ask everything once, and end.")
 ]
@@ -130,6 +146,7 @@ def serve_command(
     chunk: ChunkOption = 512, max_body: BodyOption = "32MiB", max_images: ImagesOption = 8,
     timeout: TimeoutOption = 3600.0, grace: GraceOption = 30.0, cors_origin: OriginOption = None,
     allow_host: AllowHostOption = None, log_json: LogJsonOption = False,
+    replicas: ReplicasOption = 0, max_replicas: MostReplicasOption = None, ray: RayOption = None,
     check: CheckOption = False, device: DeviceOption = "cpu", dtype: DtypeOption = None,
     weights: WeightsOption = None, revision: RevisionOption = None,
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
@@ -140,13 +157,15 @@ def serve_command(
     --host says otherwise. Then --api-key should stand beside it.
     """
     require_server()
-    from penstock.engine.adapter import LowRankAdapter
-    from penstock.generation.engine import LLM
-    from penstock.generation.serving.engine import Engine
     from penstock.server import serving
-    from penstock.server.app import make_app
     from penstock.server.settings import ServerSettings
 
+    if replicas:
+        from penstock.cluster.ray_replicas import require_ray
+
+        require_ray()
+    elif ray is not None or max_replicas is not None:
+        raise ConfigError("--ray and --max-replicas are for replicas: give --replicas")
     console = PlainConsole(stderr=True)
     if log_json:
         log_as_json()
@@ -159,75 +178,41 @@ def serve_command(
     )  # fmt: skip
     if host not in serving.LOOPBACK and settings.api_key is None:
         console.print(f"note: {host} is open to others, and there is no --api-key", soft_wrap=True)
-    for_requests, for_documents = _divided(memory)
+    served = ServedModel(
+        model=model, source=ModelSource(revision, offline, trust_remote_code), device=device,
+        dtype=None if dtype is None else dtype.value, weights=weights, config=config,
+        policy=policy, memory=memory, disk=disk, exact=exact, adapter=adapter, seal=seal,
+        max_context=max_context, max_running=max_running, max_waiting=max_waiting, chunk=chunk,
+        library=library, key=key, max_disk=max_disk,
+        sessions=None if sessions is None else in_home(sessions, "--sessions"),
+    )  # fmt: skip
     with serving.says_why_it_ends(), serving.bind(host, port) as listening:
-        loaded = load_model(
-            console, model, dtype=None if dtype is None else dtype.value, device=device,
-            weights=weights, source=ModelSource(revision, offline, trust_remote_code),
+        opened = (
+            open_front(
+                served, settings, count=replicas, most=max_replicas or replicas, address=ray,
+                grace_s=grace,
+            )
+            if replicas else open_app(served, settings)
         )  # fmt: skip
-        llm = LLM(
-            loaded, policy=policy, memory=memory, store=disk, exact=exact, adapter=adapter,
-            config=config, seal="auto" if seal is None else seal, max_model_len=max_context,
-        )  # fmt: skip
-        if adapter is not None and str(adapter) != "none":
-            LowRankAdapter.load(adapter)  # each request would find out by itself
-        shelf = open_shelf(library, key, adapter=adapter, prefill_chunk_size=chunk)
-        kept = kept_sessions(console, loaded, shelf, sessions, max_disk, policy)
-        with kept as stored, Engine(
-            llm, memory=for_requests, max_running=max_running, max_waiting=max_waiting,
-            prefill_chunk_size=chunk, sessions=stored,
-        ) as engine:  # fmt: skip
-            app = make_app(engine, settings, shelf, for_documents)
-            with closing(app.state.backend.shelf):
-                if check:
-                    serving.check(app, listening, settings, say)
-                    return
-                limit = engine.stats().limit_bytes
-                console.print(_greeting(settings.model_name, serving.url_of(listening), limit),
-                              soft_wrap=True)  # fmt: skip
-                told = serving.serve(app, listening, grace_s=grace)
-        kept_too = "" if stored is None else "; conversations are stored"
+        with opened as app:
+            if check:
+                serving.check(app, listening, settings, say)
+                return
+            url = serving.url_of(listening)
+            console.print(_greeting(settings.model_name, url, app), soft_wrap=True)
+            told = serving.serve(app, listening, grace_s=grace)
+        kept_too = "" if sessions is None else "; conversations are stored"
         console.print(f"ended by {told}{kept_too}", soft_wrap=True)
 
 
-def _greeting(model: str, url: str, limit: int | None) -> str:
-    within = "" if limit is None else f", KV caches within {format_bytes(limit)}"
+def _greeting(model: str, url: str, app: "Application") -> str:
+    backend = app.state.backend
+    within = ""
+    if (engine := getattr(backend, "engine", None)) is None:
+        within = f", {backend.count} replicas"
+    elif (limit := engine.stats().limit_bytes) is not None:
+        within = f", KV caches within {format_bytes(limit)}"
     return f"{model} at {url} (a page), {url}/v1 (OpenAI's clients){within}; Ctrl-C ends it"
-
-
-def kept_sessions(
-    console: PlainConsole, loaded: "LoadedModel", shelf: "DocumentLibrary",
-    folder: Path | None, max_disk: str, policy: str | None,
-) -> "AbstractContextManager[Sessions | None]":  # fmt: skip
-    """Conversations that are stored in a folder, if one is given.
-
-    They are encrypted: with the library's key, else with one in a file beside the folder.
-
-    Raises:
-        ConfigError: there is something else than a folder, or no folder for it.
-        StorageError: the folder or the key cannot be made.
-    """
-    from penstock.documents.sessions import Sessions
-    from penstock.storage.documents.document_library import make_own_folder
-    from penstock.storage.documents.key_sources import own_key
-
-    if folder is None:
-        return nullcontext()
-    place, settings = in_home(folder, "--sessions"), shelf.settings
-    if settings.key is None:
-        make_own_folder(place, "the conversations")
-        try:
-            key = own_key(Path(f"{os.path.realpath(place)}.key"))
-        except StorageError as error:
-            raise StorageError(f"{error}; give --key, or another folder to --sessions") from error
-        settings = replace(settings, key=key)
-    kept = Sessions(
-        loaded, place, max_bytes=parse_bytes(max_disk), policy=policy or "kvswap",
-        settings=settings,
-    )  # fmt: skip
-    for notice in kept.notices:
-        console.print(f"note: {notice}", markup=False, soft_wrap=True)
-    return kept
 
 
 def require_server() -> None:
@@ -241,18 +226,6 @@ def require_server() -> None:
         raise ConfigError(
             f"{missing[0]} is not installed, which the server needs: pip install 'penstock[server]'"
         )
-
-
-def _divided(memory: str) -> tuple[int | None, str | int]:
-    """Memory of all requests together, and of the cache that reads a new document.
-
-    A size is divided between them; a share of the full cache, or "auto", is for each cache.
-    """
-    if memory == "auto" or set("/%") & set(memory):
-        return None, memory
-    total = parse_bytes(memory)
-    for_documents = total // _DOCUMENT_SHARE
-    return total - for_documents, for_documents
 
 
 def _api_key(source: str | None) -> str | None:

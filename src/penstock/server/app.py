@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +34,8 @@ from penstock.server.shelf import Shelf
 OPEN_PATHS = frozenset({"/", "/health", "/page.css", "/page.js"})
 """What is answered without a key: no text and no figure of anyone."""
 _GONE = 499
+Application = FastAPI
+"""What `make_app` and `make_front` make."""
 
 
 def make_app(
@@ -64,7 +66,24 @@ def make_app(
         info_routes, page_routes,
     ):  # fmt: skip
         app.include_router(routes(backend))
-    _handle_errors(app, backend)
+    return _guarded(app, settings, backend.names)
+
+
+def make_front(behind: ASGIApp, settings: ServerSettings) -> FastAPI:
+    """The application in front of others, which checks keys, hosts and lengths for them.
+
+    Args:
+        behind: gets every request; an `ApiError` of its is answered in the client's shape. It is
+            what `serving.serve` watches.
+    """
+    app = FastAPI(title="Penstock", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.backend = behind
+    app.mount("/", behind)
+    return _guarded(app, settings, {})
+
+
+def _guarded(app: FastAPI, settings: ServerSettings, names: Mapping[str, str]) -> FastAPI:
+    _handle_errors(app, names)
     app.add_middleware(_Guard, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
@@ -76,9 +95,9 @@ def make_app(
     return app
 
 
-def _handle_errors(app: FastAPI, backend: Backend) -> None:
+def _handle_errors(app: FastAPI, names: Mapping[str, str]) -> None:
     async def answer(http: Request, error: Exception) -> Response:
-        return as_api_error(error, backend.names).response(http.url.path)
+        return as_api_error(error, names).response(http.url.path)
 
     async def invalid(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

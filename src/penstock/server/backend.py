@@ -31,6 +31,11 @@ class Backend:
     """What messages call the model and its folder instead."""
 
     @property
+    def error(self) -> BaseException | None:
+        """Why the engine failed, if it did."""
+        return self.engine.error
+
+    @property
     def loaded(self) -> LoadedModel:
         """The model."""
         return self.engine.llm.loaded

@@ -1,10 +1,11 @@
 """Meters: what /metrics says, under vLLM's names where vLLM has one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from penstock.generation.serving.events import Finished
@@ -59,6 +60,13 @@ class Meters:
     def text(self) -> bytes:
         """In Prometheus's text format."""
         return generate_latest(self._registry)
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Name, labels and value of each, for other registries; of histograms, sum and count."""
+        for family in self._registry.collect():
+            for each in family.samples:
+                if not each.name.endswith(("_bucket", "_created")):
+                    yield each.name, dict(each.labels), each.value
 
 
 class _EngineCollector(Collector):
@@ -116,3 +124,38 @@ class _EngineCollector(Collector):
             yield gauge("penstock:kv_memory_limit_bytes", "Of all caches together.", limit)
         yield counter("penstock:decode_steps", "Forward passes that decoded.", stats.steps)
         yield counter("penstock:decode_step_rows", "Rows of all of them.", stats.step_rows)
+
+
+def of_replicas(texts: Mapping[str, bytes], counts: Mapping[str, Mapping[str, float]]) -> bytes:
+    """What several servers count, each sample with the label of its replica.
+
+    Args:
+        texts: what `Meters.text` gave, by replica.
+        counts: what is counted in front of them, by metric and replica.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            merged = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for each in family.samples:
+                merged.add_sample(each.name, {**each.labels, "replica": replica}, each.value)
+    for name, values in counts.items():
+        own = families[name] = GaugeMetricFamily(name, "Of each replica.", labels=["replica"])
+        for replica, value in values.items():
+            own.add_metric([replica], value)
+    registry = CollectorRegistry()
+    registry.register(_Given(families.values()))
+    return generate_latest(registry)
+
+
+class _Given(Collector):
+    """Metrics that are there already."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        return iter(self._metrics)

@@ -11,13 +11,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock.core.errors import CacheStateError, ConfigError
-from penstock.server.backend import Backend
 from penstock.server.settings import ServerSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -50,10 +49,21 @@ def hosts_of(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     return ("localhost", "127.0.0.1", "[::1]", *allowed)
 
 
+class Served(Protocol):
+    """What an application has as `state.backend`."""
+
+    is_closing: bool
+    """Set where no new requests are to be taken."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it can answer no more, if it cannot."""
+
+
 class _Server(uvicorn.Server):
     """Takes no new requests as soon as it is told to end."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Served) -> None:
         super().__init__(config)
         self._backend = backend
         self.told: signal.Signals | None = None
@@ -73,7 +83,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """As uvicorn's; ends with the engine, without which it has no answers."""
-        if self._backend.engine.error is not None:
+        if self._backend.error is not None:
             self._backend.is_closing = True
             return True
         return await super().on_tick(counter)
@@ -103,7 +113,7 @@ def serve(app: FastAPI, listening: socket.socket, *, grace_s: float = 30.0) -> s
     server = _server_of(app, grace_s)
     with _handled(server.handle_exit):
         server.run(sockets=[listening])
-    error = app.state.backend.engine.error
+    error = app.state.backend.error
     if error is not None:
         why = f"{type(error).__name__}: {error}"
         raise CacheStateError(f"the engine failed, so the server ends: {why}") from error

@@ -276,6 +276,29 @@ class Shelf:
                 opened.document.close()
         self._library.documents.remove(stored)
 
+    def let_go(self, name: str, salt: str) -> Literal["free", "given up", "asked"]:
+        """Close a document that another process is to delete, or give its reading up.
+
+        Returns:
+            "asked": a request reads it, so that it stays open.
+
+        Raises:
+            ConfigError: the name cannot be one.
+        """
+        stored = _stored(name, salt)
+        with self._lock:
+            if self._is_active(stored):
+                self._jobs[stored].is_cancelled = True
+                return "given up"
+            opened = self._open.get(stored)
+            if opened is None:
+                return "free"
+            if opened.users:
+                return "asked"
+            del self._open[stored]
+            opened.document.close()
+            return "free"
+
     def close(self) -> None:
         """Give up what is being read, and close what no request reads."""
         with self._lock:

@@ -1,0 +1,82 @@
+"""open_front(): the application of `penstock serve --replicas`, in front of servers on Ray."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.served import ServedModel, open_app
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.server.app import Application
+    from penstock.server.settings import ServerSettings
+
+
+@contextmanager
+def open_front(
+    served: ServedModel, settings: "ServerSettings", *, count: int, most: int,
+    address: str | None, grace_s: float,
+) -> Iterator["Application"]:  # fmt: skip
+    """Start replicas and yield the application in front of them; they end with it.
+
+    The front alone wants the key and looks at hosts: a replica has no socket of its own.
+    """
+    from penstock.cluster.front import Front
+    from penstock.cluster.ray_replicas import Placement, ray_links
+    from penstock.cluster.scaling import Scaler
+    from penstock.server.app import make_front
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    inside = replace(settings, api_key=None, cors_origins=(), allowed_hosts=("*",))
+    placement = Placement(
+        address=address, cpus=max(1, (os.cpu_count() or 1) // most) if address is None else 1,
+        gpus=float(served.device.startswith("cuda")), grace_s=grace_s, most=most,
+    )  # fmt: skip
+    scaler = Scaler(count, most, served.max_running)
+    make = partial(open_app, _absolute(served), inside)
+    with ray_links(count, make, placement) as links:
+        front = Front(links, together=served.max_running, running=count)
+        if most > count:
+            threading.Thread(
+                target=front.scale, args=(scaler, grace_s), name="penstock-scale", daemon=True
+            ).start()
+        with _rolled_by_signal(front, grace_s):
+            yield make_front(front, settings)
+
+
+def _absolute(served: ServedModel) -> ServedModel:
+    """Paths that mean the same in a process that starts elsewhere."""
+    paths: dict[str, Any] = {
+        each: Path(path).expanduser().absolute()
+        for each in ("config", "library", "sessions")
+        if (path := getattr(served, each)) is not None
+    }
+    for each in ("model", "adapter", "disk"):  # which may be names of something else
+        value = getattr(served, each)
+        if value is not None and Path(value).exists():
+            paths[each] = type(value)(os.path.abspath(value))
+    return replace(served, **paths)
+
+
+@contextmanager
+def _rolled_by_signal(front: Any, grace_s: float) -> Iterator[None]:
+    def roll() -> None:
+        try:
+            front.roll(grace_s)
+        except ConfigError:  # it is going on already, which is what was asked for
+            return
+
+    def begin(number: int, frame: Any) -> None:
+        threading.Thread(target=roll, name="penstock-roll", daemon=True).start()
+
+    former = signal.signal(signal.SIGUSR1, begin)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, former)
