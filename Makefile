@@ -120,10 +120,10 @@ fuzz-server: $(INSTALLED) ## Ask a server REQUESTS (10000) malformed and odd req
 
 TIMES ?= 500
 faults-server: $(INSTALLED) ## Kill a server TIMES (500), fill its disk, damage what it stored: what it promised is there.
-	$(PY) -m tests.server.faults --times $(TIMES) --out benchmarks/results/server-faults.json
+	$(PY) -m tests.server.faults --times $(TIMES) --resume --output benchmarks/results/server-faults.json
 
 soak-server: $(INSTALLED) ## Talk to one server for MINUTES (120); what it holds must stay flat.
-	$(PY) -m tests.server.soak --minutes $(MINUTES) --out benchmarks/results/server-soak.json
+	$(PY) -m tests.server.soak --minutes $(MINUTES) --output benchmarks/results/server-soak.json
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) $(CLUSTER) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

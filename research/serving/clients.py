@@ -37,6 +37,7 @@ class Client:
         heard = [self._start_s, *self._chunk_s, *self._token_s]
         return {
             "prompt_tokens": done.usage.prompt_tokens, "new_tokens": done.usage.new_tokens,
+            "cached_tokens": done.usage.cached_tokens,
             "token_ids": done.outputs[0].token_ids, "queue_s": done.timings.queue_s,
             "first_token_s": self._token_s[0] - self._start_s,
             "total_s": self._token_s[-1] - self._start_s,
@@ -81,7 +82,10 @@ def at_once(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
     after = engine.stats()
     steps = after.steps - before.steps
     rows = (after.step_rows - before.step_rows) / steps if steps else 0.0
-    return _summed(seen, time.perf_counter() - start) | watch.figures | {"rows_per_step": rows}
+    return _summed(seen, time.perf_counter() - start) | watch.figures | {
+        "rows_per_step": rows, "budget_bytes": after.limit_bytes,
+        "queue_max_s": max(each["queue_s"] for each in seen),
+    }  # fmt: skip
 
 
 def one_by_one(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
@@ -102,6 +106,7 @@ def _summed(seen: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "first_token_p99_s": float(np.percentile(first, 99)),
         "between_p50_s": float(np.percentile(between, 50)) if between else 0.0,
         "between_p99_s": float(np.percentile(between, 99)) if between else 0.0,
+        "between_max_s": max(between, default=0.0),
         "longest_silence_s": max(each["longest_silence_s"] for each in seen),
         "answers": [each["token_ids"] for each in seen],
     }  # fmt: skip

@@ -13,15 +13,17 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
 from penstock.evaluate.result import Result
-from penstock.evaluate.sitting import Sitting, closed
+from penstock.evaluate.resuming import check_same
+from penstock.evaluate.sitting import Sitting, sit
 from penstock.evaluate.text_table import format_table
 from penstock.generation.engine import LLM
 from penstock.generation.prompts import encode
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.request import Request
-from penstock.models.loader import load
+from penstock.models.loader import LoadedModel, load
 from research.serving.clients import at_once, one_by_one
+from research.serving.reopened import reopened
 from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
@@ -34,18 +36,21 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default="recall", help="folder or name")
     add("--text", type=Path, action="append", metavar="FILE", help="default: Python's own library")
     add("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="prompts, in turn")
+    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384],
+        help="prompts, in turn")  # fmt: skip
     add("--answer", type=int, default=128, help="tokens of each answer")
     add("--memory", default="512MiB", help="of all clients together")
     add("--policy", default="kvswap")
     add("--running", type=int, default=16, help="most clients whose requests have a cache")
     add("--chunk", type=int, default=256)
     add("--alone", type=int, default=3, help="at least so many are timed one after another")
+    add("--reopen", type=int, default=0, metavar="TOKENS",
+        help="also reopen a conversation of so many after a restart")  # fmt: skip
     add("--threads", type=int, help="default: torch's own choice")
     add("--disk", default="auto")
     add("--device", default="cpu")
     add("--dtype", default="bfloat16")
-    return read_options(parser, arguments, seed=False, resume=False, minutes=False)
+    return read_options(parser, arguments, seed=False)
 
 
 def requests_of(ids: Sequence[int], count: int, args: argparse.Namespace) -> list[Request]:
@@ -89,7 +94,7 @@ def measure(engine: Engine, ids: Sequence[int], clients: int, args: argparse.Nam
 
 
 def table(figures: Row) -> str:
-    """A line for each number of clients."""
+    """A line for each number of clients, and one for what was reopened."""
     cells = []
     for row in figures["rows"]:
         alone, both = row["alone"], row["together"]
@@ -111,7 +116,81 @@ def table(figures: Row) -> str:
         f"threads, {figures['memory']} for all, prompts of {figures['tokens']}, answers of "
         f"{figures['answer']}"
     )
-    return f"{head}\n{format_table(header, cells)}"
+    lines = [head, format_table(header, cells)]
+    if (again := figures.get("reopened")) is not None:
+        lines.append(
+            f"reopened behind {again['reopened_cached_tokens']:,} tokens: first token in "
+            f"{again['reopened_first_token_s']:.2f} s (without a restart "
+            f"{again['going_on_first_token_s']:.2f} s), prefill of {again['tokens']:,} tokens "
+            f"{again['prefill_first_token_s']:.1f} s: {again['times_sooner']:.0f} times; "
+            f"{'the same' if again['same_answer'] else 'another'} answer"
+        )
+    return "\n".join(lines)
+
+
+class Load:
+    """Numbers of clients, and a conversation that is reopened; a `Work`."""
+
+    def __init__(self, loaded: LoadedModel, args: argparse.Namespace) -> None:
+        self._loaded, self._args = loaded, args
+        self._ids = encode(loaded, text_of(args.text or []), alone=False)
+        self._rows: dict[int, Row] = {}
+        self._reopened: Row | None = None
+
+    def take_up(self, former: Result) -> None:
+        """Keep the numbers that were measured; others are refused where settings differ."""
+        mine = _settings(self._args)
+        check_same(former.figures, mine, mine)
+        self._rows = {row["clients"]: row for row in former.figures["rows"]}
+        self._reopened = former.figures["reopened"]
+
+    def figures(self) -> dict[str, Any]:
+        """Rows in order."""
+        rows = [self._rows[each] for each in sorted(self._rows)]
+        return {**_settings(self._args), "rows": rows, "reopened": self._reopened}
+
+    def report(self) -> str:
+        """A table."""
+        return table(self.figures())
+
+    def run(self, sitting: Sitting) -> None:
+        """Measure what is left."""
+        left = [each for each in self._args.clients if each not in self._rows]
+        again = self._args.reopen > 0 and self._reopened is None
+        progress = Progress(len(left) + again)
+        if again and not sitting.time_is_up():
+            progress.say("a conversation")
+            self._reopened = reopened(self._ids, self._args)
+            progress.step(1)
+            sitting.keep(self.figures())
+        if left:
+            self._at_once(left, progress, sitting)
+
+    def _at_once(self, left: Sequence[int], progress: Progress, sitting: Sitting) -> None:
+        args = self._args
+        llm = LLM(self._loaded, policy=args.policy, store=args.disk)
+        with Engine(
+            llm, memory=args.memory, max_running=args.running, max_waiting=max(left),
+            prefill_chunk_size=args.chunk,
+        ) as engine:  # fmt: skip
+            warm = Request(prompt=list(self._ids[:64]), sampling=SamplingParams(max_tokens=2))
+            engine.submit(warm).result()
+            for clients in left:
+                if sitting.time_is_up():
+                    return
+                progress.say(f"{clients} clients")
+                self._rows[clients] = measure(engine, self._ids, clients, args)
+                progress.step(1)
+                sitting.keep(self.figures())
+
+
+def _settings(args: argparse.Namespace) -> Row:
+    """What rows of one result have in common."""
+    return {
+        "model": Path(args.model).name, "policy": args.policy, "dtype": args.dtype,
+        "threads": torch.get_num_threads(), "memory": args.memory, "tokens": args.tokens,
+        "answer": args.answer, "running": args.running, "chunk": args.chunk,
+    }  # fmt: skip
 
 
 def run(arguments: Sequence[str]) -> Result:
@@ -124,26 +203,5 @@ def run(arguments: Sequence[str]) -> Result:
     if args.threads:
         torch.set_num_threads(args.threads)
     result = begun("serving", arguments, args)
-    sitting = Sitting(result, args)
     loaded = load(args.model, dtype=args.dtype, device=args.device)
-    ids = encode(loaded, text_of(args.text or []), alone=False)
-    rows: list[Row] = []
-    figures: Row = {
-        "model": Path(args.model).name, "policy": args.policy, "dtype": args.dtype,
-        "threads": torch.get_num_threads(), "memory": args.memory, "tokens": args.tokens,
-        "answer": args.answer, "running": args.running, "chunk": args.chunk, "rows": rows,
-    }  # fmt: skip
-    progress = Progress(len(args.clients))
-    llm = LLM(loaded, policy=args.policy, store=args.disk)
-    with Engine(
-        llm, memory=args.memory, max_running=args.running, max_waiting=max(args.clients),
-        prefill_chunk_size=args.chunk,
-    ) as engine:  # fmt: skip
-        warm = Request(prompt=list(ids[:64]), sampling=SamplingParams(max_tokens=2))
-        engine.submit(warm).result()
-        for clients in args.clients:
-            progress.say(f"{clients} clients")
-            rows.append(measure(engine, ids, clients, args))
-            progress.step(1)
-            sitting.keep(figures)
-    return closed(result, args, table(figures))
+    return sit(Sitting(result, args), Load(loaded, args), args)

@@ -101,14 +101,20 @@ def test_the_oldest_go_and_the_damaged_are_read_anew(llm: LLM, tmp_path: Path) -
     ):
         for salt in ("a", "b"):
             ask(engine, FIRST, salt)
-        ask(engine, FIRST[:100])  # waits for what is stored
+        ask(engine, FIRST, "a")  # waits for what is stored; now "b" is the oldest
     assert kept.num_bytes <= one * 5 // 2
+    with (
+        sessions(llm, tmp_path, max_bytes=one * 5 // 2) as kept,
+        Engine(llm, memory="64MiB", sessions=kept) as engine,
+    ):
+        ask(engine, FIRST, "c")
     with sessions(llm, tmp_path) as kept, Engine(llm, memory="64MiB", sessions=kept) as engine:
-        assert ask(engine, [*FIRST, 5, 6], "b").usage.cached_tokens == len(FIRST)
+        assert ask(engine, FIRST, "b").usage.cached_tokens == 0
+        assert ask(engine, [*FIRST, 5, 6], "a").usage.cached_tokens == len(FIRST)
         for path in tmp_path.rglob("*"):
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
-        assert ask(engine, [*FIRST, 6, 7], "b").usage.cached_tokens == 0
+        assert ask(engine, [*FIRST, 6, 7], "a").usage.cached_tokens == 0
 
 
 def test_others_do_not_wait_for_a_write(

@@ -1,225 +1,48 @@
 """Servers that are killed in every state: what they promised is there when they come again.
 
-    python -m tests.server.faults --times 500 --out benchmarks/results/server-faults.json
+    python -m tests.server.faults --times 500 --resume --output FILE
 
-Not part of the suite. The exit status is 1 where a promise was broken.
+Not part of the suite. The exit status is 1 where a promise was broken. --full-disk takes a small
+file system, such as `mount -t tmpfs -o size=12m tmpfs DIR` makes.
 """
 
 import argparse
 import contextlib
 import json
 import random
+import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.evaluate.result import Result
-from penstock.testing.tiny_chat import tiny_chat_model
+from penstock.core.byte_size import format_bytes
+from penstock.core.errors import PenstockError
+from penstock.evaluate.entry import run_program
+from penstock.evaluate.options import read_options
+from penstock.evaluate.result import Result, public_arguments, without_path
+from penstock.evaluate.sitting import Sitting, say, sit
+from tests.server.promises import PROFILES, QUESTION, SALTS, Promises, Talk, text_of
 from tests.server.server_process import STAGES, ServerProcess, prepare
 
-SALTS = ("", "ann", "bob")
-MOST_TALKS, MOST_DOCUMENTS = 4, 3
-MAX_DISK = 24 << 20
-DISK_SLACK = 8 << 20
-WORDS = ("harbour", "gate", "lantern", "ship", "rope", "tide", "letter", "stone", "bell", "west")
-QUESTION = "\nWhat is it?"
-OPTIONS = (
-    "--memory", "64MiB", "--adapter", "none", "--max-new-tokens", "16", "--grace", "2", "--chunk",
-    "128", "--max-disk", str(MAX_DISK),
-)  # fmt: skip
-PROFILES = {"in memory": ("--policy", "full"), "in tiers": ("--memory", "3MiB", "--exact")}
-"""Settings under which a stored beginning and a prompt that is read give the same tokens."""
-Turn = dict[str, str]
+Row = dict[str, Any]
+BLOCK = 50
+"""Kills over one folder."""
+FULL_FILE = 200_000
+"""Bytes of a file where no file system is given that may be filled."""
 
 
-@dataclass(eq=False)
-class Talk:
-    """A conversation that the server has promised to keep."""
+class Faults(Promises):
+    """States that a server is killed in, and what else goes wrong."""
 
-    salt: str
-    turns: list[Turn]
-    cached: int
-    """Tokens of it that are on the disk, at least."""
-
-
-class Faults:
-    """Servers over one folder, and what they have promised."""
-
-    def __init__(self, seed: int, folder: Path, profile: str) -> None:
-        self.random = random.Random(f"{seed}-{profile}")
-        self.folder, self.model, self.profile = folder, folder / "model", profile
-        self.talks: list[Talk] = []
-        self.documents: dict[tuple[str, str], str] = {}
-        """Texts by name and salt."""
-        self.perhaps: set[tuple[str, str]] = set()
-        """Documents whose adding or deleting was cut off: there or not."""
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.rows: list[dict[str, float]] = []
-        self.start_s = 1.0
-        self.made = 0
-        self.known: dict[str, str] = {}
-        tiny_chat_model(positions=8192, folder=self.model)
-        self.reference = ServerProcess(
-            str(self.model), "--policy", "full", *OPTIONS, "--library", str(folder / "none")
-        ).ready()
-
-    def close(self) -> None:
-        """End the server that is asked for what an answer should be."""
-        self.reference.__exit__()
-
-    def start(self, *more: str, at: Path | None = None, file_limit: int = 0) -> ServerProcess:
-        """A server over what is stored."""
-        place = at or self.folder / "kept"
-        place.mkdir(exist_ok=True)
-        return ServerProcess(
-            str(self.model), *OPTIONS, *PROFILES[self.profile], "--library", str(place / "library"),
-            "--sessions", str(place / "sessions"), "--disk", str(place), *more,
-            file_limit=file_limit,
-        )  # fmt: skip
-
-    # What is asked ----------------------------------------------------------------------------
-
-    def text(self, least: int = 200, most: int = 1600) -> str:
-        """A text of so many letters; a letter is a token."""
-        self.made += 1
-        count = self.random.randint(least, most) // 6
-        return f"{self.made} " + " ".join(self.random.choices(WORDS, k=count))
-
-    @staticmethod
-    def body(turns: list[Turn], salt: str = "", **more: Any) -> dict[str, Any]:
-        """Of a chat."""
-        return {
-            "messages": turns, "cache_salt": salt, "temperature": 0, "max_tokens": 8,
-            "ignore_eos": True, **more,
-        }  # fmt: skip
-
-    def expected(self, path: str, body: dict[str, Any]) -> str:
-        """The answer of a server that has stored nothing."""
-        asked = {name: each for name, each in body.items() if name != "cache_salt"}
-        key = json.dumps(asked, sort_keys=True)
-        if key not in self.known:
-            with self.reference.client() as client:
-                self.known[key] = text_of(client.post(path, json=asked).json())
-        return self.known[key]
-
-    def check(self, what: str, is_so: bool, more: object = "") -> None:
-        """Note a promise that was broken."""
-        self.counts["checks"] += 1
-        if not is_so:
-            self.wrong.append(f"{what} {more}"[:600])
-            print("WRONG", self.wrong[-1], flush=True)
-
-    def ask(self, server: ServerProcess, talk: Talk, what: str) -> None:
-        """A further question to a conversation, which stays as it was promised."""
-        body = self.body([*talk.turns, {"role": "user", "content": "And then?"}], talk.salt)
-        with server.client() as client:
-            answer = client.post("/v1/chat/completions", json=body)
-        self.check(f"{what}: a status", answer.status_code == 200, answer.text)
-        if answer.status_code == 200:
-            said = answer.json()
-            cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-            self.check(f"{what}: cached", cached >= talk.cached, f"{cached} < {talk.cached}")
-            self.check(f"{what}: the answer", text_of(said) == self.expected(
-                "/v1/chat/completions", body), said)  # fmt: skip
-
-    def ask_document(self, server: ServerProcess, name: str, salt: str, what: str) -> None:
-        """A question to a document."""
-        text = self.documents[name, salt]
-        body = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        with server.client() as client:
-            asked = {**body, "document": name, "cache_salt": salt}
-            answer = client.post("/v1/completions", json=asked)
-        self.check(f"{what}: a status", answer.status_code == 200, answer.text)
-        if answer.status_code == 200:
-            whole = self.expected("/v1/completions", {**body, "prompt": text + QUESTION})
-            self.check(f"{what}: the answer", text_of(answer.json()) == whole, answer.text)
-
-    # What is promised -------------------------------------------------------------------------
-
-    def talk(self, server: ServerProcess) -> Talk:
-        """A conversation, or one more turn of one, answered and stored."""
-        if self.talks and self.random.random() < 0.4:
-            talk = self.random.choice(self.talks)
-        else:
-            talk = Talk(self.random.choice(SALTS), [], 0)
-        turns = [*talk.turns, {"role": "user", "content": self.text()}]
-        with server.client() as client:
-            said = client.post("/v1/chat/completions", json=self.body(turns, talk.salt)).json()
-            if talk in self.talks:
-                self.talks.remove(talk)
-            talk.turns = [*turns, {"role": "assistant", "content": text_of(said)}]
-            # Whoever asks under the same salt waits for what is being stored.
-            client.post("/v1/completions", json={
-                "prompt": "a", "max_tokens": 1, "cache_salt": talk.salt})  # fmt: skip
-            talk.cached = said["usage"]["prompt_tokens"]
-        self.talks = [*self.talks, talk][-MOST_TALKS:]
-        return talk
-
-    def add(self, server: ServerProcess) -> None:
-        """A document; the oldest goes."""
-        with server.client() as client:
-            while len(self.documents) >= MOST_DOCUMENTS:
-                name, salt = next(iter(self.documents))
-                gone = client.delete(f"/v1/documents/{name}", params={"cache_salt": salt})
-                self.check("delete", gone.status_code == 200, gone.text)
-                del self.documents[name, salt]
-            name, salt, text = f"d{self.made}", self.random.choice(SALTS), self.text()
-            body = {"name": name, "text": text, "cache_salt": salt}
-            answer = client.post("/v1/documents", json=body)
-        self.check("add", answer.status_code == 201, answer.text)
-        self.documents[name, salt] = text
-
-    def verify(self, server: ServerProcess) -> None:
-        """All that was promised is there, and no more than that of documents."""
-        with server.client() as client:
-            for salt in SALTS:
-                listed = client.get("/v1/documents", params={"cache_salt": salt}).json()["data"]
-                found = {(each["id"], salt): each["status"] for each in listed}
-                if salt == "":  # which sees the names of others with their digests
-                    found = {key: state for key, state in found.items() if "--" not in key[0]}
-                for key in [key for key in found if key in self.perhaps]:
-                    gone = client.delete(f"/v1/documents/{key[0]}", params={"cache_salt": salt})
-                    self.check("delete what was cut off", gone.status_code == 200, gone.text)
-                    del found[key]
-                promised = {key for key in self.documents if key[1] == salt}
-                self.check("documents listed", set(found) == promised, (found, promised))
-                self.check("documents ready", {*found.values()} <= {"ready"}, found)
-        self.perhaps.clear()
-        for name, salt in self.documents:
-            self.ask_document(server, name, salt, f"the document {name}")
-        for talk in self.talks:
-            self.ask(server, talk, "a conversation")
-        if self.talks:  # another user's
-            talk = self.random.choice(self.talks)
-            self.made += 1
-            body = self.body(talk.turns, f"eve{self.made}")  # whose own answers are stored too
-            with server.client() as client:
-                said = client.post("/v1/chat/completions", json=body).json()
-            cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-            self.check("eve finds nothing", cached < 64, cached)
-        self.check("idle", server.is_idle(), "requests or memory are left")
-
-    def sample(self, server: ServerProcess) -> None:
-        """What the server and the disk hold."""
-        place = self.folder / "kept"
-        files = [each for each in place.rglob("*") if each.is_file()]
-        kept = sum(each.stat().st_size for each in files if "sessions" in each.parts)
-        self.check("the disk's bound", kept <= MAX_DISK + DISK_SLACK, kept)
-        strays = [each.name for each in place.iterdir() if each.name not in (
-            "library", "sessions", "sessions.key")]  # fmt: skip
-        self.check("no files are left", not strays, strays)
-        disk = sum(each.stat().st_blocks * 512 for each in files)
-        self.rows.append({**server.resources(), "disk_mib": disk / 2**20})
+    start_s = 1.0
+    """How long a start takes."""
 
     # States -----------------------------------------------------------------------------------
 
@@ -245,7 +68,7 @@ class Faults:
     def queueing(self, server: ServerProcess) -> None:
         """Many requests wait."""
         for _ in range(14):
-            body = self.body([{"role": "user", "content": self.text()}], max_tokens=300)
+            body = self.body([{"role": "user", "content": self.text(200, 800)}], max_tokens=200)
             self.aside(partial(self.post, server, "/v1/chat/completions", body))
         time.sleep(self.random.uniform(0, 0.4))
 
@@ -290,6 +113,7 @@ class Faults:
         name, salt = self.random.choice([*self.documents])
         body = {"prompt": QUESTION, "document": name, "cache_salt": salt, "max_tokens": 300,
                 "ignore_eos": True}  # fmt: skip
+        self.body([], max_tokens=300)  # what follows the document is stored as well
         self.aside(lambda: self.post(server, "/v1/completions", body))
         time.sleep(self.random.uniform(0, 0.3))
 
@@ -307,10 +131,10 @@ class Faults:
         with contextlib.suppress(OSError, Exception), server.client() as client:
             client.request(method, path, json=body)
 
-    @staticmethod
-    def aside(do: Callable[[], None]) -> None:
+    def aside(self, do: Callable[[], None]) -> None:
         """Do it in a thread."""
-        threading.Thread(target=do, daemon=True).start()
+        self.threads.append(threading.Thread(target=do, daemon=True))
+        self.threads[-1].start()
 
     # A life -----------------------------------------------------------------------------------
 
@@ -322,6 +146,7 @@ class Faults:
         )  # fmt: skip
         state = states[number % len(states)]
         self.counts[state.__name__] += 1
+        self.settled = self.stored
         with self.start() as server:
             if state == self.starting:
                 time.sleep(self.random.uniform(0, 1.2 * self.start_s))
@@ -384,11 +209,18 @@ class Faults:
                 self.ask(server, talk, f"damaged: {file.name} {how}")
             self.verify(server)
 
-    def full_disk(self, place: Path) -> None:
-        """A folder where little fits: answers go on, what is promised stays."""
-        with self.start("--max-disk", "1GiB", at=place, file_limit=self.random.choice(
-            (0, 200_000)
-        )) as server, server.ready().client() as client:  # fmt: skip
+    def full_disk(self, small: Path | None) -> None:
+        """A folder where little fits: answers go on, what is promised stays.
+
+        Args:
+            small: a file system; None: a limit of file sizes stands in for a full one.
+        """
+        with (
+            tempfile.TemporaryDirectory(dir=small or self.folder) as name,
+            self.start("--max-disk", "1GiB", at=Path(name), file_limit=0 if small else FULL_FILE
+                       ) as server,
+            server.ready().client() as client,
+        ):  # fmt: skip
             for number in range(4):
                 turns = [{"role": "user", "content": self.text(2000, 5000)}]
                 body = self.body(turns, f"full{number}")
@@ -406,11 +238,13 @@ class Faults:
             for each in client.get("/v1/documents").json()["data"]:
                 gone = client.delete(f"/v1/documents/{each['id']}")
                 self.check("deleting on a full disk", gone.status_code == 200, gone.text)
-            self.check("idle", server.is_idle())
+                self.counts["full disk: deleted"] += 1
+            self.check("idle on a full disk", server.is_idle())
+            said = server.errors()
+            is_calm = "Traceback" not in said and "unexpected" not in said
+            self.check("nothing unexpected on a full disk", is_calm, said[-600:])
+            self.counts["full disk: not stored"] += said.count("was not stored")
             server.kill()
-        for each in place.rglob("*"):
-            if each.is_file():
-                each.unlink()
 
     def slow_readers(self) -> dict[str, float]:
         """Readers of a byte a second hold up no one, and grow nothing."""
@@ -440,14 +274,17 @@ class Faults:
                     each.recv(1)
                 held.append(server.resources()["memory_mib"])
             is_done = server.is_idle(120)
-            after_s = others()
+            beside_s = others()
             for each in slow:
                 each.close()
+            after_s = others()
+            slowest_s = 3 * max(before_s, after_s) + 0.1
             self.check("slow readers end", is_done)
-            self.check("others are as fast", after_s < 3 * before_s + 0.1, (before_s, after_s))
+            self.check("others are as fast", beside_s < slowest_s, (before_s, beside_s, after_s))
             grown = max(held) - before["memory_mib"]
             self.check("slow readers take no memory", grown < 40, grown)
-            return {"others_before_s": before_s, "others_beside_s": after_s, "grown_mib": grown}
+            return {"others_before_s": before_s, "others_beside_s": beside_s,
+                    "others_after_s": after_s, "grown_mib": grown}  # fmt: skip
 
     def timing(self, pairs: int = 30, letters: int = 4000) -> dict[str, float]:
         """First tokens of what another salt has stored come no sooner than of what no one has."""
@@ -461,6 +298,7 @@ class Faults:
             took: dict[str, list[float]] = {"own": [], "other": [], "none": []}
 
             def first(text: str, salt: str) -> float:
+                server.is_idle()  # else it waits for what the last one stores
                 began = time.monotonic()
                 for _ in server.stream("/v1/chat/completions", self.body(
                     [{"role": "user", "content": text}], salt, max_tokens=1)):  # fmt: skip
@@ -495,64 +333,106 @@ def by_chance(one: list[float], other: list[float], rng: random.Random, tries: i
     return (found + 1) / (tries + 1)
 
 
-def text_of(said: Any) -> str:
-    """The text of a whole answer."""
-    if "choices" not in said:
-        return f"no answer: {said}"
-    [choice, *_] = said["choices"]
-    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+class Kills:
+    """Blocks of kills, under one profile after the other; a `Work`."""
+
+    def __init__(self, args: argparse.Namespace, commit: str) -> None:
+        self._args, self._commit = args, commit
+        self._rows: dict[str, Row] = {
+            profile: {"kills": 0, "wrong": [], "counts": {}, "samples": [], "blocks": []}
+            for profile in PROFILES
+        }
+
+    def take_up(self, former: Result) -> None:
+        """Go on behind its last kill."""
+        self._rows = {profile: former.figures[profile] for profile in PROFILES}
+
+    def figures(self) -> dict[str, Any]:
+        """By profile."""
+        return dict(self._rows)
+
+    @property
+    def wrong(self) -> list[str]:
+        """Promises that were broken."""
+        return [each for row in self._rows.values() for each in row["wrong"]]
+
+    @property
+    def kills(self) -> int:
+        """So far."""
+        return sum(row["kills"] for row in self._rows.values())
+
+    def report(self) -> str:
+        """What was done and found."""
+        lines = [f"{profile}: {row['kills']} kills, {row['counts']}"
+                 for profile, row in self._rows.items()]  # fmt: skip
+        return "\n".join([*lines, *(f"WRONG {each}" for each in self.wrong)])
+
+    def run(self, sitting: Sitting) -> None:
+        """Kill as often as was asked."""
+        while self.kills < self._args.times and not sitting.time_is_up():
+            profile = min(PROFILES, key=lambda each: self._rows[each]["kills"])
+            self._block(profile, sitting)
+
+    def _block(self, profile: str, sitting: Sitting) -> None:
+        """Kills over one folder; a run that goes on begins with a new one."""
+        row = self._rows[profile]
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
+            contextlib.closing(
+                Faults(f"{self._args.seed}-{row['kills']}", Path(name), profile)
+            ) as faults,
+        ):
+            if profile == "in memory" and "slow_readers" not in row:
+                row["slow_readers"] = faults.slow_readers()  # else caches wait for others' memory
+            if "timing" not in row:
+                row["timing"] = faults.timing()
+            row["blocks"].append({"commit": self._commit, "kills": 0})
+            while row["blocks"][-1]["kills"] < BLOCK:
+                if self.kills >= self._args.times or sitting.time_is_up():
+                    break
+                number = row["kills"]
+                faults.round(number)
+                row["kills"] += 1
+                row["blocks"][-1]["kills"] += 1
+                if number % 10 == 9:
+                    faults.damage()
+                if number % 25 == 24:
+                    faults.full_disk(self._args.full_disk)
+                row["counts"] = dict(Counter(row["counts"]) + faults.taken())
+                row["wrong"] += faults.wrong
+                row["samples"] += faults.rows
+                faults.wrong, faults.rows = [], []
+                sitting.keep(self.figures())
+                say(f"{profile}: {row['kills']} kills, {len(self.wrong)} wrong, "
+                    f"{json.dumps(row['samples'][-1:])}")  # fmt: skip
 
 
-def main() -> int:
-    """Run it; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(arguments: Sequence[str]) -> None:
+    """Run it.
+
+    Raises:
+        PenstockError: bad arguments, or promises that were broken.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.server.faults", description=__doc__)
     parser.add_argument("--times", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=600, help="stop then, and say the count")
-    parser.add_argument("--full-disk", type=Path, help="a small file system that may be filled")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    parser.add_argument(
+        "--full-disk", type=Path, metavar="DIR",
+        help="a small file system, to be filled; default: a limit of file sizes",
+    )  # fmt: skip
+    args = read_options(parser, arguments)
+    full = f"no file above {FULL_FILE} bytes"
+    if args.full_disk is not None:
+        arguments = without_path(arguments, "--full-disk", str(args.full_disk))
+        full = f"a file system of {format_bytes(shutil.disk_usage(args.full_disk).total)}"
+    settings = {"times": args.times, "full_disk": full}
+    result = Result.begin("server-faults", [], settings, seed=args.seed)
+    result.command = f"python -m tests.server.faults {public_arguments(arguments)}"
     prepare()
-    result = Result.begin("server-faults", [], {"times": given.times}, seed=given.seed)
-    result.command = f"python -m tests.server.faults --times {given.times} --seed {given.seed}"
-    result.command += f" --minutes {given.minutes:g}"
-    begun = time.monotonic()
-    for number, profile in enumerate(PROFILES, 1):
-        until = begun + given.minutes * 60 * number / len(PROFILES)
-        _of_profile(given, profile, until, result)
-    result.figures["seconds"] = time.monotonic() - begun
-    if given.out is not None:
-        result.save(given.out)
-    rows = result.figures.values()
-    wrong = [each for row in rows if isinstance(row, dict) for each in row["wrong"]]
-    print(json.dumps({"figures": result.figures, "wrong": wrong}))
-    return 1 if wrong else 0
-
-
-def _of_profile(given: argparse.Namespace, profile: str, until: float, result: Result) -> None:
-    """Half of the kills, under one profile."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        faults = Faults(given.seed, Path(name), profile)
-        row: dict[str, Any] = {"kills": 0, "wrong": faults.wrong}
-        result.figures[profile] = row
-        if profile == "in memory":  # else their caches wait for each other's memory
-            row["slow_readers"] = faults.slow_readers()
-        row["timing"] = faults.timing()
-        print(profile, json.dumps(row), flush=True)
-        for number in range(given.times // len(PROFILES)):
-            if time.monotonic() > until:
-                break
-            faults.round(number)
-            row["kills"] += 1
-            if number % 10 == 9:
-                faults.damage()
-            if number % 25 == 24:
-                faults.full_disk(given.full_disk or Path(name) / "full")
-            if number % 20 == 19:
-                print(row["kills"], json.dumps(faults.rows[-1]), flush=True)
-        row |= {"counts": dict(faults.counts), "samples": faults.rows}
-        faults.close()
+    kills = Kills(args, result.commit)
+    sit(Sitting(result, args), kills, args)
+    if kills.wrong:
+        raise PenstockError(f"{len(kills.wrong)} promises were broken")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(run)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import socket
 import struct
 import time
@@ -16,19 +17,38 @@ import psutil
 from tests.ready_process import PRELOADED, ReadyProcess, forks
 
 _CODE = """
-import resource, sys
+import ctypes, gc, json, os, resource, signal, sys
+from tests.mallinfo import Malloc
 most = int(sys.argv.pop(1))
 if most:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+def count(*_):
+    gc.collect()
+    held = {"python_blocks": sys.getallocatedblocks()}
+    about = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's
+    if about is not None:
+        about.restype = Malloc
+        said = about()
+        held["malloc_mib"] = (said.uordblks + said.hblkhd) / 2**20
+    os.write(2, f"held {json.dumps(held)}\\n".encode())
+
+signal.signal(signal.SIGUSR2, count)
 from penstock.cli.entry import main
 main()
 """
 _ADDRESS = re.compile(r" at http://127\.0\.0\.1:(\d+) ")
-READY_S = 120.0
+_HELD = re.compile(r"^held (\{.*\})$", re.MULTILINE)
+PATIENCE_S = 300.0
+"""For what takes a second, on a machine that has much to do."""
 
 
 def prepare() -> None:
-    """Let every server be forked from a process that holds all that it imports."""
+    """Let every server be forked from a process that holds all that it imports.
+
+    A program calls it: SIGTERM ends it like Ctrl-C from then on.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers end with this process
     forks().set_forkserver_preload([*PRELOADED, "penstock.server.app", "uvicorn", "httpx"])
     ensure_running: Any = forkserver.ensure_running
     ensure_running()
@@ -49,7 +69,8 @@ class ServerProcess:
         self.began_s = time.monotonic()
         command = (str(file_limit), "serve", *options, "--port", "0")
         self.process = ReadyProcess(_CODE, *command, environment=environment)
-        self.port = 0
+        self.port = self.descriptors = 0
+        """Where it listens, and what it has open before any request."""
 
     def __enter__(self) -> "ServerProcess":
         return self
@@ -63,9 +84,10 @@ class ServerProcess:
             found = _ADDRESS.search(self.errors())
             if found is not None:
                 self.port = int(found[1])
+                self.descriptors = psutil.Process(self.process.pid).num_fds()
                 return self
             assert self.process.poll() is None, f"it ended: {self.errors()}"
-            assert time.monotonic() - self.began_s < READY_S, self.errors()
+            assert time.monotonic() - self.began_s < PATIENCE_S, self.errors()
             time.sleep(0.01)
 
     def errors(self) -> str:
@@ -81,7 +103,7 @@ class ServerProcess:
 
     def client(self) -> httpx.Client:
         """To be closed by its owner."""
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120.0)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
         """Frames of an answer; the connection goes with the iterator."""
@@ -99,7 +121,7 @@ class ServerProcess:
             page = client.get("/metrics").text
         return float(re.findall(rf"^{name}\{{[^}}]*\}} (\S+)", page, re.MULTILINE)[0])
 
-    def is_idle(self, within_s: float = 60.0) -> bool:
+    def is_idle(self, within_s: float = PATIENCE_S) -> bool:
         """Whether all that was asked is over and its memory given back, soon."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
@@ -113,12 +135,18 @@ class ServerProcess:
         return False
 
     def resources(self) -> dict[str, float]:
-        """What the process holds."""
+        """What the process holds: also what of its memory malloc and Python have given out."""
         me = psutil.Process(self.process.pid)
+        before = len(_HELD.findall(self.errors()))
+        self.process.send_signal(signal.SIGUSR2)
+        until = time.monotonic() + PATIENCE_S
+        while len(said := _HELD.findall(self.errors())) == before:
+            assert time.monotonic() < until, self.errors()[-600:]
+            time.sleep(0.01)
         memory = me.memory_full_info()
         return {
             "memory_mib": memory.uss / 2**20, "descriptors": me.num_fds(),
-            "threads": me.num_threads(),
+            "threads": me.num_threads(), **json.loads(said[-1]),
         }  # fmt: skip
 
     # Clients that misbehave -------------------------------------------------------------------

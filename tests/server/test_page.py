@@ -34,7 +34,14 @@ def test_a_file_is_dropped_read_and_asked(url: str, tmp_path: Path) -> None:
         page.goto(f"{url}/")
         expect = sync.expect
         expect(page.locator("#model")).to_contain_text("tiny, 8,192 tokens")
-        page.set_input_files("#file", file)
+        box = page.locator("#drop").bounding_box()
+        drag = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+        mouse = page.context.new_cdp_session(page)
+        for kind in ("dragEnter", "dragOver", "drop"):
+            mouse.send("Input.dispatchDragEvent", {
+                "type": kind, "x": box["x"] + 9, "y": box["y"] + 9, "data": drag})  # fmt: skip
+            # Said while it hangs over the page alone.
+            expect(page.locator("#drop.over")).to_have_count(int(kind != "drop"))
         expect(page.locator("#status")).to_contain_text("can be asked now", timeout=60_000)
         expect(page.get_by_label("Harbour notes.txt", exact=True)).to_be_checked()
         page.get_by_label("Your question").fill("When do they stay in?")
@@ -42,6 +49,12 @@ def test_a_file_is_dropped_read_and_asked(url: str, tmp_path: Path) -> None:
         expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
         expect(page.locator("#prompt")).to_contain_text("stored")
         expect(page.locator("#memory")).to_contain_text("the full cache takes")
+        page.route("**/v1/chat/completions", lambda held: None)
+        page.get_by_label("Your question").fill("Why?")
+        page.get_by_role("button", name="Ask", exact=True).click()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        expect(page.locator("#status")).to_have_text("Stopped")
+        page.unroute("**/v1/chat/completions")
         page.reload()
         expect(page.locator("#messages li")).to_have_count(2)
         expect(page.get_by_label("Harbour notes.txt", exact=True)).to_be_checked()

@@ -1,6 +1,8 @@
 """Sessions: what answered requests have stored, for requests that begin with the same tokens."""
 
+import contextlib
 import logging
+import os
 import re
 import shutil
 import threading
@@ -57,6 +59,12 @@ class _Session:
     used_s: float
     busy: int = 0
     """Caches that read it."""
+
+    def use(self) -> None:
+        """Note that it is used now; its folder says so after a restart."""
+        self.used_s = time.time()
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
 
 
 class Sessions:
@@ -241,7 +249,8 @@ class Sessions:
                 return None
             raise
         with self._lock:
-            session.used_s, session.busy = time.time(), session.busy + 1
+            session.use()
+            session.busy += 1
             self._open.append((cache, opened, session))
         return cache
 
@@ -347,7 +356,7 @@ class Sessions:
     ) -> None:
         former = self._former(salt, tokens)
         if former is not None and len(former.tokens) == len(tokens):
-            former.used_s = time.time()
+            former.use()
             return
         about = self._about(tokens, cache) if tail is None else tail.about(cache, _TITLE)
         if former is not None and self._extend(former, cache, tokens, about, tail):
@@ -408,7 +417,8 @@ class Sessions:
         finally:
             opened.stored.close()
         with self._lock:
-            former.tokens, former.used_s = tokens, time.time()
+            former.tokens = tokens
+            former.use()
             former.num_bytes = _size(former.path)
             self._make_room()
         return True

@@ -117,6 +117,7 @@ let looking = null;
 
 async function listDocuments() {
   clearTimeout(looking);
+  looking = null;
   try {
     const { data } = await (await request("v1/documents")).json();
     drawDocuments(data);
