@@ -1,7 +1,10 @@
 """AlignedBuffer: aligned, zeroed, shared between array and tensor, alive as long as either."""
 
+import ctypes
 import gc
+import mmap
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +80,24 @@ def test_huge_pages_are_asked_for() -> None:
             assert "sh" not in flags  # private
             return
     pytest.fail("the buffer's mapping is not listed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mincore")
+@pytest.mark.parametrize("num_bytes", [5000, 2_560_800, (2 << 20) - 1, (4 << 20) + 1])
+def test_no_more_is_resident_than_the_buffers(num_bytes: int) -> None:
+    """Where huge pages are had, none reaches beyond a buffer's end. Mappings lie side by side."""
+    buffers, count = [AlignedBuffer(1, num_bytes) for _ in range(16)], 0
+    for buffer in buffers:
+        buffer.array[:] = 1
+    for buffer in buffers:
+        mapped = np.frombuffer(buffer._pages, dtype=np.uint8)
+        resident = np.zeros(-(-mapped.size // mmap.PAGESIZE), dtype=np.uint8)
+        assert not ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.size),
+            resident.ctypes.data_as(ctypes.c_void_p),
+        )  # fmt: skip
+        count += int((resident & 1).sum())
+    assert count == len(buffers) * -(-num_bytes // mmap.PAGESIZE)
 
 
 def test_pinning_without_cuda_is_ignored() -> None:

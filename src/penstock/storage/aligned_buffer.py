@@ -49,6 +49,7 @@ class AlignedBuffer:
         )
         self.address = _address(root) + start
         self._pages, self._start = pages, start
+        _ask_for_huge_pages(pages, start, self.num_bytes)
         self.is_pinned = pinned and self.num_bytes > 0 and pages.pin(self.address, self.num_bytes)
 
     def in_slots_of(self, slot_bytes: int) -> "AlignedBuffer":
@@ -133,10 +134,21 @@ def _map_zeroed(num_bytes: int) -> tuple[_Pages, npt.NDArray[np.uint8]]:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         pages = _Pages(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
     return pages, np.frombuffer(pages, dtype=np.uint8)
+
+
+def _ask_for_huge_pages(pages: _Pages, start: int, num_bytes: int) -> None:
+    """Ask for those that lie in the buffer whole.
+
+    One that reaches beyond its end would take up to 2 MiB that no ledger knows, in each layer.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+        if whole:
+            pages.madvise(mmap.MADV_HUGEPAGE, start, whole)
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:
