@@ -27,7 +27,6 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import DynamicCache
 
 from penstock import (
     LLM,
@@ -44,6 +43,7 @@ from penstock import (
 from penstock.cli.entry import set_defaults
 from penstock.evaluate.process_memory import anonymous_bytes
 from penstock.evaluate.result import Result
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import BUNDLED, load
 from penstock.testing.faulty_file import FaultyFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
@@ -222,8 +222,8 @@ class Soak:
     def _turn(self, model: Any, cache: TieredCache, ids: list[int]) -> list[int]:
         prompt = torch.tensor([ids])
         out = model.generate(
-            prompt, cache=cache, max_new_tokens=self.random.randint(1, 12), do_sample=False,
-            eos_token_id=None, pad_token_id=0,
+            prompt, **cache_argument(model, cache), max_new_tokens=self.random.randint(1, 12),
+            do_sample=False, eos_token_id=None, pad_token_id=0,
             # Without it transformers hides tokens of an earlier answer that are the pad token.
             attention_mask=torch.ones_like(prompt),
         )  # fmt: skip
@@ -233,7 +233,7 @@ class Soak:
     def _check(self, family: str, model: Any, ids: list[int]) -> None:
         """The last token is, by full attention, one of the best that there are."""
         with torch.no_grad():
-            logits = model(torch.tensor([ids[:-1]]), cache=DynamicCache(config=model.config))
+            logits = model(torch.tensor([ids[:-1]]), use_cache=False)
         last = logits.logits[0, -1]
         if last.max() - last[ids[-1]] > 1e-3:
             self.wrong.append(f"{family}: {ids}")

@@ -33,6 +33,7 @@ from penstock.methods.hillinfer.near_storage.frames import Frames
 from penstock.methods.hillinfer.near_storage.hello import greet
 from penstock.methods.hillinfer.policy import HillInfer
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.testing.near_rig import NearRig
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 from research.near_storage.host_process import HostProcess
@@ -95,8 +96,8 @@ def answer(
             raise
         opened()
         out = model.generate(
-            prompt, cache=cache, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None,
-            pad_token_id=0, attention_mask=torch.ones_like(prompt),
+            prompt, **cache_argument(model, cache), max_new_tokens=ANSWER, do_sample=False,
+            eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt),
         )  # fmt: skip
     found: list[int] = out[0, prompt.shape[1] :].tolist()
     return found

@@ -212,3 +212,15 @@ def test_what_the_sanitizers_run_is_there() -> None:
 
     named = (*sanitize.TESTS, *sanitize.TRITON)
     assert [path for path in named if not (sanitize.ROOT / path).exists()] == []
+
+
+def test_a_models_cache_is_named_by_cache_argument() -> None:
+    """transformers calls it `cache`, before 5.20 `past_key_values`."""
+    found = [
+        f"{path.relative_to(TESTS.parent)}:{call.lineno}"
+        for path, call in nodes(FILES, ast.Call)
+        if ast.unparse(call.func).rpartition(".")[2] in ("model", "_model", "generate")
+        for keyword in call.keywords
+        if keyword.arg in ("cache", "past_key_values")
+    ]
+    assert not found, found

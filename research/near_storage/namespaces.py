@@ -32,6 +32,7 @@ from penstock.methods.hillinfer.near_storage.near_store import NearStore
 from penstock.methods.hillinfer.near_storage.tcp_device import TcpDevice
 from penstock.methods.hillinfer.policy import HillInfer
 from penstock.models.cache_adapter import TieredCache
+from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import load
 from penstock.storage.aligned_buffer import AlignedBuffer
 from research.near_storage.host_process import HostProcess
@@ -93,15 +94,15 @@ def decode(
         torch.no_grad(),
         TieredCache(model, policy, None, "memory", max_tokens=most, must_tier=True) as cache,
     ):
-        begun = time.perf_counter()
-        step, tokens = model(prompt, cache=cache, logits_to_keep=1), []
+        given, begun = cache_argument(model, cache), time.perf_counter()
+        step, tokens = model(prompt, **given, logits_to_keep=1), []
         prompt_s = time.perf_counter() - begun
         store = cache._runtime._store
         assert isinstance(store, NearStore)
         before, begun = _wire(store), time.perf_counter()
         for _ in range(output):
             tokens.append(int(step.logits[0, -1].argmax()))
-            step = model(torch.tensor([[tokens[-1]]]), cache=cache)
+            step = model(torch.tensor([[tokens[-1]]]), **given)
         took = time.perf_counter() - begun
         found = {
             "tokens": tokens, "tokens_per_s": output / took, "prompt_s": prompt_s,
