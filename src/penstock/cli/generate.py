@@ -17,6 +17,7 @@ from penstock.cli.options import (
     ConfigOption,
     DeviceCopiesOption,
     DeviceKeyOption,
+    DeviceMemoryOption,
     DeviceOption,
     DevicesOption,
     DiskOption,
@@ -76,7 +77,7 @@ def generate_command(
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
     as_json: JsonOption = False, trace: TraceOption = None, force: ForceOption = False,
     devices: DevicesOption = None, device_key: DeviceKeyOption = None,
-    device_copies: DeviceCopiesOption = 1,
+    device_copies: DeviceCopiesOption = 1, device_memory: DeviceMemoryOption = None,
 ) -> None:  # fmt: skip
     """Answer a prompt, by the model's chat template where it has one.
 
@@ -101,7 +102,8 @@ def generate_command(
         check_writable(trace, "--trace", TRACE, force=force)
     with loading(console, model) as progress:
         llm = LLM(
-            model, policy=with_devices(policy, devices, device_key, device_copies),
+            model,
+            policy=with_devices(policy, devices, device_key, device_copies, device_memory),
             memory=memory, store=disk, exact=exact, verify=verify, adapter=adapter, device=device,
             dtype=None if dtype is None else dtype.value,
             quantization=None if weights is None else weights.value,
@@ -125,9 +127,10 @@ def generate_command(
 
 
 def with_devices(
-    policy: str | None, devices: str | None, key_file: str | None, copies: int = 1
-) -> "SelectionPolicy | str | None":
-    """The policy on devices of other hosts, where some are given.
+    policy: str | None, devices: str | None, key_file: str | None, copies: int = 1,
+    memory: str | None = None,
+) -> "SelectionPolicy | str | None":  # fmt: skip
+    """The policy on devices of other hosts, or with bounded ones, where that is asked.
 
     Raises:
         ConfigError: they are no addresses, have no key, or the policy has no use for them.
@@ -135,13 +138,17 @@ def with_devices(
     if devices is None:
         if copies != 1:
             raise ConfigError("--device-copies wants --devices")
-        return policy
+        if memory is None:
+            return policy
     if policy != "hillinfer":
-        raise ConfigError("--devices wants --policy hillinfer")
+        asked = "--devices" if devices else "--device-memory"
+        raise ConfigError(f"{asked} wants --policy hillinfer")
     from penstock.methods.hillinfer.policy import HillInfer
 
     key = f"file:{key_file}" if key_file else ""
-    return HillInfer(devices=devices, device_key=key, copies=copies)
+    return HillInfer(
+        devices=devices or 1, device_key=key, copies=copies, device_memory=memory
+    )  # fmt: skip
 
 
 def in_home(path: Path, option: str) -> Path:

@@ -187,6 +187,14 @@ DeviceCopiesOption = Annotated[
         help="Hosts of --devices that have each token; with 2 the answer goes on without a host.",
     ),
 ]  # fmt: skip
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory", metavar="SIZE",
+        help="Bounds what each near-storage device holds itself; with --policy hillinfer.",
+        show_default="no bound",
+    ),
+]  # fmt: skip
 ChunkOption = Annotated[
     int, typer.Option("--chunk", metavar="TOKENS", help="Prompt tokens per forward pass.")
 ]

@@ -29,17 +29,21 @@ class NearRig:
     copies: int = 1
     key: bytes = b""
     timeout_s: float = 10.0
+    bits: int = 8
+    device_memory: int = 0
     seed: int = 0
     store: NearStore = field(init=False)
 
     def __post_init__(self) -> None:
         settings = ScoreSettings(
             rows=self.rows, max_tokens=self.tokens, query_heads=HEADS, kv_heads=KV_HEADS,
-            head_dim=DIM, dtype="float32", scaling=0.25, rule=self.rule, block_tokens=32,
+            head_dim=DIM, dtype="float32", scaling=0.25, rule=self.rule, bits=self.bits,
+            block_tokens=32,
         )  # fmt: skip
         self.store = NearStore.open(
             str(self.place), settings, layers=1, unit_bytes=UNIT_BYTES, devices=self.devices,
             copies=self.copies, key=self.key, timeout_s=self.timeout_s,
+            device_memory=self.device_memory,
         )  # fmt: skip
         random = np.random.default_rng(self.seed)
         self.units = random.permutation(self.rows * self.tokens).reshape(self.rows, self.tokens)

@@ -181,7 +181,7 @@ def test_processes_end_with_their_store(tmp_path: Path) -> None:
 def test_settings_of_other_types_are_refused(name: str, value: object) -> None:
     common = {"rows": 1, "max_tokens": 4, "query_heads": 1, "kv_heads": 1, "head_dim": 2}
     settings = ScoreSettings(**common, dtype="float32", scaling=0.5)  # type: ignore[arg-type]
-    whole = DeviceSettings.of(settings, layers=1, unit_bytes=16)
+    whole = DeviceSettings.of(settings, layers=1, unit_bytes=16, stripes=Stripes())
     assert DeviceSettings.from_json(whole.as_json()) == whole
     with pytest.raises(ProtocolError, match=name):
         DeviceSettings.from_json({**whole.as_json(), name: value})

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core.errors import StorageError
 from penstock.methods.hillinfer.near_storage.channel import ScorerError
 from penstock.methods.hillinfer.near_storage.device_host import DeviceHost
 from penstock.methods.hillinfer.near_storage.hello import HelloError, greet
@@ -80,11 +79,3 @@ def test_who_has_no_key_or_talks_nonsense_gets_nowhere(host: DeviceHost) -> None
     with rig_of(host) as rig:
         rig.fill()
         np.testing.assert_allclose(rig.score(150), rig.expected(150), rtol=0.06, atol=1e-3)
-
-
-def test_a_host_has_a_bound(tmp_path: Path) -> None:
-    with (
-        DeviceHost(KEY, disk=str(tmp_path), memory_bytes=10_000) as host,
-        pytest.raises(StorageError, match="budget"),
-    ):
-        rig_of(host)

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from typing_extensions import override
 
+from penstock.core.byte_size import parse_bytes
 from penstock.core.choices import Choice
-from penstock.core.errors import ConfigError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest, SlotPlan
 from penstock.engine.key_index import KeyIndex
@@ -24,9 +25,11 @@ from penstock.methods.hillinfer.index import NearIndex
 from penstock.methods.hillinfer.layer import NearLayer
 from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
+from penstock.methods.hillinfer.near_storage.device_memory import DeviceMemory
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
 from penstock.methods.hillinfer.near_storage.scorer import LocalScorer, Scorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rule, ScoreSettings
+from penstock.methods.hillinfer.near_storage.stripes import Stripes
 from penstock.methods.hillinfer.near_work import NearWork
 from penstock.storage.documents.key_sources import read_key
 from penstock.storage.store import KVStore
@@ -87,6 +90,9 @@ class HillInfer(BaselinePolicy):
     machine; or those of other hosts, "tcp://host:port,..." (`penstock device serve`)."""
     copies: int = 1
     """Devices that have each unit, 1 or 2. With 2 the answer goes on without a device."""
+    device_memory: int | str | None = None
+    """Most memory that a near-storage device holds beside what it shares with this process: bytes,
+    or "256MiB"; None: no bound. Codes that do not fit are made from its disk at every step."""
     device_key: str = ""
     """Where the key of other hosts is: "file:PATH"."""
     scorer_threads: int = 1
@@ -123,6 +129,8 @@ class HillInfer(BaselinePolicy):
                 raise ConfigError("devices=tcp://... wants device_key=file:PATH")
         if self.num_devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
             raise ConfigError("devices and block_tokens must be at least 1, scorer_threads 0")
+        if self.device_memory is not None and (not self.near or self._device_bytes < 1):
+            raise ConfigError("device_memory=... wants near=true, and must be above 0")
         if not 1 <= self.copies <= min(2, self.num_devices):
             raise ConfigError(f"copies={self.copies} must be 1, or 2 with two devices or more")
         if self.devices != 1 and not self.near:
@@ -140,6 +148,11 @@ class HillInfer(BaselinePolicy):
         if isinstance(self.devices, str):
             return len(split_devices(self.devices))
         return self.devices
+
+    @property
+    def _device_bytes(self) -> int:
+        bound = self.device_memory
+        return parse_bytes(bound) if isinstance(bound, str) else bound or 0
 
     def _key(self) -> bytes:
         return read_key(self.device_key, environment={}) if self.device_key else b""
@@ -174,13 +187,24 @@ class HillInfer(BaselinePolicy):
         if self.near:
             shape = request.shape
             device = DeviceSettings.of(
-                settings, layers=shape.num_layers, unit_bytes=shape.token_bytes
-            )
+                settings, layers=shape.num_layers, unit_bytes=shape.token_bytes,
+                stripes=Stripes(self.num_devices, copies=self.copies),
+            )  # fmt: skip
+            if self.device_memory is not None:
+                self._check_devices(device)
             scratch += self.num_devices * device.division.num_bytes
         else:
             held += ColdKeys.num_bytes(settings)
             scratch += ColdKeys.scratch_bytes(settings)
         return IndexSize(held, scratch)
+
+    def _check_devices(self, device: DeviceSettings) -> None:
+        """Raises ConfigError where `device_memory` does not do."""
+        try:
+            over_tcp = isinstance(self.devices, str)
+            DeviceMemory.within(device, self._device_bytes, over_tcp=over_tcp)
+        except BudgetError as error:  # of other memory than what is planned here
+            raise ConfigError(str(error)) from error
 
     @override
     def _build(
@@ -267,6 +291,7 @@ class HillInfer(BaselinePolicy):
             self.settings_for(request.shape, request.batch, request.max_tokens, request.scaling),
             layers=request.shape.num_layers, unit_bytes=request.unit_bytes,
             devices=self.devices, copies=self.copies, key=self._key(), timeout_s=self.timeout_s,
+            device_memory=self._device_bytes,
         )  # fmt: skip
 
     @override

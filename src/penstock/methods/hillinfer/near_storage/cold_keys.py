@@ -32,16 +32,23 @@ class ColdKeys:
     original keys, which are what is fetched.
 
     Differences: keys are cast once, when they are written, and the codes kept in the device's
-    memory (the paper casts while it streams from flash). The rule "attention" adds shares of the
-    softmax, which needs the log-sums of all devices first (two rounds, and the keys once): on
-    models with several heads a sum of raw products ranks otherwise (docs/methods/hillinfer.md).
+    memory; `BoundedKeys` casts while it streams, as the paper does. The rule "attention" adds
+    shares of the softmax, which needs the log-sums of all devices first (two rounds, and the keys
+    once): on models with several heads a sum of raw products ranks otherwise
+    (docs/methods/hillinfer.md).
     """
 
-    def __init__(self, settings: ScoreSettings) -> None:
+    def __init__(self, settings: ScoreSettings, num_units: int | None = None) -> None:
+        """Make room.
+
+        Args:
+            num_units: whose codes there is room for at first; None: one a token.
+        """
         s = self.settings = settings
+        room = s.rows * s.max_tokens if num_units is None else num_units
         self.units = np.full((s.rows, s.max_tokens), UNMAPPED, dtype=np.int64)
         self.cold = np.zeros((s.rows, s.max_tokens), dtype=np.bool_)
-        self.codes = KeyCodes(s.rows * s.max_tokens, s.kv_heads, s.head_dim, s.dtype, s.bits)
+        self.codes = KeyCodes(room, s.kv_heads, s.head_dim, s.dtype, s.bits)
         self._growing = threading.Lock()  # keys are written while others are scored
         self._logits: list[tuple[ScoredBlock, NDArray[np.float32]]] = []
 
@@ -51,13 +58,18 @@ class ColdKeys:
         s = settings
         tokens = s.rows * s.max_tokens
         codes = KeyCodes.num_bytes(tokens, s.kv_heads, s.head_dim, s.bits)
-        return codes + 9 * tokens
+        return codes + ColdKeys.table_bytes(s)
+
+    @staticmethod
+    def table_bytes(settings: ScoreSettings) -> int:
+        """Bytes of one layer's tables alone."""
+        return 9 * settings.rows * settings.max_tokens
 
     @staticmethod
     def scratch_bytes(settings: ScoreSettings) -> int:
         """Bytes of one request's logits, positions and scores."""
         s = settings
-        return s.rows * s.max_tokens * (4 * s.query_heads + 16)
+        return s.rows * s.max_tokens * (4 * s.query_heads + 20) + 4 * s.block_tokens
 
     def put(self, unit_ids: NDArray[np.int64], raw: NDArray[np.uint8]) -> None:
         """Take in the keys of some units.
@@ -110,7 +122,8 @@ class ColdKeys:
         for row, positions, units in self._chunks(end):
             out = np.empty(len(positions), dtype=np.float32)
             with self._growing:
-                self.codes.score_prepared(prepared[row], units, out, self.settings.threads)
+                codes, places = self._codes_of(units)
+                codes.score_prepared(prepared[row], places, out, self.settings.threads)
             yield ScoredBlock(row, positions, out)
 
     def log_sums(self, query: NDArray[np.float32], end: int) -> NDArray[np.float32]:
@@ -124,7 +137,8 @@ class ColdKeys:
         for row, positions, units in self._chunks(end):
             logits = np.empty((s.query_heads, len(positions)), dtype=np.float32)
             with self._growing:
-                part = self.codes.logits(prepared[row], units, logits, s.threads)
+                codes, places = self._codes_of(units)
+                part = codes.logits(prepared[row], places, logits, s.threads)
             sums[row] = np.logaddexp(sums[row], part)
             self._logits.append((ScoredBlock(row, positions, logits[0]), logits))
         return sums
@@ -140,6 +154,14 @@ class ColdKeys:
             out = np.empty(len(block.positions), dtype=np.float32)
             add_shares(logits, normalisers[block.row], out, self.settings.threads)
             yield ScoredBlock(block.row, block.positions, out)
+
+    def forget_logits(self) -> None:
+        """The shares of the last request are not wanted any more."""
+        self._logits = []
+
+    def _codes_of(self, units: NDArray[np.int64]) -> tuple[KeyCodes, NDArray[np.int64]]:
+        """Codes in which those of some units of a block are, and where; until the next call."""
+        return self.codes, units
 
     def _chunks(self, end: int) -> Iterator[tuple[int, NDArray[np.int32], NDArray[np.int64]]]:
         """Row, positions and units of the cold tokens before `end`, a block at a time."""

@@ -41,6 +41,7 @@ class NearDevice:
         restore: called after a restart, before anybody else's request, to send the maps
         scores, reads, writes: the channels (see `protocol`)
         link: how fast units have come
+        memory_bytes, coded_layers: what the device holds beside what is shared (`DeviceMemory`)
     """
 
     given_up = "was stopped; it is started again when it is needed next"
@@ -70,6 +71,7 @@ class NearDevice:
         self._sparing = threading.Lock()
         self.link = Link()
         self.sector_bytes, self.is_direct, self.description = 1, False, ""
+        self.memory_bytes = self.coded_layers = 0
         self.write_lock = threading.Lock()
         """For `write_section`."""
         try:
@@ -164,6 +166,8 @@ class NearDevice:
         try:
             self.sector_bytes = int(said["sector_bytes"])
             self.is_direct, self.description = bool(said["is_direct"]), str(said["description"])
+            self.memory_bytes = int(said["memory_bytes"])
+            self.coded_layers = int(said["coded_layers"])
         except (KeyError, TypeError, ValueError):
             raise self.scores.nonsense("a Ready message without its fields") from None
 

@@ -12,7 +12,7 @@ from penstock.core.ledger import MemoryLedger, Reservation
 from penstock.methods.hillinfer.near_storage import protocol, shared_memory
 from penstock.methods.hillinfer.near_storage.address import split_address
 from penstock.methods.hillinfer.near_storage.bulk import Bulk, Piece
-from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
+from penstock.methods.hillinfer.near_storage.device_memory import DeviceMemory
 from penstock.methods.hillinfer.near_storage.device_process import Device, carry_out, failed
 from penstock.methods.hillinfer.near_storage.frames import Frames
 from penstock.methods.hillinfer.near_storage.hello import welcome
@@ -30,19 +30,22 @@ _TAKE_OVER_S = 10.0
 class _Pool:
     """What one cache has here; it outlives the cache's connections."""
 
-    def __init__(self, settings: DeviceSettings, files: FileSet, memory: Reservation) -> None:
+    def __init__(
+        self, settings: DeviceSettings, files: FileSet, held: DeviceMemory, memory: Reservation
+    ) -> None:
         self.files, self.reservation = files, memory
         self.instance, self.session = os.urandom(16).hex(), ""
         self.writes = self.area = 0
         self.joined: list[tuple[Frames, threading.Thread]] = []
         self.left_at = time.monotonic()
-        self.serve(settings)
+        self.serve(settings, held)
 
-    def serve(self, settings: DeviceSettings) -> None:
+    def serve(self, settings: DeviceSettings, held: DeviceMemory) -> None:
         """Serve these settings; files stay, codes are made from them again."""
         memory = shared_memory.unshared(settings.division.num_bytes)
         self.settings, self.bulk = settings, Bulk(memory, settings.division)
-        self.device = Device(settings, self.files, memory, lambda *_: None)
+        self.held = held
+        self.device = Device(settings, self.files, memory, lambda *_: None, held)
 
     def close(self) -> None:
         """End the connections, and let files and memory go."""
@@ -68,12 +71,6 @@ class _Pool:
         self.joined = []
 
 
-def pool_bytes(settings: DeviceSettings) -> int:
-    """Bytes of memory that a device holds for these settings."""
-    codes = settings.layers * ColdKeys.num_bytes(settings)
-    return codes + ColdKeys.scratch_bytes(settings) + settings.division.num_bytes
-
-
 class DeviceHost:
     """Listens for caches that have the key, and keeps a pool for each.
 
@@ -92,13 +89,15 @@ class DeviceHost:
 
         Args:
             disk: directory of the pools, or "auto".
-            memory_bytes: most memory of all pools together; None: no bound.
+            memory_bytes: most memory of all pools together; None: no bound. The codes of a pool
+                that does not fit are read from its files.
 
         Raises:
             ConfigError: the address makes no sense.
             StorageError: it cannot be listened to.
         """
         self._key, self._disk, self._keep_s = key, disk, keep_s
+        self._bounded = memory_bytes is not None
         self.ledger = MemoryLedger((1 << 62) if memory_bytes is None else memory_bytes)
         self._pools: dict[str, _Pool] = {}
         self._lock, self._counting = threading.RLock(), threading.Lock()
@@ -221,8 +220,8 @@ class DeviceHost:
                 pool = self._pools[name] = self._make(given)
             elif pool.settings != given:
                 pool.reservation.release()
-                pool.reservation = self.ledger.take("a cache's pool", pool_bytes(given))
-                pool.serve(given)
+                held, pool.reservation = self._take(given)
+                pool.serve(given, held)
             pool.session = os.urandom(16).hex()
             self._add(pool, frames)
         lock = threading.Lock()
@@ -242,17 +241,24 @@ class DeviceHost:
             "sector_bytes": first.sector_bytes, "is_direct": first.is_direct,
             "description": f"{self.address}: {pool.files.description}",
             "instance": pool.instance, "session": pool.session, "writes": pool.writes,
-            "memory_bytes": pool.reservation.num_bytes,
+            "memory_bytes": pool.held.num_bytes, "coded_layers": pool.held.coded_layers,
         })  # fmt: skip
 
     def _make(self, settings: DeviceSettings) -> _Pool:
-        memory = self.ledger.take("a cache's pool", pool_bytes(settings))
+        held, memory = self._take(settings)
         try:
             files = wrap_descriptors(open_descriptors(self._disk, settings.layers))
-            return _Pool(settings, files, memory)
+            return _Pool(settings, files, held, memory)
         except BaseException:
             memory.release()
             raise
+
+    def _take(self, settings: DeviceSettings) -> tuple[DeviceMemory, Reservation]:
+        """Memory for a pool: what is free holds as many of its codes as fit."""
+        limits = [settings.device_memory or None, self.ledger.free_bytes if self._bounded else None]
+        limit = min((each for each in limits if each is not None), default=None)
+        held = DeviceMemory.within(settings, limit, over_tcp=True)
+        return held, self.ledger.take("a cache's pool", held.num_bytes)
 
     def _join(self, frames: Frames, values: dict[str, object]) -> _Pool:
         with self._lock:
@@ -264,7 +270,8 @@ class DeviceHost:
 
     def _add(self, pool: _Pool, frames: Frames) -> None:
         pool.joined.append((frames, threading.current_thread()))
-        frames.most_bulk = len(pool.bulk.memory)
+        division = pool.settings.division
+        frames.most_bulk = max(division.section_bytes, division.area_bytes)
         frames.place = lambda _, message: pool.bulk.views(pool.bulk.pieces(message))
 
     def _work(self, pool: _Pool, frames: Frames) -> None:

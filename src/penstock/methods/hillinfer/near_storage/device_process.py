@@ -21,14 +21,12 @@ from penstock.devices.throttle import Throttle
 from penstock.kernels.native import compiled
 from penstock.methods.hillinfer.near_storage import protocol, shared_memory
 from penstock.methods.hillinfer.near_storage.cold_keys import UNMAPPED, ColdKeys, ScoredBlock
+from penstock.methods.hillinfer.near_storage.device_memory import DeviceMemory
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
-from penstock.storage.aligned_buffer import AlignedBuffer
+from penstock.methods.hillinfer.near_storage.streamed_keys import BoundedKeys, KeyReader, joined
 from penstock.storage.file import Int64Array, KVFile
 from penstock.storage.open_files import Descriptors, FileSet, wrap_descriptors
 from penstock.storage.throttled_file import ThrottledFile
-
-ENCODE_UNITS = 4096
-"""Units that are read back at a time to make their codes again."""
 
 
 class Device:
@@ -36,8 +34,15 @@ class Device:
 
     def __init__(
         self, settings: DeviceSettings, files: FileSet, memory: NDArray[np.uint8],
-        send: Callable[[int, protocol.Message], None],
+        send: Callable[[int, protocol.Message], None], held: DeviceMemory,
     ) -> None:  # fmt: skip
+        """Serve these settings.
+
+        Args:
+            memory: for bulk, divided as the settings say.
+            send: what answers go by.
+            held: memory that may be used beside it.
+        """
         s = self.settings = settings
         self.files: list[KVFile] = list(files.files)
         if s.simulate:
@@ -46,15 +51,21 @@ class Device:
         self.memory = memory
         self.address = int(memory.__array_interface__["data"][0])
         self.areas = [s.division.area(memory, i) for i in range(shared_memory.NUM_AREAS)]
-        self.keys = [ColdKeys(s) for _ in range(s.layers)]
+        self._reader = KeyReader(s, self.files[0].sector_bytes)
+        self.padded_bytes = self._reader.padded_bytes
+        self.keys = [self._make_keys(layer, held) for layer in range(s.layers)]
         self._coded = [np.zeros(k.codes.num_units, dtype=np.bool_) for k in self.keys]
         """Units of a layer whose codes this process has made. [units]"""
         self._coding = threading.Lock()  # what is written goes before what a file had
-        self.padded_bytes = (
-            -(-s.unit_bytes // self.files[0].sector_bytes) * self.files[0].sector_bytes
-        )
+        self._bounded = held.bounded
         self._send = send
         self._scored: int = 0
+
+    def _make_keys(self, layer: int, held: DeviceMemory) -> ColdKeys:
+        if not held.bounded:
+            return ColdKeys(self.settings, self.settings.units)
+        units = self.settings.units if layer < held.coded_layers else 0
+        return BoundedKeys(self.settings, units, self._reader, self.files[layer])
 
     def answer_to(self, send: Callable[[int, protocol.Message], None]) -> None:
         """Send scores that way from now on, to a cache that knows nothing of those before."""
@@ -92,6 +103,9 @@ class Device:
     ) -> None:
         """Make the codes of some units; with `missing` only of those that have none."""
         with self._coding:
+            if self._bounded:  # for others there is no room
+                kept = units < len(self._coded[layer])
+                units, raw = units[kept], raw[kept]
             if missing:
                 left = ~self._are_coded(layer, units)
                 units, raw = units[left], raw[left]
@@ -115,7 +129,7 @@ class Device:
             raise protocol.ProtocolError("a read of nothing, or before the file")
         self._piece(message.target, int(lengths.sum()))
         begins = np.cumsum(lengths) - lengths + (self.address + message.target)
-        offsets, lengths, begins = _joined(offsets, lengths, begins)
+        offsets, lengths, begins = joined(offsets, lengths, begins)
         self.file(message.layer).submit_reads(offsets, lengths, begins, self.memory).wait()
 
     def map(self, message: protocol.Map) -> None:
@@ -132,15 +146,11 @@ class Device:
         keys.map(message.first, units)
 
     def _encode(self, layer: int, units: Int64Array) -> None:
+        if self._bounded:
+            units = units[units < len(self._coded[layer])]
         units = units[~self._are_coded(layer, units)]
-        for first in range(0, len(units), ENCODE_UNITS):
-            part = units[first : first + ENCODE_UNITS]
-            buffer = AlignedBuffer(len(part), self.padded_bytes)
-            lengths = np.full(len(part), self.padded_bytes, dtype=np.int64)
-            begins = buffer.address + np.arange(len(part), dtype=np.int64) * self.padded_bytes
-            pieces = _joined(part * self.padded_bytes, lengths, begins)
-            self.file(layer).submit_reads(*pieces, buffer).wait()
-            self._put(layer, part, buffer.array, missing=True)
+        for places, raw in self._reader.read(self.file(layer), units):
+            self._put(layer, units[places], raw, missing=True)
 
     # Scores -----------------------------------------------------------------------------------
 
@@ -162,6 +172,7 @@ class Device:
             units = area.units[: s.rows * message.count].reshape(s.rows, message.count)
             keys.map(message.first, units.copy())
         keys.change(promoted, demoted, reset=message.reset)
+        self.keys[self._scored].forget_logits()
         if s.rule == "attention":
             area.log_sums[:] = keys.log_sums(area.query, message.end)
             self._scored = message.layer
@@ -187,19 +198,6 @@ class Device:
             area.positions[at:end], area.scores[at:end] = block.positions, block.scores
             self._send(request, protocol.Block(number, block.row, at, end - at))
             at = end
-
-
-def _joined(
-    offsets: Int64Array, lengths: Int64Array, begins: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Reads that follow each other in the file and in memory, as one each."""
-    if len(offsets) < 2:
-        return offsets, lengths, begins
-    apart = (offsets[1:] != offsets[:-1] + lengths[:-1]) | (
-        begins[1:] != begins[:-1] + lengths[:-1]
-    )
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    return offsets[first], np.add.reduceat(lengths, first), begins[first]
 
 
 def carry_out(device: Device, request: int, message: protocol.Message) -> bool:
@@ -259,16 +257,18 @@ class Server:
         compiled.limit(message.values.pop("kernels"))
         settings = DeviceSettings.from_json(message.values)
         try:
+            held = DeviceMemory.within(settings, settings.device_memory or None)
             files = _open(settings, numbers)
             bulk = shared_memory.attach(memory, settings.division.num_bytes)
-            self._device = Device(settings, files, bulk, partial(self.send, self._scores))
+            self._device = Device(settings, files, bulk, partial(self.send, self._scores), held)
         except (PenstockError, OSError) as error:
             self.send(self._scores, request, failed(error))
             raise
         first = self._device.files[0]
         self.send(self._scores, request, protocol.Ready({
             "sector_bytes": first.sector_bytes, "is_direct": first.is_direct,
-            "description": files.description,
+            "description": files.description, "memory_bytes": held.num_bytes,
+            "coded_layers": held.coded_layers,
         }))  # fmt: skip
 
     def _work(self, connection: socket.socket, reader: protocol.Reader) -> None:

@@ -8,6 +8,7 @@ from penstock.core.closing import close_all
 from penstock.devices.presets import PRESETS
 from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
+from penstock.methods.hillinfer.near_storage.device_memory import describe_memory
 from penstock.methods.hillinfer.near_storage.holders import Holders
 from penstock.methods.hillinfer.near_storage.remote_file import RemoteFile
 from penstock.methods.hillinfer.near_storage.scorer import RemoteScorer
@@ -56,6 +57,7 @@ class NearStore(KVStore):
     def open(
         cls, location: str, settings: ScoreSettings, *, layers: int, unit_bytes: int,
         devices: int | str = 1, copies: int = 1, key: bytes = b"", timeout_s: float,
+        device_memory: int = 0,
     ) -> "NearStore":  # fmt: skip
         """Start the devices.
 
@@ -66,6 +68,7 @@ class NearStore(KVStore):
             copies: devices that have each unit, 1 or 2.
             key: that the hosts have as well.
             timeout_s: most seconds to wait for an answer.
+            device_memory: most bytes that a device may hold; 0: no bound.
 
         Raises:
             ConfigError: the location makes no sense, or this system has no Unix sockets.
@@ -73,7 +76,11 @@ class NearStore(KVStore):
         """
         profile, place = parse_location(location)
         simulate = "" if profile is None else profile.name
-        whole = DeviceSettings.of(settings, layers=layers, unit_bytes=unit_bytes, simulate=simulate)
+        count = len(split_devices(devices)) if isinstance(devices, str) else devices
+        whole = DeviceSettings.of(
+            settings, layers=layers, unit_bytes=unit_bytes, simulate=simulate,
+            stripes=Stripes(count, copies=copies), device_memory=device_memory,
+        )  # fmt: skip
         started: list[NearDevice] = []
         try:
             if isinstance(devices, str):
@@ -94,7 +101,7 @@ class NearStore(KVStore):
         others = [i for i, device in enumerate(self.devices) if device.settings.rows != rows]
         try:
             for i in others:
-                settings = self.devices[i].settings.for_rows(rows)
+                settings = self.devices[i].settings.for_rows(rows, self.holders.stripes)
                 self.holders.change(i, partial(self.devices[i].renew, settings))
             self.holders.answering()
         finally:
@@ -103,7 +110,14 @@ class NearStore(KVStore):
 
     @override
     def describe(self) -> str:
-        return super().describe() + self.holders.describe()
+        held = ""
+        if there := [each for each in self.devices if each.memory_bytes]:
+            held = " with " + describe_memory(
+                max(device.memory_bytes for device in there),
+                min(device.coded_layers for device in there), there[0].settings.layers,
+            )  # fmt: skip
+            held += " each" if len(self.devices) > 1 else ""
+        return super().describe() + held + self.holders.describe()
 
 
 def _close_all(devices: list[NearDevice]) -> None:

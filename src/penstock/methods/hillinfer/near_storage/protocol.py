@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from penstock.core.errors import FetchError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PNST"
 _HEADER = struct.Struct("<4sHHQI")
 MOST_BODY_BYTES = 1 << 16

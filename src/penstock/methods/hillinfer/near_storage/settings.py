@@ -7,6 +7,7 @@ from penstock.core.plain_data import fits
 from penstock.kernels.key_rounding import KeyDtype
 from penstock.methods.hillinfer.near_storage.protocol import ProtocolError
 from penstock.methods.hillinfer.near_storage.shared_memory import Division, section_bytes
+from penstock.methods.hillinfer.near_storage.stripes import Stripes
 
 Rule = Literal["attention", "products"]
 
@@ -43,6 +44,8 @@ class DeviceSettings(ScoreSettings):
     Attributes:
         layers: files of it; layer i's units are in file i
         unit_bytes: payload of a unit: one token's keys and values, keys first
+        units: of a layer that this device has, where each token has one
+        device_memory: most bytes that the device may hold (`DeviceMemory`); 0: no bound
         directory, direct: where the files are, and how they were opened
         simulate: name of a simulated device (`devices.presets`), or ""
         in_memory: the files are memory
@@ -50,6 +53,8 @@ class DeviceSettings(ScoreSettings):
 
     layers: int
     unit_bytes: int
+    units: int
+    device_memory: int = 0
     directory: str = ""
     direct: bool = False
     simulate: str = ""
@@ -58,20 +63,24 @@ class DeviceSettings(ScoreSettings):
 
     @classmethod
     def of(
-        cls, settings: ScoreSettings, *, layers: int, unit_bytes: int, simulate: str = ""
-    ) -> "DeviceSettings":
-        """These score settings for a device that is yet to get its files."""
+        cls, settings: ScoreSettings, *, layers: int, unit_bytes: int, stripes: Stripes,
+        simulate: str = "", device_memory: int = 0,
+    ) -> "DeviceSettings":  # fmt: skip
+        """These score settings for one of the devices, which is yet to get its files."""
         common = {field.name: getattr(settings, field.name) for field in fields(ScoreSettings)}
         tokens = settings.rows * settings.max_tokens
         return cls(
-            **common, layers=layers, unit_bytes=unit_bytes, simulate=simulate,
+            **common, layers=layers, unit_bytes=unit_bytes, units=stripes.num_local(tokens),
+            simulate=simulate, device_memory=device_memory,
             section_bytes=section_bytes(tokens, unit_bytes),
         )  # fmt: skip
 
-    def for_rows(self, rows: int) -> "DeviceSettings":
-        """The same for another batch."""
-        section = section_bytes(rows * self.max_tokens, self.unit_bytes)
-        return replace(self, rows=rows, section_bytes=section)
+    def for_rows(self, rows: int, stripes: Stripes) -> "DeviceSettings":
+        """The same for another batch; what it has of a larger one stays."""
+        tokens = rows * self.max_tokens
+        section = section_bytes(tokens, self.unit_bytes)
+        units = max(self.units, stripes.num_local(tokens))
+        return replace(self, rows=rows, units=units, section_bytes=section)
 
     @property
     def division(self) -> Division:

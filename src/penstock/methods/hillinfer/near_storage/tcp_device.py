@@ -36,9 +36,6 @@ class TcpDevice(NearDevice):
     The host keeps the pool meanwhile. It is told all maps and which tokens are hot by the next
     request; a write that had no answer is sent again, to the same place. A host that lost the pool,
     or has counted fewer writes than it has acknowledged, is refused for good.
-
-    Attributes:
-        device_bytes: memory that the host holds for this cache
     """
 
     given_up = "was given up; it is connected again when it is needed next"
@@ -59,7 +56,7 @@ class TcpDevice(NearDevice):
         self.address, self._key, self._pool = address, key, os.urandom(16).hex()
         self._instance, self._acknowledged = "", 0
         self._lost: PoolLostError | None = None
-        self.device_bytes = self._wire_bytes = 0
+        self._wire_bytes = 0
         super().__init__(settings, address, timeout_s=timeout_s)
 
     @override
@@ -148,7 +145,6 @@ class TcpDevice(NearDevice):
         self._take_ready(said)
         try:
             instance, writes = str(said["instance"]), int(str(said["writes"]))
-            self.device_bytes = int(str(said["memory_bytes"]))
         except (KeyError, ValueError):
             raise self.scores.nonsense("a Ready message without its fields") from None
         if self._acknowledged and (instance != self._instance or writes < self._acknowledged):
