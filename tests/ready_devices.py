@@ -25,7 +25,7 @@ from penstock.core.child_python import import_path
 ROOT = str(Path(__file__).parents[1])
 PRELOADED = (
     "penstock.devices.presets", "penstock.devices.throttle",
-    "penstock.methods.hillinfer.near_storage.cold_keys", "penstock.storage.throttled_file",
+    "penstock.methods.hillinfer.near_storage.streamed_keys", "penstock.storage.throttled_file",
     "penstock.methods.hillinfer.near_storage.protocol", "penstock.storage.open_files",
 )  # fmt: skip
 """What a device imports. Its own module runs as a program."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.engine.attention_call import AttentionCall
-from penstock.methods.hillinfer.near_storage.channel import ScorerError
+from penstock.methods.hillinfer.near_storage import refill
+from penstock.methods.hillinfer.near_storage.channel import LateError, ScorerError
 from penstock.methods.hillinfer.near_storage.device_host import DeviceHost
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
 from penstock.methods.hillinfer.near_storage.scorer import _RemoteScoring
 from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
+from penstock.methods.hillinfer.near_storage.written_units import WrittenUnits
 from penstock.methods.hillinfer.policy import HillInfer
 from tests.methods.hillinfer.test_near_layer import SCALING, Draw, runtime_of
 from tests.methods.hillinfer.test_tcp_devices import KEY
@@ -33,8 +36,12 @@ def key(tmp_path: Path) -> Path:
     return path
 
 
-def answers(fail: Callable[[NearStore], object] | None = None, **options: Any) -> list[np.ndarray]:
-    """What some decode steps of one layer give; `fail` is called in the middle."""
+def answers(
+    fail: Callable[[NearStore], object] | None = None,
+    later: Callable[[NearStore], object] | None = None, **options: Any,
+) -> list[np.ndarray]:  # fmt: skip
+    """What some decode steps of one layer give; `fail` is called in the middle, `later` before the
+    last two."""
     draw, out = Draw(), []
     keys, values = draw(2, 2, PROMPT), draw(2, 2, PROMPT)
     with runtime_of(2, 400, "memory", hot_tokens=60, **options) as runtime:
@@ -45,11 +52,13 @@ def answers(fail: Callable[[NearStore], object] | None = None, **options: Any) -
             if fail is not None and step == STEPS // 2:
                 assert isinstance(runtime._store, NearStore)
                 fail(runtime._store)
+            if later is not None and step == STEPS - 2:
+                assert isinstance(runtime._store, NearStore)
+                later(runtime._store)
             out.append(runtime.attend(0, call).numpy().copy())
         if fail is not None:
             assert isinstance(runtime._store, NearStore)
-            assert runtime._store.holders.away
-            assert "lost, its copies answer" in runtime._store.describe()
+            assert "lost" in runtime._store.describe()  # and perhaps brought back by now
     return out
 
 
@@ -76,6 +85,67 @@ def test_the_answer_goes_on_without_a_device(kind: str, key: Path) -> None:
         )  # fmt: skip
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["killed", "empty", "frozen"])
+def test_a_host_that_comes_back_is_filled_from_the_other(
+    kind: str, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the other one may fail: what it held, and what was written since, is there."""
+    monkeypatch.setattr(refill, "FIRST_S", 0.05)
+    expected = answers()
+    disk = str(key.parent)
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(DeviceHost(KEY, disk=disk, listen="127.0.0.1:0")) for _ in range(2)
+        )
+
+        def fail(store: NearStore) -> None:
+            first.close()
+            if kind != "killed":
+                stack.enter_context(DeviceHost(KEY, disk=disk, listen=first.address))
+            if kind == "frozen":
+                store.devices[0].give_up(LateError("it is late"))
+
+        def later(store: NearStore) -> None:
+            if kind == "killed":
+                stack.enter_context(DeviceHost(KEY, disk=disk, listen=first.address))
+            assert store.refiller is not None
+            end = time.monotonic() + 120
+            while store.holders.away:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert store.refiller.refilled
+            assert "lost, and filled again" in store.describe()
+            second.close()
+
+        found = answers(
+            fail, later, copies=2, device_key=f"file:{key}",
+            devices=f"tcp://{first.address},tcp://{second.address}",
+        )  # fmt: skip
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_written_while_a_copy_is_made_is_copied_again() -> None:
+    stripes = Stripes(3, 4, copies=2)
+    written = WrittenUnits(1, 40, stripes)
+    for first in range(0, 48, 4):
+        written.note(0, first, 4, [])
+    assert [written.num_missed(i) for i in range(3)] == [0, 0, 0]
+    written.miss_all(1)
+    assert [written.num_missed(i) for i in range(3)] == [0, 32, 0]
+    [(copy, units)] = written.missed(0, 1, 6)
+    assert (copy, units.tolist()) == (0, [4, 5, 6, 7, 16, 17])
+    written.note(0, 16, 4, [0])  # device 1 is away: it misses the new bytes, too
+    written.note(0, 0, 4, [])  # this one it got by itself
+    left = [written.missed(0, 1, 100), written.missed(0, 1, 100)]
+    assert [copy for copy, _ in left[0]] == [0, 1]
+    assert left[0][0][1].tolist() == [16, 17, 18, 19, 28, 29, 30, 31, 40, 41, 42, 43]
+    assert left[0][1][1].tolist() == [*range(12, 16), *range(24, 28), *range(36, 40)]
+    assert left[1] == []
+    written.miss(0, *left[0][1])
+    assert written.num_missed(1) == 12
 
 
 @pytest.mark.parametrize("moment", ["between steps", "begin", "merge", "submit_reads", "write_at"])

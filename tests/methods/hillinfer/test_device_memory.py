@@ -16,7 +16,7 @@ from penstock.methods.hillinfer.near_storage.scorer import Moved
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, ScoreSettings
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
 from penstock.methods.hillinfer.policy import HillInfer
-from penstock.storage.open_files import open_files
+from penstock.storage.open_files import open_descriptors, wrap_descriptors
 from penstock.testing.near_rig import NOTHING, NearRig
 from tests.methods.hillinfer.test_tcp_devices import KEY, rig_of
 
@@ -84,13 +84,14 @@ def test_a_device_holds_no_more_than_it_says(coded: int, tmp_path: Path) -> None
     )
     held = DeviceMemory.within(settings, least)
     assert (held.coded_layers, held.bounded) == (coded, True)
-    files = open_files(str(tmp_path), layers)
+    opened = open_descriptors(str(tmp_path), layers)
+    descriptors, files = opened.numbers, wrap_descriptors(opened)
     memory = shared_memory.unshared(settings.division.num_bytes)
     random = np.random.default_rng(0)
     tracemalloc.start()
     try:
         begun = tracemalloc.get_traced_memory()[0]
-        device = Device(settings, files, memory, lambda *_: None, held)
+        device = Device(settings, files, memory, lambda *_: None, held, descriptors)
         step = settings.section_bytes // device.padded_bytes
         area = settings.division.area(memory, 0)
         area.query[:] = random.standard_normal(area.query.shape)

@@ -27,6 +27,7 @@ from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
 from penstock.methods.hillinfer.near_storage.device_memory import DeviceMemory
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
+from penstock.methods.hillinfer.near_storage.refill import BATCH_BYTES
 from penstock.methods.hillinfer.near_storage.scorer import LocalScorer, Scorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rule, ScoreSettings
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
@@ -190,6 +191,10 @@ class HillInfer(BaselinePolicy):
                 settings, layers=shape.num_layers, unit_bytes=shape.token_bytes,
                 stripes=Stripes(self.num_devices, copies=self.copies),
             )  # fmt: skip
+            if self.copies > 1:  # what was written, and a buffer to bring devices back with
+                units = device.units * self.num_devices // 2
+                held += units
+                scratch += max(BATCH_BYTES, 2 * shape.token_bytes) + 32 * units
             if self.device_memory is not None:
                 self._check_devices(device)
             scratch += self.num_devices * device.division.num_bytes

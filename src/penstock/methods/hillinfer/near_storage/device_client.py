@@ -41,6 +41,7 @@ class NearDevice:
         restore: called after a restart, before anybody else's request, to send the maps
         scores, reads, writes: the channels (see `protocol`)
         link: how fast units have come
+        is_empty: it began anew, and nothing was copied to it yet
         memory_bytes, coded_layers: what the device holds beside what is shared (`DeviceMemory`)
     """
 
@@ -72,6 +73,7 @@ class NearDevice:
         self.link = Link()
         self.sector_bytes, self.is_direct, self.description = 1, False, ""
         self.memory_bytes = self.coded_layers = 0
+        self.is_empty = False
         self.write_lock = threading.Lock()
         """For `write_section`."""
         try:
@@ -182,12 +184,18 @@ class NearDevice:
         with self.lock:
             if self.is_alive():
                 return
-            if self._state.closed:
-                raise StorageError("the store is closed")
+            self._end_if_closed()
             _stop(self._state)
             self._start()
+            self._end_if_closed()
             self.restore()
             self._state.is_ready = True
+
+    def _end_if_closed(self) -> None:
+        """Another thread may close the store while one is started."""
+        if self._state.closed:
+            _stop(self._state)
+            raise StorageError("the store is closed")
 
     @property
     def failure(self) -> ScorerError | None:

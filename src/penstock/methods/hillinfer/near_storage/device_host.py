@@ -17,7 +17,7 @@ from penstock.methods.hillinfer.near_storage.device_process import Device, carry
 from penstock.methods.hillinfer.near_storage.frames import Frames
 from penstock.methods.hillinfer.near_storage.hello import welcome
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
-from penstock.storage.open_files import FileSet, open_descriptors, wrap_descriptors
+from penstock.storage.open_files import Descriptors, open_descriptors, wrap_descriptors
 
 HELLO_S = 5.0
 """Most seconds until a connection has proved its key."""
@@ -31,9 +31,11 @@ class _Pool:
     """What one cache has here; it outlives the cache's connections."""
 
     def __init__(
-        self, settings: DeviceSettings, files: FileSet, held: DeviceMemory, memory: Reservation
-    ) -> None:
-        self.files, self.reservation = files, memory
+        self, settings: DeviceSettings, opened: Descriptors, held: DeviceMemory,
+        memory: Reservation,
+    ) -> None:  # fmt: skip
+        self._descriptors, self.reservation = opened.numbers, memory
+        self.files = wrap_descriptors(opened)
         self.instance, self.session = os.urandom(16).hex(), ""
         self.writes = self.area = 0
         self.joined: list[tuple[Frames, threading.Thread]] = []
@@ -45,7 +47,7 @@ class _Pool:
         memory = shared_memory.unshared(settings.division.num_bytes)
         self.settings, self.bulk = settings, Bulk(memory, settings.division)
         self.held = held
-        self.device = Device(settings, self.files, memory, lambda *_: None, held)
+        self.device = Device(settings, self.files, memory, lambda *_: None, held, self._descriptors)
 
     def close(self) -> None:
         """End the connections, and let files and memory go."""
@@ -247,8 +249,7 @@ class DeviceHost:
     def _make(self, settings: DeviceSettings) -> _Pool:
         held, memory = self._take(settings)
         try:
-            files = wrap_descriptors(open_descriptors(self._disk, settings.layers))
-            return _Pool(settings, files, held, memory)
+            return _Pool(settings, open_descriptors(self._disk, settings.layers), held, memory)
         except BaseException:
             memory.release()
             raise

@@ -5,11 +5,12 @@ neither torch nor the model, and ends when the cache that started it does.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,6 +36,7 @@ class Device:
     def __init__(
         self, settings: DeviceSettings, files: FileSet, memory: NDArray[np.uint8],
         send: Callable[[int, protocol.Message], None], held: DeviceMemory,
+        descriptors: Sequence[int],
     ) -> None:  # fmt: skip
         """Serve these settings.
 
@@ -42,6 +44,7 @@ class Device:
             memory: for bulk, divided as the settings say.
             send: what answers go by.
             held: memory that may be used beside it.
+            descriptors: of the files, which tell how long they are.
         """
         s = self.settings = settings
         self.files: list[KVFile] = list(files.files)
@@ -57,7 +60,7 @@ class Device:
         self._coded = [np.zeros(k.codes.num_units, dtype=np.bool_) for k in self.keys]
         """Units of a layer whose codes this process has made. [units]"""
         self._coding = threading.Lock()  # what is written goes before what a file had
-        self._bounded = held.bounded
+        self._bounded, self._descriptors = held.bounded, descriptors
         self._send = send
         self._scored: int = 0
 
@@ -146,6 +149,9 @@ class Device:
         keys.map(message.first, units)
 
     def _encode(self, layer: int, units: Int64Array) -> None:
+        # What is mapped and not written yet gets its codes with the write.
+        size = os.fstat(self._descriptors[layer]).st_size
+        units = units[units < size // self.padded_bytes]
         if self._bounded:
             units = units[units < len(self._coded[layer])]
         units = units[~self._are_coded(layer, units)]
@@ -260,7 +266,9 @@ class Server:
             held = DeviceMemory.within(settings, settings.device_memory or None)
             files = _open(settings, numbers)
             bulk = shared_memory.attach(memory, settings.division.num_bytes)
-            self._device = Device(settings, files, bulk, partial(self.send, self._scores), held)
+            self._device = Device(
+                settings, files, bulk, partial(self.send, self._scores), held, numbers
+            )
         except (PenstockError, OSError) as error:
             self.send(self._scores, request, failed(error))
             raise

@@ -1,5 +1,6 @@
 """NearStore: a KVStore whose files near-storage devices own, and their scorer."""
 
+import threading
 from functools import partial
 
 from typing_extensions import override
@@ -10,12 +11,14 @@ from penstock.methods.hillinfer.near_storage.address import split_devices
 from penstock.methods.hillinfer.near_storage.device_client import NearDevice
 from penstock.methods.hillinfer.near_storage.device_memory import describe_memory
 from penstock.methods.hillinfer.near_storage.holders import Holders
+from penstock.methods.hillinfer.near_storage.refill import Refiller
 from penstock.methods.hillinfer.near_storage.remote_file import RemoteFile
 from penstock.methods.hillinfer.near_storage.scorer import RemoteScorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, ScoreSettings
 from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
 from penstock.methods.hillinfer.near_storage.tcp_device import TcpDevice
+from penstock.methods.hillinfer.near_storage.written_units import WrittenUnits
 from penstock.storage.file import KVFile
 from penstock.storage.store import KVStore, parse_location
 
@@ -30,14 +33,24 @@ class NearStore(KVStore):
             copies: devices that have each unit, 1 or 2; 2 wants two devices at least.
         """
         stripes, settings = Stripes(len(devices), copies=copies), devices[0].settings
-        self.holders = Holders(devices, stripes)
+        self.holders, stop = Holders(devices, stripes), threading.Event()
+        units = settings.units * len(devices) // copies if copies > 1 else 0
+        written = WrittenUnits(settings.layers, units, stripes)
         files: list[KVFile] = []
+        remote: list[list[KVFile]] = []
         for layer in range(settings.layers):
-            remote = [RemoteFile(device, layer, has_copies=copies > 1) for device in devices]
+            each = [RemoteFile(device, layer, has_copies=copies > 1) for device in devices]
+            remote.append(list(each))
+            stride = each[0].unit_stride
             if len(devices) == 1:
-                files.append(remote[0])
+                files.append(each[0])
             else:
-                files.append(StripedFile(list(remote), self.holders, remote[0].unit_stride))
+                note = partial(written.note, layer) if copies > 1 else _unwatched
+                files.append(StripedFile(remote[-1], self.holders, stride, note))
+        self.refiller = (
+            Refiller(self.holders, remote, written, stride, stop) if copies > 1 else None
+        )
+        """Brings lost devices back, where there are copies."""
         how = (
             "a near-storage device" if len(devices) == 1 else f"{len(devices)} near-storage devices"
         )
@@ -48,7 +61,7 @@ class NearStore(KVStore):
             where = f"simulated {profile.title} ({megabytes}) over {where}"
         super().__init__(
             files, settings.unit_bytes, f"{where}, not encrypted, behind {how}",
-            lambda: _close_all(devices),
+            lambda: _close_all(devices, stop),
         )  # fmt: skip
         self.devices = devices
         self.scorer = RemoteScorer(self.holders)
@@ -92,21 +105,22 @@ class NearStore(KVStore):
             started.extend(NearDevice(whole, place, timeout_s=timeout_s) for _ in range(devices))
             return cls(started, copies)
         except BaseException:
-            _close_all(started)
+            _close_all(started, threading.Event())
             raise
 
     def serve(self, rows: int) -> None:
         """Serve a batch of so many rows; starts the devices anew for another one than before: the
         files stay, and nothing is mapped."""
-        others = [i for i, device in enumerate(self.devices) if device.settings.rows != rows]
-        try:
-            for i in others:
-                settings = self.devices[i].settings.for_rows(rows, self.holders.stripes)
-                self.holders.change(i, partial(self.devices[i].renew, settings))
-            self.holders.answering()
-        finally:
-            if others:
-                self.scorer.forget()
+        with self.holders.gate:
+            others = [i for i, device in enumerate(self.devices) if device.settings.rows != rows]
+            try:
+                for i in others:
+                    settings = self.devices[i].settings.for_rows(rows, self.holders.stripes)
+                    self.holders.change(i, partial(self.devices[i].renew, settings))
+                self.holders.answering()
+            finally:
+                if others:
+                    self.scorer.forget()
 
     @override
     def describe(self) -> str:
@@ -117,8 +131,14 @@ class NearStore(KVStore):
                 min(device.coded_layers for device in there), there[0].settings.layers,
             )  # fmt: skip
             held += " each" if len(self.devices) > 1 else ""
-        return super().describe() + held + self.holders.describe()
+        back = [] if self.refiller is None else self.refiller.refilled
+        filled = f"; lost, and filled again ({len(back)}): {back[-1]}" if back else ""
+        return super().describe() + held + self.holders.describe() + filled
 
 
-def _close_all(devices: list[NearDevice]) -> None:
-    close_all(*(device.close for device in devices))
+def _close_all(devices: list[NearDevice], stop: threading.Event) -> None:
+    close_all(stop.set, *(device.close for device in devices))
+
+
+def _unwatched(first: int, count: int, missed: list[int]) -> None:
+    """Nobody asks later what was written."""

@@ -227,8 +227,10 @@ class RemoteScorer(Scorer):
         self.devices, self._stripes = holders.devices, holders.stripes
         self._holders = holders
         self.settings = self.devices[0].settings
-        self._answering = self._told = holders.answering()
-        """The device that answers for the units of each, and what all of them were last told."""
+        self._answering = holders.answering()
+        """The device that answers for the units of each."""
+        self._told: tuple[object, ...] = self._who()
+        """Who that was when all were told, and how often one had come back."""
         self._turns, self._asked_at = 0, -1
         self._next_area = 0
         self._maps: dict[int, NDArray[np.int64]] = {}
@@ -246,25 +248,30 @@ class RemoteScorer(Scorer):
     def ensure_alive(self) -> None:
         """Where others answer from now on, they are told which tokens those are."""
         self._holders.ensure_alive()
-        while (answering := self._holders.answering()) != self._told:
-            self._answering, self._told = answering, ()
+        while (who := self._who()) != self._told:
+            self._answering, self._told = who[0], ()
             self._turns += 1
             try:
-                for i in sorted(set(answering)):
+                for i in sorted(set(self._answering)):
                     self._say_maps(i, encode=i in self._restarted)
             except ScorerError:
                 if not self.turn():
                     raise
             else:
-                self._told = answering
+                self._told = who
             self._holders.ensure_alive()
 
     @override
     def turn(self) -> bool:
         if not self._holders.has_copies:
             return False
-        answering = self._holders.look()
-        return answering != self._told or self.generation != self._asked_at
+        self._holders.look()
+        return self._who() != self._told or self.generation != self._asked_at
+
+    def _who(self) -> tuple[tuple[int, ...], int]:
+        """Raises as `Holders.answering`."""
+        with self._holders.lock:
+            return self._holders.answering(), self._holders.returned
 
     @property
     def patience_s(self) -> float:
@@ -326,7 +333,8 @@ class RemoteScorer(Scorer):
         """Say again what was mapped, so that the codes are made from the files. What was written
         and is not mapped yet gets its codes when it is."""
         self._restarted.add(i)
-        self._say_maps(i, encode=True)
+        if i not in self._holders.away:  # one that comes back is told when it may answer
+            self._say_maps(i, encode=True)
 
     def _say_maps(self, i: int, *, encode: bool) -> None:
         for layer, units in list(self._maps.items()):

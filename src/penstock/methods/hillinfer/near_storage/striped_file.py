@@ -13,6 +13,8 @@ from penstock.core.errors import StorageError
 from penstock.methods.hillinfer.near_storage.holders import Holders
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
 
+LayerWritten = Callable[[int, int, list[int]], None]
+
 
 class _Share:
     """What a batch reads of the units that belong to one device."""
@@ -22,8 +24,13 @@ class _Share:
         begin: submits the reads to one of the holders.
         holders: who can be asked, in this order.
         """
-        self._begin, self._left = begin, list(holders)
+        self._begin, self._holders, self._left = begin, list(holders), list(holders)
         self.ticket = self.submit()
+
+    def again(self) -> Ticket:
+        """Ask all that could be asked once more, where units had nobody else."""
+        self._left = list(self._holders)
+        return self.submit()
 
     def submit(self) -> Ticket:
         """Ask the next device. Raises what it raises where there is no other."""
@@ -68,11 +75,24 @@ class StripedTicket(Ticket):
 
     @override
     def wait(self) -> None:
-        """Block until all have ended; the first failure is raised then."""
+        """Block until all have ended; the first failure is raised then.
+
+        Units whose holders all failed are asked for once more, where one could be brought back.
+        """
         failure: Exception | None = None
         for share in self._shares:
             try:
-                share.wait(self._holders.lose)
+                try:
+                    share.wait(self._holders.lose)
+                except StorageError:
+                    if not self._holders.has_copies:
+                        raise
+                    before = self._holders.returned
+                    self._holders.look()  # units that are lost for good are said first
+                    if self._holders.returned == before:
+                        raise
+                    share.again()
+                    share.wait(self._holders.lose)
             except Exception as error:
                 failure = failure or error
         ends = (share.ticket.finished_ns for share in self._shares)
@@ -90,13 +110,18 @@ class StripedFile(KVFile):
     other.
     """
 
-    def __init__(self, files: list[KVFile], holders: Holders, unit_stride: int) -> None:
+    def __init__(
+        self, files: list[KVFile], holders: Holders, unit_stride: int, written: LayerWritten
+    ) -> None:
         """Take over one file a device.
 
         Args:
             unit_stride: bytes from one unit to the next.
+            written: where units have copies, what is told of a write when it is over: the first
+                unit, how many, and the copies that did not get it.
         """
         self._files, self._holders, self._stride = files, holders, unit_stride
+        self._written = written
         self._stripes = holders.stripes
         self.sector_bytes = max(file.sector_bytes for file in files)
         self.is_direct = all(file.is_direct for file in files)
@@ -157,12 +182,17 @@ class StripedFile(KVFile):
     @override
     def write_at(self, offset: int, data: ByteArray) -> None:
         cut = self._cut(np.array([offset]), np.array([len(data)]))
-        for start, size, unit in zip(*(part.tolist() for part in cut[1:]), strict=True):
-            one, piece = np.array([unit]), data[start : start + size]
-            for copy, i in enumerate(self._stripes.holders(int(self._stripes.owner(one)[0]))):
-                local = int(self._stripes.local(one, copy)[0]) * self._stride
-                self._holders.change(i, partial(self._files[i].write_at, local, piece))
-        self._holders.answering()
+        with self._holders.gate if self._holders.has_copies else contextlib.nullcontext():
+            for start, size, unit in zip(*(part.tolist() for part in cut[1:]), strict=True):
+                one, piece = np.array([unit]), data[start : start + size]
+                missed = []
+                for copy, i in enumerate(self._stripes.holders(int(self._stripes.owner(one)[0]))):
+                    local = int(self._stripes.local(one, copy)[0]) * self._stride
+                    write = partial(self._files[i].write_at, local, piece)
+                    if not self._holders.change(i, write):
+                        missed.append(copy)
+                self._written(unit, size // self._stride, missed)
+            self._holders.answering()
 
     @override
     def sync(self) -> None:

@@ -35,7 +35,7 @@ class TcpDevice(NearDevice):
 
     The host keeps the pool meanwhile. It is told all maps and which tokens are hot by the next
     request; a write that had no answer is sent again, to the same place. A host that lost the pool,
-    or has counted fewer writes than it has acknowledged, is refused for good.
+    or has counted fewer writes than it has acknowledged, is refused until `begin_anew`.
     """
 
     given_up = "was given up; it is connected again when it is needed next"
@@ -156,6 +156,12 @@ class TcpDevice(NearDevice):
             f"the device at {self.address} has lost this cache's tokens; begin a new cache"
         )
         return self._lost
+
+    def begin_anew(self) -> None:
+        """Take a new pool with the next connection, in place of one that is lost."""
+        with self.lock:
+            self._pool, self._instance, self._acknowledged = os.urandom(16).hex(), "", 0
+            self._lost, self.is_empty = None, True
 
     @property
     def wire_bytes(self) -> int:
