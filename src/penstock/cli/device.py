@@ -8,6 +8,7 @@ import typer
 from penstock.cli.command import PenstockCommand
 from penstock.cli.console import say
 from penstock.core.byte_size import parse_bytes
+from penstock.core.errors import ConfigError
 
 device_app = typer.Typer(
     name="device", help="Near-storage devices on this host, for caches on others.",
@@ -39,17 +40,37 @@ def serve_device_command(
             show_default="no bound",
         ),
     ] = None,
+    tls_certificate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Encrypt by TLS with this certificate (PEM, with those that signed it behind it); "
+            "caches want --device-tls.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The certificate's own key (PEM, without a password)."),
+    ] = None,
 ) -> None:
     """Keep and score caches of other hosts, until interrupted (--policy hillinfer --devices)."""
     from penstock.methods.hillinfer.near_storage.device_host import DeviceHost
+    from penstock.methods.hillinfer.near_storage.tls import Identity
     from penstock.storage.documents.key_sources import read_key
 
     key = read_key(f"file:{key_file}", environment={})
     bound = None if memory is None else parse_bytes(memory)
-    host = DeviceHost(key, listen=listen, disk=disk, memory_bytes=bound)
+    if (tls_certificate is None) != (tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key go together")
+    identity = None
+    if tls_certificate is not None and tls_key is not None:
+        identity = Identity.of(tls_certificate, tls_key)
+    host = DeviceHost(key, listen=listen, disk=disk, memory_bytes=bound, identity=identity)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             say(f"near-storage devices at tcp://{host.address}; interrupt to end")
+            if identity is not None:
+                say(f"its certificate: {identity.fingerprint}")
             host.serve()
     finally:
         host.close()

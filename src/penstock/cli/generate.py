@@ -20,6 +20,7 @@ from penstock.cli.options import (
     DeviceMemoryOption,
     DeviceOption,
     DevicesOption,
+    DeviceTlsOption,
     DiskOption,
     DtypeOption,
     ExactOption,
@@ -78,6 +79,7 @@ def generate_command(
     as_json: JsonOption = False, trace: TraceOption = None, force: ForceOption = False,
     devices: DevicesOption = None, device_key: DeviceKeyOption = None,
     device_copies: DeviceCopiesOption = 1, device_memory: DeviceMemoryOption = None,
+    device_tls: DeviceTlsOption = None,
 ) -> None:  # fmt: skip
     """Answer a prompt, by the model's chat template where it has one.
 
@@ -103,7 +105,9 @@ def generate_command(
     with loading(console, model) as progress:
         llm = LLM(
             model,
-            policy=with_devices(policy, devices, device_key, device_copies, device_memory),
+            policy=with_devices(
+                policy, devices, device_key, device_copies, device_memory, device_tls
+            ),
             memory=memory, store=disk, exact=exact, verify=verify, adapter=adapter, device=device,
             dtype=None if dtype is None else dtype.value,
             quantization=None if weights is None else weights.value,
@@ -128,7 +132,7 @@ def generate_command(
 
 def with_devices(
     policy: str | None, devices: str | None, key_file: str | None, copies: int = 1,
-    memory: str | None = None,
+    memory: str | None = None, tls: str | None = None,
 ) -> "SelectionPolicy | str | None":  # fmt: skip
     """The policy on devices of other hosts, or with bounded ones, where that is asked.
 
@@ -136,8 +140,9 @@ def with_devices(
         ConfigError: they are no addresses, have no key, or the policy has no use for them.
     """
     if devices is None:
-        if copies != 1:
-            raise ConfigError("--device-copies wants --devices")
+        for given, option in ((copies != 1, "--device-copies"), (tls, "--device-tls")):
+            if given:
+                raise ConfigError(f"{option} wants --devices")
         if memory is None:
             return policy
     if policy != "hillinfer":
@@ -146,9 +151,12 @@ def with_devices(
     from penstock.methods.hillinfer.policy import HillInfer
 
     key = f"file:{key_file}" if key_file else ""
+    trust = tls or ""
+    if trust and not trust.startswith("sha256:"):
+        trust = f"file:{trust}"
     return HillInfer(
-        devices=devices or 1, device_key=key, copies=copies, device_memory=memory
-    )  # fmt: skip
+        devices=devices or 1, device_key=key, copies=copies, device_memory=memory, device_tls=trust
+    )
 
 
 def in_home(path: Path, option: str) -> Path:

@@ -187,6 +187,14 @@ DeviceCopiesOption = Annotated[
         help="Hosts of --devices that have each token; with 2 the answer goes on without a host.",
     ),
 ]  # fmt: skip
+DeviceTlsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-tls", metavar="FILE|sha256:HEX",
+        help="Encrypt by TLS, and trust --devices that show a certificate of the file (PEM; their "
+        "own, or who signed it), or the one with this fingerprint.",
+    ),
+]  # fmt: skip
 DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
 from penstock.methods.hillinfer.near_storage.scorer import Moved
 from penstock.methods.hillinfer.near_storage.settings import Rule, ScoreSettings
+from penstock.methods.hillinfer.near_storage.tls import Trust
 from penstock.storage.aligned_buffer import AlignedBuffer
 
 KV_HEADS, HEADS, DIM = 2, 4, 16
@@ -31,6 +32,7 @@ class NearRig:
     timeout_s: float = 10.0
     bits: int = 8
     device_memory: int = 0
+    trust: Trust | None = None
     seed: int = 0
     store: NearStore = field(init=False)
 
@@ -43,7 +45,7 @@ class NearRig:
         self.store = NearStore.open(
             str(self.place), settings, layers=1, unit_bytes=UNIT_BYTES, devices=self.devices,
             copies=self.copies, key=self.key, timeout_s=self.timeout_s,
-            device_memory=self.device_memory,
+            device_memory=self.device_memory, trust=self.trust,
         )  # fmt: skip
         random = np.random.default_rng(self.seed)
         self.units = random.permutation(self.rows * self.tokens).reshape(self.rows, self.tokens)

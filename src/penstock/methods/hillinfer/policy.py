@@ -31,6 +31,7 @@ from penstock.methods.hillinfer.near_storage.refill import BATCH_BYTES
 from penstock.methods.hillinfer.near_storage.scorer import LocalScorer, Scorer
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Rule, ScoreSettings
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
+from penstock.methods.hillinfer.near_storage.tls import FILE, FINGERPRINT, Trust
 from penstock.methods.hillinfer.near_work import NearWork
 from penstock.storage.documents.key_sources import read_key
 from penstock.storage.store import KVStore
@@ -96,6 +97,9 @@ class HillInfer(BaselinePolicy):
     or "256MiB"; None: no bound. Codes that do not fit are made from its disk at every step."""
     device_key: str = ""
     """Where the key of other hosts is: "file:PATH"."""
+    device_tls: str = ""
+    """Whom to trust as other hosts, by TLS: "file:PATH", certificates in PEM; "sha256:HEX", the
+    fingerprint of their one certificate; empty: what goes to them is not encrypted."""
     scorer_threads: int = 1
     """Threads of each device, or of this process with near=false; 0: as OpenMP says."""
     block_tokens: int = 4096
@@ -128,6 +132,10 @@ class HillInfer(BaselinePolicy):
             split_devices(self.devices)
             if not self.device_key.startswith("file:"):
                 raise ConfigError("devices=tcp://... wants device_key=file:PATH")
+        elif self.device_tls:
+            raise ConfigError("device_tls=... wants devices=tcp://...")
+        if self.device_tls and not self.device_tls.startswith((FILE, FINGERPRINT)):
+            raise ConfigError(f"device_tls={self.device_tls!r} must be file:PATH or sha256:HEX")
         if self.num_devices < 1 or self.block_tokens < 1 or self.scorer_threads < 0:
             raise ConfigError("devices and block_tokens must be at least 1, scorer_threads 0")
         if self.device_memory is not None and (not self.near or self._device_bytes < 1):
@@ -297,6 +305,7 @@ class HillInfer(BaselinePolicy):
             layers=request.shape.num_layers, unit_bytes=request.unit_bytes,
             devices=self.devices, copies=self.copies, key=self._key(), timeout_s=self.timeout_s,
             device_memory=self._device_bytes,
+            trust=Trust.of(self.device_tls) if self.device_tls else None,
         )  # fmt: skip
 
     @override

@@ -88,7 +88,7 @@ class Channel:
     There is no thread that receives, so that an answer is with who asked as soon as it comes.
     """
 
-    def __init__(self, connection: socket.socket, device: Device) -> None:
+    def __init__(self, connection: protocol.Connection, device: Device) -> None:
         """Take over a connected socket."""
         seconds, rest = divmod(device.timeout_s, 1)
         for option, patience in (

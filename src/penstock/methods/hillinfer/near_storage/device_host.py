@@ -17,6 +17,7 @@ from penstock.methods.hillinfer.near_storage.device_process import Device, carry
 from penstock.methods.hillinfer.near_storage.frames import Frames
 from penstock.methods.hillinfer.near_storage.hello import welcome
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
+from penstock.methods.hillinfer.near_storage.tls import Identity, TlsConnection
 from penstock.storage.open_files import Descriptors, open_descriptors, wrap_descriptors
 
 HELLO_S = 5.0
@@ -85,7 +86,7 @@ class DeviceHost:
 
     def __init__(
         self, key: bytes, *, listen: str = "127.0.0.1:0", disk: str = "auto",
-        memory_bytes: int | None = None, keep_s: float = KEEP_S,
+        memory_bytes: int | None = None, keep_s: float = KEEP_S, identity: Identity | None = None,
     ) -> None:  # fmt: skip
         """Listen; `start` or `serve` answers.
 
@@ -93,12 +94,14 @@ class DeviceHost:
             disk: directory of the pools, or "auto".
             memory_bytes: most memory of all pools together; None: no bound. The codes of a pool
                 that does not fit are read from its files.
+            identity: the certificate that it shows; None: nothing is encrypted.
 
         Raises:
             ConfigError: the address makes no sense.
             StorageError: it cannot be listened to.
         """
         self._key, self._disk, self._keep_s = key, disk, keep_s
+        self._identity = identity
         self._bounded = memory_bytes is not None
         self.ledger = MemoryLedger((1 << 62) if memory_bytes is None else memory_bytes)
         self._pools: dict[str, _Pool] = {}
@@ -173,10 +176,14 @@ class DeviceHost:
 
     def _handle(self, connection: socket.socket) -> None:
         try:
-            with contextlib.suppress(OSError):  # the cache has gone, or has no key
-                seeds = welcome(connection, self._key, time.monotonic() + HELLO_S)
+            with contextlib.suppress(OSError, EOFError):  # the cache has gone, or has no key
+                deadline = time.monotonic() + HELLO_S
+                over: protocol.Connection = connection
+                if self._identity is not None:
+                    over = TlsConnection(connection, self._identity.context, deadline)
+                seeds = welcome(over, self._key, deadline)
                 _keep_alive(connection)
-                frames = Frames(connection, seeds.of_device, seeds.of_cache)
+                frames = Frames(over, seeds.of_device, seeds.of_cache)
                 connection.settimeout(HELLO_S)
                 received = frames.receive()
                 connection.settimeout(None)

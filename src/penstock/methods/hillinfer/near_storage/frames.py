@@ -8,7 +8,6 @@ that a frame which is lost, repeated or of another connection is noticed. A chec
 signature: who can change bytes on the way is kept out by TLS alone.
 """
 
-import socket
 import struct
 from collections.abc import Callable, Sequence
 
@@ -36,7 +35,7 @@ class Frames:
         sent_bytes, received_bytes: on the wire, without TCP's own
     """
 
-    def __init__(self, connection: socket.socket, sends: int, takes: int) -> None:
+    def __init__(self, connection: protocol.Connection, sends: int, takes: int) -> None:
         """Take over an authenticated connection.
 
         Args:

@@ -11,12 +11,12 @@ Either side closes the connection where the other's proof is wrong; the key is n
 import hashlib
 import hmac
 import os
-import socket
 import struct
 import time
 from typing import NamedTuple
 
 from penstock.methods.hillinfer.near_storage.channel import ScorerError
+from penstock.methods.hillinfer.near_storage.protocol import Connection
 
 VERSION = 1
 _HELLO = struct.Struct("<4sH32s")
@@ -35,7 +35,7 @@ class Seeds(NamedTuple):
     of_device: int
 
 
-def greet(connection: socket.socket, key: bytes, deadline: float) -> Seeds:
+def greet(connection: Connection, key: bytes, deadline: float) -> Seeds:
     """The cache's part. deadline: by `time.monotonic`.
 
     Raises:
@@ -55,7 +55,7 @@ def greet(connection: socket.socket, key: bytes, deadline: float) -> Seeds:
     return _seeds(key, ours + theirs)
 
 
-def welcome(connection: socket.socket, key: bytes, deadline: float) -> Seeds:
+def welcome(connection: Connection, key: bytes, deadline: float) -> Seeds:
     """The device's part. Raises as `greet`."""
     theirs = _hello(connection, deadline)
     ours = _HELLO.pack(_MAGIC, VERSION, os.urandom(32))
@@ -66,7 +66,7 @@ def welcome(connection: socket.socket, key: bytes, deadline: float) -> Seeds:
     return _seeds(key, theirs + ours)
 
 
-def _hello(connection: socket.socket, deadline: float) -> bytes:
+def _hello(connection: Connection, deadline: float) -> bytes:
     data = _exactly(connection, _HELLO.size, deadline)
     magic, version, _ = _HELLO.unpack(data)
     if magic != _MAGIC:
@@ -76,7 +76,7 @@ def _hello(connection: socket.socket, deadline: float) -> bytes:
     return data
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _exactly(connection: Connection, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
         connection.settimeout(_left(deadline))

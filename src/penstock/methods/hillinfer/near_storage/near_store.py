@@ -18,6 +18,7 @@ from penstock.methods.hillinfer.near_storage.settings import DeviceSettings, Sco
 from penstock.methods.hillinfer.near_storage.striped_file import StripedFile
 from penstock.methods.hillinfer.near_storage.stripes import Stripes
 from penstock.methods.hillinfer.near_storage.tcp_device import TcpDevice
+from penstock.methods.hillinfer.near_storage.tls import Trust
 from penstock.methods.hillinfer.near_storage.written_units import WrittenUnits
 from penstock.storage.file import KVFile
 from penstock.storage.store import KVStore, parse_location
@@ -70,7 +71,7 @@ class NearStore(KVStore):
     def open(
         cls, location: str, settings: ScoreSettings, *, layers: int, unit_bytes: int,
         devices: int | str = 1, copies: int = 1, key: bytes = b"", timeout_s: float,
-        device_memory: int = 0,
+        device_memory: int = 0, trust: Trust | None = None,
     ) -> "NearStore":  # fmt: skip
         """Start the devices.
 
@@ -82,6 +83,7 @@ class NearStore(KVStore):
             key: that the hosts have as well.
             timeout_s: most seconds to wait for an answer.
             device_memory: most bytes that a device may hold; 0: no bound.
+            trust: whose certificates the hosts must show; None: nothing is encrypted on the way.
 
         Raises:
             ConfigError: the location makes no sense, or this system has no Unix sockets.
@@ -98,7 +100,7 @@ class NearStore(KVStore):
         try:
             if isinstance(devices, str):
                 started.extend(
-                    TcpDevice(whole, address, key, timeout_s=timeout_s)
+                    TcpDevice(whole, address, key, timeout_s=timeout_s, trust=trust)
                     for address in split_devices(devices)
                 )
                 return cls(started, copies)

@@ -18,10 +18,9 @@ connection is given up: a device that answered nonsense once is not asked again.
 
 import functools
 import json
-import socket
 import struct
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
@@ -32,6 +31,33 @@ MAGIC = b"PNST"
 _HEADER = struct.Struct("<4sHHQI")
 MOST_BODY_BYTES = 1 << 16
 """A longer body is nonsense: bulk goes through shared memory."""
+
+
+class Connection(Protocol):
+    """What is asked of a connected socket, or of what stands in for one."""
+
+    def sendall(self, data: bytes | bytearray | memoryview, /) -> None:
+        """As a socket."""
+
+    def recv(self, most: int, /) -> bytes:
+        """As a socket."""
+        ...
+
+    def recv_into(self, into: bytearray | memoryview, /) -> int:
+        """As a socket."""
+        ...
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """As a socket."""
+
+    def setsockopt(self, level: int, name: int, value: int | bytes, /) -> None:
+        """As a socket."""
+
+    def shutdown(self, how: int, /) -> None:
+        """As a socket."""
+
+    def close(self) -> None:
+        """As a socket."""
 
 
 class ProtocolError(FetchError):
@@ -301,7 +327,7 @@ def _first(data: bytes | bytearray) -> tuple[int, Message, int] | None:
 class Reader:
     """Takes messages out of what comes over a connection, however it was cut."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._buffered = bytearray()
 

@@ -21,6 +21,7 @@ from penstock.methods.hillinfer.near_storage.device_client import NearDevice
 from penstock.methods.hillinfer.near_storage.frames import Frames
 from penstock.methods.hillinfer.near_storage.hello import greet
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
+from penstock.methods.hillinfer.near_storage.tls import Trust
 
 LOST = "the pool is lost"
 """How a host begins to say so."""
@@ -41,19 +42,23 @@ class TcpDevice(NearDevice):
     given_up = "was given up; it is connected again when it is needed next"
 
     def __init__(
-        self, settings: DeviceSettings, address: str, key: bytes, *, timeout_s: float
-    ) -> None:
+        self, settings: DeviceSettings, address: str, key: bytes, *, timeout_s: float,
+        trust: Trust | None = None,
+    ) -> None:  # fmt: skip
         """Connect.
 
         Args:
             address: host:port.
             key: that the host has as well.
             timeout_s: most seconds to wait for a connection, or an answer.
+            trust: whose certificate the host must show; None: nothing is encrypted.
 
         Raises:
-            StorageError: there is no device, or it refuses; `HelloError` when it has another key.
+            StorageError: there is no device, or it refuses; `HelloError` when it has another key,
+                `TlsError` when it has another certificate.
         """
         self.address, self._key, self._pool = address, key, os.urandom(16).hex()
+        self._trust = trust
         self._instance, self._acknowledged = "", 0
         self._lost: PoolLostError | None = None
         self._wire_bytes = 0
@@ -113,9 +118,12 @@ class TcpDevice(NearDevice):
         connection = socket.create_connection((host, port), timeout=left)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            seeds = greet(connection, self._key, deadline)
+            over: protocol.Connection = connection
+            if self._trust is not None:
+                over = self._trust.connect(connection, host, deadline)
+            seeds = greet(over, self._key, deadline)
             connection.settimeout(None)
-            frames = Frames(connection, seeds.of_cache, seeds.of_device)
+            frames = Frames(over, seeds.of_cache, seeds.of_device)
             channel = FramedChannel(
                 frames, Bulk(self.memory, self.settings.division), weakref.proxy(self)
             )
@@ -165,7 +173,7 @@ class TcpDevice(NearDevice):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes sent and received so far, without TCP's own."""
+        """Bytes sent and received so far, without TCP's and TLS's own."""
         channels = [each for each in self._state.channels if isinstance(each, FramedChannel)]
         return self._wire_bytes + sum(
             each.frames.sent_bytes + each.frames.received_bytes for each in channels
