@@ -31,7 +31,7 @@ from research.figures.chart import (
 from research.figures.clusters import by_tokens
 from research.near_storage.decode import GOAL, beta_of, measured, name_of
 from research.near_storage.decode_run import OURS, PLAIN, SPLIT, without_budget
-from research.near_storage.memory import NAMES as METHOD_NAMES
+from research.near_storage.memory import method_name
 from research.near_storage.placement import IMPORTANT, SECONDARY, UNIMPORTANT, WARM_STEPS
 from research.near_storage.program import GOAL as TRAFFIC_GOAL
 from research.near_storage.program import PAPER_MOVED, naive_row, times_less
@@ -376,7 +376,7 @@ def _memory(rows: Sequence[Row], title: str) -> Panel:
 def _memory_name(row: Row) -> str:
     """A method, what it has the same bytes as where several rows are of it, and its step."""
     same = "" if row["same"] in ("", "main") else f", {row['same']}"
-    return f"{METHOD_NAMES[row['name']]}{same}\n{row['median_ms']:.0f} ms"
+    return f"{method_name(row['name'])}{same}\n{row['median_ms']:.0f} ms"
 
 
 def memory(result: Result) -> Chart:

@@ -45,8 +45,16 @@ NAMES = {
     "full": "all in memory", OURS: "HillInfer", INT4: "HillInfer, INT4 codes",
     PLAIN: "HillInfer without a device", KVSWAP: "KVSwap",
 }  # fmt: skip
+BOUNDED = f"{OURS}:device_memory="
 _PROBE = Pace(warm=2, rounds=1, steps=1)
 _LEAST_BYTES = 1 << 20
+
+
+def method_name(method: str) -> str:
+    """For people: a row's method, without its budget."""
+    if method.startswith(BOUNDED):
+        return f"HillInfer, a device of {method.removeprefix(BOUNDED)}"
+    return NAMES[method]
 
 
 class MemoryCase(NearCase):
@@ -132,6 +140,8 @@ class Measured:
         plain_steps(self._loaded)
         near = [self._case(method, budget) for method in (OURS, INT4)]
         totals = [self._holds(case) for case in near]
+        if self._args.device_memory:
+            near.append(self._case(BOUNDED + self._args.device_memory, budget))
         cases = [
             (self._case("full", ""), ""), *((case, "main") for case in near),
             (self.matched(PLAIN, totals[0]), "total of INT8"),
@@ -165,7 +175,7 @@ def memory_table(figures: Row) -> str:
               "ms/step", "p90", "read MiB", "reads", "loss", "right"]  # fmt: skip
     lines = []
     for row in figures["rows"]:
-        name = f"{row['length']:6,} {row['budget']:>4}  {NAMES[row['name']]}"
+        name = f"{row['length']:6,} {row['budget']:>4}  {method_name(row['name'])}"
         if "error" in row:
             lines.append([name, row["error"]])
             continue
@@ -192,6 +202,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--lengths", default="16384,32768", help="tokens of prompt and forced text")
     add("--budgets", default="1/4,1/2", help="of HillInfer's main process, in the full cache")
     add("--alpha", type=float, default=0.1, help="share of the tokens that HillInfer selects")
+    add(
+        "--device-memory",
+        default="",
+        metavar="SIZE",
+        help="HillInfer once more, with so much for a device itself: it streams other codes",
+    )
     add("--steps", type=int, default=24, help="measured steps of a row")
     add("--rounds", type=int, default=4, help="rounds in which the rows take turns")
     add("--warm", type=int, default=14, help="steps before the first round")

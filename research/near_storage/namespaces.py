@@ -1,10 +1,12 @@
 """`python -m research.near_storage.namespaces`: device hosts in network namespaces, by link.
 
 Each host is a process in a namespace of its own, behind a veth pair. Bandwidth is set by tc tbf on
-both ends. Latency is a relay's in the host's process (`Relay`), since netem is not everywhere: half
-the round trip each way. A model continues a prompt with its cache on the hosts; the tokens must be
-those of one local device. "all_keys": reading every unit of every layer once by the same link, of
-which keys are half; what a step would move that scores where the model runs. Wants root.
+both ends. Latency is a relay's in the host's process (`Relay`), half the round trip each way: tc's
+netem, which would set it below TCP, is not in every kernel. A relay keeps TCP's own windows as on a
+link without latency, and copies every byte once more. A model continues a prompt with its cache on
+the hosts; the tokens must be those of one local device. "all_keys": reading every unit of every
+layer once by the same link, of which keys are half; what a step would move that scores where the
+model runs. Wants root.
 """
 
 import argparse
@@ -165,6 +167,8 @@ def run(arguments: Sequence[str]) -> Result:
         links = list(product(real_numbers(args.gigabits, "--gigabits"),
                              real_numbers(args.round_trips, "--round-trips"), counts))  # fmt: skip
         for seed in seeds:
+            if args.minutes and time.monotonic() - begun > args.minutes * 60:
+                break
             prompt = torch.randint(
                 3, model.config.vocab_size, (1, args.prompt),
                 generator=torch.Generator().manual_seed(seed),
@@ -189,6 +193,7 @@ def run(arguments: Sequence[str]) -> Result:
                 if args.out:
                     result.save(args.out)
     linked = [row for row in rows if row["hosts"]]
+    result.figures["seeds"] = sorted({row["seed"] for row in linked})
     header = ["seed", "hosts", "Gb/s", "ms", "same", "tokens/s", "KiB a step", "all keys, KiB",
               "all keys, s"]  # fmt: skip
     closed(result, args, format_table(header, [_line(row) for row in linked]))

@@ -151,6 +151,8 @@ class TcpDevice(NearDevice):
 
     def _take(self, said: dict[str, object]) -> None:
         self._take_ready(said)
+        if self._trust is not None:
+            self.description += ", TLS on the way"
         try:
             instance, writes = str(said["instance"]), int(str(said["writes"]))
         except (KeyError, ValueError):
