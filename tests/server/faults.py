@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,7 @@ class Faults(Promises):
                 for each in slow:
                     each.recv(1)
                 held.append(server.resources()["memory_mib"])
-            is_done = server.is_idle(120)
+            is_done = server.is_idle()
             beside_s = others()
             for each in slow:
                 each.close()
@@ -371,40 +371,53 @@ class Kills:
         """Kill as often as was asked."""
         while self.kills < self._args.times and not sitting.time_is_up():
             profile = min(PROFILES, key=lambda each: self._rows[each]["kills"])
-            self._block(profile, sitting)
+            with self._faults(profile) as faults:
+                self._block(faults, sitting)
+        for profile, row in self._rows.items():
+            for what in ("slow_readers", "timing"):
+                if what == "slow_readers" and profile != "in memory":
+                    continue  # their caches would wait for each other's memory
+                if what in row or sitting.time_is_up():
+                    continue
+                with self._faults(profile) as faults:
+                    row[what] = getattr(faults, what)()
+                    self._keep(faults, sitting)
 
-    def _block(self, profile: str, sitting: Sitting) -> None:
-        """Kills over one folder; a run that goes on begins with a new one."""
-        row = self._rows[profile]
+    @contextlib.contextmanager
+    def _faults(self, profile: str) -> Iterator[Faults]:
+        seed = f"{self._args.seed}-{self._rows[profile]['kills']}"
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
-            contextlib.closing(
-                Faults(f"{self._args.seed}-{row['kills']}", Path(name), profile)
-            ) as faults,
+            contextlib.closing(Faults(seed, Path(name), profile)) as faults,
         ):
-            if profile == "in memory" and "slow_readers" not in row:
-                row["slow_readers"] = faults.slow_readers()  # else caches wait for others' memory
-            if "timing" not in row:
-                row["timing"] = faults.timing()
-            row["blocks"].append({"commit": self._commit, "kills": 0})
-            while row["blocks"][-1]["kills"] < BLOCK:
-                if self.kills >= self._args.times or sitting.time_is_up():
-                    break
-                number = row["kills"]
-                faults.round(number)
-                row["kills"] += 1
-                row["blocks"][-1]["kills"] += 1
-                if number % 10 == 9:
-                    faults.damage()
-                if number % 25 == 24:
-                    faults.full_disk(self._args.full_disk)
-                row["counts"] = dict(Counter(row["counts"]) + faults.taken())
-                row["wrong"] += faults.wrong
-                row["samples"] += faults.rows
-                faults.wrong, faults.rows = [], []
-                sitting.keep(self.figures())
-                say(f"{profile}: {row['kills']} kills, {len(self.wrong)} wrong, "
-                    f"{json.dumps(row['samples'][-1:])}")  # fmt: skip
+            yield faults
+
+    def _keep(self, faults: Faults, sitting: Sitting) -> None:
+        row = self._rows[faults.profile]
+        row["counts"] = dict(Counter(row["counts"]) + faults.taken())
+        row["wrong"] += faults.wrong
+        row["samples"] += faults.rows
+        faults.wrong, faults.rows = [], []
+        sitting.keep(self.figures())
+        say(f"{faults.profile}: {row['kills']} kills, {len(self.wrong)} wrong, "
+            f"{json.dumps(row['samples'][-1:])}")  # fmt: skip
+
+    def _block(self, faults: Faults, sitting: Sitting) -> None:
+        """Kills over one folder; a run that goes on begins with a new one."""
+        row = self._rows[faults.profile]
+        row["blocks"].append({"commit": self._commit, "kills": 0})
+        while row["blocks"][-1]["kills"] < BLOCK:
+            if self.kills >= self._args.times or sitting.time_is_up():
+                break
+            number = row["kills"]
+            faults.round(number)
+            row["kills"] += 1
+            row["blocks"][-1]["kills"] += 1
+            if number % 10 == 9:
+                faults.damage()
+            if number % 25 == 24:
+                faults.full_disk(self._args.full_disk)
+            self._keep(faults, sitting)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ main()
 """
 _ADDRESS = re.compile(r" at http://127\.0\.0\.1:(\d+) ")
 _HELD = re.compile(r"^held (\{.*\})$", re.MULTILINE)
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """For what takes a second, on a machine that has much to do."""
 
 
