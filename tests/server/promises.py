@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ BYTES_PER_TOKEN, BYTES_PER_TALK = 560, 8192
 """On the disk, at most: 512 of KV, the token, the unit's seal; a manifest, the rest of a unit."""
 FILES_PER_DOCUMENT = 9
 """Descriptors of one that was asked and stays open: its folder, lock, seals, and six files."""
-SOON_S = 10.0
 WORDS = ("harbour", "gate", "lantern", "ship", "rope", "tide", "letter", "stone", "bell", "west")
 QUESTION = "\nWhat is it?"
 OPTIONS = (
@@ -246,10 +244,9 @@ class Promises:
         disk = sum(each.stat().st_blocks * 512 for each in files)
         with server.client() as client:  # the next request lets the last ones' files go
             client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        server.await_closing()
         most = server.descriptors + FILES_PER_DOCUMENT * len(self.documents)
-        until = time.monotonic() + SOON_S
-        while (held := server.resources())["descriptors"] > most and time.monotonic() < until:
-            time.sleep(0.1)  # connections that are closed on this side alone
+        held = server.resources()
         self.check("descriptors", held["descriptors"] <= most, (held, most))
         self.rows.append({**held, "disk_mib": disk / 2**20})
 

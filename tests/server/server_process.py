@@ -70,7 +70,7 @@ class ServerProcess:
         command = (str(file_limit), "serve", *options, "--port", "0")
         self.process = ReadyProcess(_CODE, *command, environment=environment)
         self.port = self.descriptors = 0
-        """Where it listens, and what it has open before any request."""
+        """Where it listens, and what it has open before requests that matter."""
 
     def __enter__(self) -> "ServerProcess":
         return self
@@ -79,11 +79,14 @@ class ServerProcess:
         self.process.__exit__()
 
     def ready(self) -> "ServerProcess":
-        """Wait until it listens."""
+        """Wait until it answers."""
         while True:
             found = _ADDRESS.search(self.errors())
             if found is not None:
                 self.port = int(found[1])
+                with self.client() as client:
+                    client.get("/health")
+                self.await_closing()
                 self.descriptors = psutil.Process(self.process.pid).num_fds()
                 return self
             assert self.process.poll() is None, f"it ended: {self.errors()}"
@@ -98,6 +101,16 @@ class ServerProcess:
         """With SIGKILL; back when it is gone."""
         self.process.kill()
         self.process.wait()
+
+    def await_closing(self) -> None:
+        """Wait until it has closed the connections that clients have closed."""
+        until = time.monotonic() + PATIENCE_S
+        while any(
+            each.pid == self.process.pid and each.status != psutil.CONN_LISTEN
+            for each in psutil.net_connections("tcp")
+        ):  # fmt: skip
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
     # Asking -----------------------------------------------------------------------------------
 
