@@ -116,7 +116,8 @@ soak-devices: $(INSTALLED) ## Hosts of near-storage devices that fail in TRIALS 
 
 REQUESTS ?= 10000
 fuzz-server: $(INSTALLED) ## Ask a server REQUESTS (10000) malformed and odd requests.
-	$(PY) -m tests.server.fuzz $(REQUESTS)
+	$(PY) -m pip install --quiet 'schemathesis>=4'
+	$(PY) -m tests.server.fuzz --requests $(REQUESTS) --resume --output benchmarks/results/server-fuzz.json
 
 TIMES ?= 500
 faults-server: $(INSTALLED) ## Kill a server TIMES (500), fill its disk, damage what it stored: what it promised is there.
