@@ -23,7 +23,7 @@ class DocumentBody(Body):
 
     name: str
     text: str = Field(min_length=1)
-    title: str = ""
+    title: str = Field("", max_length=1000)
     cache_salt: str | None = None
     stream: bool = False
     """Tell how far it is read, as server-sent events; else the answer comes when it is stored."""
