@@ -1,4 +1,9 @@
-"""`python -m research.serving`: clients of one engine at once, and one after another."""
+"""`python -m research.serving`: clients of one engine at once, and one after another.
+
+    python -m research.serving --model FOLDER --threads 2 --reopen 16384 --resume --output FILE
+
+asks with 1, 4, 16 and 64 clients, prompts of 1K to 16K tokens, in one budget of 512 MiB.
+"""
 
 import argparse
 from collections.abc import Sequence

@@ -277,9 +277,13 @@ function drawStrip(attended) {
     cell.style.opacity = (share / most).toFixed(3);
     return cell;
   }));
+  const isAll = Math.min(...attended) > 0.99;
+  at("strip-title").textContent = isAll ? "The answer looked at all of the text"
+    : "Where the answer looked, from the beginning of the text to its end";
   const best = attended.indexOf(Math.max(...attended));
   const place = Math.round(100 * (best + 0.5) / attended.length);
-  at("strip").setAttribute("aria-label", `The answer looked most at what stands ${place} % into the text`);
+  at("strip").setAttribute("aria-label", isAll ? "All of the text"
+    : `The answer looked most at what stands ${place} % into the text`);
 }
 
 // The page --------------------------------------------------------------------------------------
