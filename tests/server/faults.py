@@ -32,7 +32,7 @@ from tests.server.promises import PROFILES, QUESTION, SALTS, Promises, Talk, tex
 from tests.server.server_process import STAGES, ServerProcess, prepare
 
 Row = dict[str, Any]
-BLOCK = 50
+BLOCK = 25
 """Kills over one folder."""
 FULL_FILE = 200_000
 """Bytes of a file where no file system is given that may be filled."""
