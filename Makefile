@@ -58,7 +58,7 @@ $(CLUSTER)/installed.stamp: $(INSTALLED)
 	@touch $@
 
 test-cluster: $(CLUSTER)/installed.stamp ## Run the tests that need Ray.
-	$(subst $(PY),$(CLUSTER)/bin/python,$(TEST)) tests/cluster/live.py
+	RAY_raylet_start_wait_time_s=300 $(subst $(PY),$(CLUSTER)/bin/python,$(TEST)) tests/cluster/live.py tests/cluster/live_devices.py
 
 # MATRIX='--only plain,both-avx2 --workers 8' chooses lines and processes; what this machine has passed with the same code
 # is not run again. MATRIX='--add FILE.json' takes over what another machine has passed.

@@ -9,8 +9,6 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from penstock.cli.main import app as command
-from penstock.cluster import ray_replicas
 from penstock.cluster.front import Front, ReplicaLostError
 from penstock.cluster.replica import Message
 from penstock.cluster.scaling import Scaler
@@ -195,15 +193,17 @@ def test_one_more_is_started_where_all_are_full_and_stopped_where_it_is_idle() -
         first.answers.clear()
         asked = [asyncio.create_task(site.chat(str(each))) for each in range(2)]
         scaling = asyncio.create_task(asyncio.to_thread(site.front.scale, scaler, 5.0))
-        await until(lambda: site.front.count == 2)
-        assert {(await site.chat(f"more {each}")).json()["by"] for each in range(20)} == {"1"}
-        first.answers.set()
-        assert {(await each).json()["by"] for each in asked} == {"0"}
-        await until(lambda: site.links["1"].lives == 0)
-        assert (await site.client.get("/health")).json()["replicas"] == {"0": "up"}
-        assert {(await site.chat(str(each))).json()["by"] for each in range(20)} == {"0"}
-        site.front.is_closing = True
-        await scaling
+        try:
+            await until(lambda: site.front.count == 2)
+            assert {(await site.chat(f"more {each}")).json()["by"] for each in range(20)} == {"1"}
+            first.answers.set()
+            assert {(await each).json()["by"] for each in asked} == {"0"}
+            await until(lambda: site.links["1"].lives == 0)
+            assert (await site.client.get("/health")).json()["replicas"] == {"0": "up"}
+            assert {(await site.chat(str(each))).json()["by"] for each in range(20)} == {"0"}
+        finally:
+            site.front.is_closing = True
+            await scaling
 
     asyncio.run(run())
 
@@ -219,13 +219,3 @@ def test_a_load_must_last_to_change_the_number() -> None:
     assert [scaler.wanted(3, 99, now) for now in (0, 9999)] == [3, 3]
     with pytest.raises(ConfigError):
         Scaler(2, 1, 4)
-
-
-def test_without_ray_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ray_replicas, "find_spec", lambda name: None)
-    assert command(["serve", "recall", "--replicas", "2"], standalone_mode=False) == 2
-    said = capsys.readouterr().err
-    assert "penstock[cluster,server]" in said
-    assert said.count("\n") == 1

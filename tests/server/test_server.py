@@ -172,6 +172,9 @@ def test_documents_are_read_once_and_kept_apart(client: TestClient) -> None:
         other = {**body, "document": "gate", "cache_salt": salt}
         assert client.post("/v1/completions", json=other).status_code == 404
         assert client.delete(f"/v1/documents/gate?cache_salt={salt}").status_code == 404
+    counted = client.get("/metrics").text
+    for name, count in (("queries", 2), ("hits", 1)):  # the second one found it open
+        assert f'penstock:document_{name}_total{{model_name="tiny"}} {count}.0' in counted
     again = client.post("/v1/documents", json={**new, "stream": False})
     assert again.status_code == 409
     assert client.delete("/v1/documents/gate?cache_salt=ann").json()["deleted"]

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def generate_command(
-    model: ModelArgument = "recall", prompt: PromptOption = None,
+    ctx: typer.Context, model: ModelArgument = "recall", prompt: PromptOption = None,
     prompt_file: PromptFileOption = None, messages: MessagesOption = None,
     image: ImageOption = None, video: VideoOption = None,
     system: SystemOption = None, raw: RawOption = False, config: ConfigOption = None,
@@ -102,11 +104,12 @@ def generate_command(
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace", TRACE, force=force)
+    near = ctx.with_resource(reached(devices, device_key))
     with loading(console, model) as progress:
         llm = LLM(
             model,
             policy=with_devices(
-                policy, devices, device_key, device_copies, device_memory, device_tls
+                policy, near, device_key, device_copies, device_memory, device_tls
             ),
             memory=memory, store=disk, exact=exact, verify=verify, adapter=adapter, device=device,
             dtype=None if dtype is None else dtype.value,
@@ -128,6 +131,25 @@ def generate_command(
         show_report(console, output.run, sizes)
     if tracer is not None and trace is not None:
         written(tracer.write, trace, "the trace")
+
+
+@contextmanager
+def reached(devices: str | None, key_file: str | None) -> Iterator[str | None]:
+    """Near-storage devices by their addresses; those of a Ray cluster are asked of it.
+
+    Raises:
+        ConfigError: Ray or its cluster is missing, or there is no key.
+        StorageError: a device does not start.
+    """
+    if devices is None or not devices.startswith("ray:"):
+        yield devices
+        return
+    from penstock.cluster.ray_devices import borrowed
+
+    if key_file is None:
+        raise ConfigError("--devices ray:N wants --device-key-file")
+    with borrowed(devices, key_file) as found:
+        yield found
 
 
 def with_devices(

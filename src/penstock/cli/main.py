@@ -13,6 +13,7 @@ from penstock.cli.audit import AUDIT, PASS_ON, audit_command
 from penstock.cli.bench import bench_app
 from penstock.cli.calibrate import calibrate_command
 from penstock.cli.chat import chat_command
+from penstock.cli.cluster import cluster_app
 from penstock.cli.command import SETTINGS_ERROR, PenstockCommand, TorchCommand
 from penstock.cli.config import ConfigCommand, config_command
 from penstock.cli.console import PlainConsole, say
@@ -114,6 +115,7 @@ app.command("audit", cls=TorchCommand, context_settings=PASS_ON, short_help=AUDI
 app.add_typer(doc_app, short_help="Store a long text's KV cache, and ask it again and again.")
 app.add_typer(bench_app)
 app.add_typer(device_app)
+app.add_typer(cluster_app)
 app.command("config", cls=ConfigCommand)(config_command)
 
 

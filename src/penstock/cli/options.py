@@ -172,8 +172,9 @@ SealOption = Annotated[
 DevicesOption = Annotated[
     str | None,
     typer.Option(
-        metavar="tcp://HOST:PORT,...",
-        help="Near-storage devices on other hosts, for --policy hillinfer.",
+        metavar="tcp://HOST:PORT,...|ray:N",
+        help="Near-storage devices on other hosts, or on N disks of a Ray cluster, for --policy "
+        "hillinfer.",
     ),
 ]
 DeviceKeyOption = Annotated[

@@ -122,6 +122,9 @@ MostReplicasOption = Annotated[
         help="Start further servers while all are full, up to so many, and stop them later.",
     ),
 ]  # fmt: skip
+AtRandomOption = Annotated[
+    bool, typer.Option("--at-random", help="Send requests to any replica, to compare with.")
+]
 RayOption = Annotated[
     str | None,
     typer.Option(
@@ -147,6 +150,7 @@ def serve_command(
     timeout: TimeoutOption = 3600.0, grace: GraceOption = 30.0, cors_origin: OriginOption = None,
     allow_host: AllowHostOption = None, log_json: LogJsonOption = False,
     replicas: ReplicasOption = 0, max_replicas: MostReplicasOption = None, ray: RayOption = None,
+    at_random: AtRandomOption = False,
     check: CheckOption = False, device: DeviceOption = "cpu", dtype: DtypeOption = None,
     weights: WeightsOption = None, revision: RevisionOption = None,
     offline: OfflineOption = False, trust_remote_code: TrustOption = False,
@@ -161,11 +165,11 @@ def serve_command(
     from penstock.server.settings import ServerSettings
 
     if replicas:
-        from penstock.cluster.ray_replicas import require_ray
+        from penstock.cluster.ray_session import require_ray
 
         require_ray()
-    elif ray is not None or max_replicas is not None:
-        raise ConfigError("--ray and --max-replicas are for replicas: give --replicas")
+    elif ray or max_replicas or at_random:
+        raise ConfigError("--ray, --max-replicas and --at-random are for --replicas")
     console = PlainConsole(stderr=True)
     if log_json:
         log_as_json()
@@ -190,7 +194,7 @@ def serve_command(
         opened = (
             open_front(
                 served, settings, count=replicas, most=max_replicas or replicas, address=ray,
-                grace_s=grace,
+                grace_s=grace, at_random=at_random,
             )
             if replicas else open_app(served, settings)
         )  # fmt: skip

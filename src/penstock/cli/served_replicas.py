@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @contextmanager
 def open_front(
     served: ServedModel, settings: "ServerSettings", *, count: int, most: int,
-    address: str | None, grace_s: float,
+    address: str | None, grace_s: float, at_random: bool = False,
 ) -> Iterator["Application"]:  # fmt: skip
     """Start replicas and yield the application in front of them; they end with it.
 
@@ -41,7 +41,7 @@ def open_front(
     scaler = Scaler(count, most, served.max_running)
     make = partial(open_app, _absolute(served), inside)
     with ray_links(count, make, placement) as links:
-        front = Front(links, together=served.max_running, running=count)
+        front = Front(links, together=served.max_running, running=count, at_random=at_random)
         if most > count:
             threading.Thread(
                 target=front.scale, args=(scaler, grace_s), name="penstock-scale", daemon=True

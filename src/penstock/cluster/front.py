@@ -7,6 +7,7 @@ restarts every replica, and the front alone decides which one is asked.
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -79,19 +80,20 @@ class Front:
 
     def __init__(
         self, links: Mapping[str, Link], *, together: int, running: int | None = None,
-        patience_s: float = 60.0,
+        at_random: bool = False, patience_s: float = 60.0,
     ) -> None:  # fmt: skip
         """Begin with the first `running` of them up; None: with all.
 
         Args:
             together: requests that a replica runs together; below that none spills over.
+            at_random: each request goes anywhere, to compare with.
             patience_s: how long a request waits where no replica can take it.
 
         Raises:
             ConfigError: there is no replica.
         """
         self.is_closing = False
-        self._together, self._patience_s = together, patience_s
+        self._together, self._patience_s, self._at_random = together, patience_s, at_random
         running = len(links) if running is None else running
         self._states = {
             name: _State(link, is_wanted=rank < running)
@@ -149,6 +151,9 @@ class Front:
         if not able or self.is_closing:
             what = "the server is shutting down" if self.is_closing else "no replica is running"
             raise ApiError(503, f"{what}; try again later", headers={"Retry-After": "5"})
+        if self._at_random:
+            drawn = random.choice(list(able))
+            return Route(drawn, drawn)
         if key is None:
             least = min(able, key=lambda name: able[name])
             return Route(least, least)

@@ -5,10 +5,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from penstock.cluster.front import ReplicaLostError
+from penstock.cluster.ray_session import connect, first_line
 from penstock.cluster.replica import Message, Replica
 from penstock.core.errors import ConfigError
 
@@ -18,18 +18,6 @@ _REACH_S = 10.0
 """A request that has not reached its replica by then goes to another."""
 _ONGOING = 100_000
 """Serve queues nothing: a replica's engine says how many may wait."""
-
-
-def require_ray() -> None:
-    """Refuse where Ray is not installed.
-
-    Raises:
-        ConfigError: says what to install.
-    """
-    if find_spec("ray") is None:
-        raise ConfigError(
-            "ray is not installed, which replicas need: pip install 'penstock[cluster,server]'"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +48,15 @@ def ray_links(
     Raises:
         ConfigError: Ray is not installed or cannot be reached, or a replica does not start.
     """
-    require_ray()
-    import ray
+    if placement.address is None:
+        ray = connect(
+            "local", num_cpus=placement.most * placement.cpus, include_dashboard=False,
+            object_store_memory=_OBJECT_BYTES,
+        )  # fmt: skip
+    else:
+        ray = connect(placement.address)
     from ray import serve
 
-    local: dict[str, Any] = {"address": placement.address}
-    if placement.address is None:
-        local = {
-            "address": "local", "num_cpus": placement.most * placement.cpus,
-            "include_dashboard": False, "object_store_memory": _OBJECT_BYTES,
-        }  # fmt: skip
-    try:
-        ray.init(log_to_driver=False, logging_level="ERROR", namespace="penstock", **local)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"Ray does not start: {' '.join(str(error).split())}") from error
     links: dict[str, RayLink] = {}
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -155,7 +138,7 @@ class RayLink:
             async for message in answer:
                 yield message
         except _lost() as error:
-            raise ReplicaLostError(_first_line(error)) from error
+            raise ReplicaLostError(first_line(error)) from error
         finally:
             stream.cancel()
 
@@ -173,7 +156,7 @@ class RayLink:
         try:
             return await asyncio.wait_for(call, _REACH_S)
         except _lost() as error:
-            raise ReplicaLostError(_first_line(error)) from error
+            raise ReplicaLostError(first_line(error)) from error
 
 
 def start(links: list[RayLink]) -> None:
@@ -190,7 +173,7 @@ def start(links: list[RayLink]) -> None:
             link.handle = handle
             handle.life.remote().result(timeout_s=60)
     except _lost(RuntimeError) as error:
-        raise ReplicaLostError(f"a replica does not start: {_first_line(error)}") from error
+        raise ReplicaLostError(f"a replica does not start: {first_line(error)}") from error
 
 
 def _lost(*more: type[Exception]) -> tuple[type[Exception], ...]:
@@ -198,8 +181,3 @@ def _lost(*more: type[Exception]) -> tuple[type[Exception], ...]:
     from ray.serve.exceptions import RayServeException
 
     return TimeoutError, RayError, RayServeException, *more
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

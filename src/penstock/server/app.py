@@ -58,6 +58,7 @@ def make_app(
         backend.shelf = Shelf(
             library, engine.llm.loaded, memory=document_memory, names=backend.names
         )
+        backend.meters.count(backend.shelf.counts)
     # The documentation pages fetch scripts from the web; /openapi.json alone stays.
     app = FastAPI(title="Penstock", docs_url=None, redoc_url=None)
     app.state.backend = backend

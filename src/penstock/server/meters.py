@@ -28,7 +28,7 @@ class Meters:
         """
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(model_name, stats))
-        labels = {"model_name": model_name}
+        self._labels = labels = {"model_name": model_name}
 
         def histogram(name: str, about: str) -> Any:
             made = Histogram(
@@ -42,6 +42,10 @@ class Meters:
         self._queue = histogram("request_queue_time_seconds", "From arrival to admission.")
         self._prefill = histogram("request_prefill_time_seconds", "From there to the first token.")
         self._decode = histogram("request_decode_time_seconds", "From there to the last token.")
+
+    def count(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Tell further counters, which are asked at every scrape."""
+        self._registry.register(_Counts(self._labels, counts))
 
     def finished(self, end: Finished) -> None:
         """A request is over."""
@@ -124,6 +128,21 @@ class _EngineCollector(Collector):
             yield gauge("penstock:kv_memory_limit_bytes", "Of all caches together.", limit)
         yield counter("penstock:decode_steps", "Forward passes that decoded.", stats.steps)
         yield counter("penstock:decode_step_rows", "Rows of all of them.", stats.step_rows)
+
+
+class _Counts(Collector):
+    """Counters that something else keeps."""
+
+    def __init__(self, labels: Mapping[str, str], counts: Callable[[], Mapping[str, int]]) -> None:
+        self._labels, self._counts = dict(labels), counts
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        for name, value in self._counts().items():
+            about = name.replace("_", " ").capitalize() + "."
+            family = CounterMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
 
 
 def of_replicas(texts: Mapping[str, bytes], counts: Mapping[str, Mapping[str, float]]) -> bytes:

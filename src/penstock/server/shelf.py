@@ -106,6 +106,7 @@ class Shelf:
         self._jobs: dict[str, Reading] = {}
         self._one = threading.Lock()
         self._is_closed = False
+        self._asked = self._found_open = 0
 
     # Asking -----------------------------------------------------------------------------------
 
@@ -127,17 +128,25 @@ class Shelf:
         with self._opening:
             with self._lock:
                 opened = self._open.get(stored)
+            is_open = opened is not None
             if opened is None:
                 folder = self._library.documents.find(stored)
                 document = Document.open(self._loaded, folder, settings=self._library.settings)
                 opened = _Open(document)
             with self._lock:
+                self._asked += 1
+                self._found_open += is_open
                 self._open[stored] = opened
                 opened.users += 1
                 opened.asked_s = time.monotonic()
                 self._close_idle()
         self._library.documents.touch(stored)
         return Lease(opened.document, lambda: self._let_go(opened))
+
+    def counts(self) -> dict[str, int]:
+        """Requests that named a document, and those of them that found it open, for metrics."""
+        with self._lock:
+            return {"document_queries": self._asked, "document_hits": self._found_open}
 
     def _let_go(self, opened: _Open) -> None:
         with self._lock:

@@ -1,0 +1,1 @@
+"""Several replicas of a server beside one, and beside requests that go anywhere."""

@@ -1,0 +1,91 @@
+"""Near-storage devices on Ray, end to end: `make test-cluster` runs it."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from penstock.cli.main import app as command
+from penstock.cluster.ray_devices import states
+from penstock.cluster.ray_session import connect
+from penstock.generation.engine import LLM
+from penstock.generation.sampling import SamplingParams
+from penstock.storage.documents.key_sources import make_key_file
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 80
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a cluster of one host with two disks."""
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=1, resources={"penstock_disk": 2}, include_dashboard=False)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def run(*words: Any) -> int:
+    """A command's exit code."""
+    code: int = command([str(each) for each in words], standalone_mode=False) or 0
+    return code
+
+
+def until_up(address: str) -> list[str]:
+    """Addresses of both devices, when both are up."""
+    end_s = time.monotonic() + 300
+    while time.monotonic() < end_s:
+        found = states(address=address)
+        if [each.state for each in found] == ["up", "up"]:
+            return [each.address for each in found]
+        time.sleep(0.2)
+    raise AssertionError(found)
+
+
+def test_devices_stay_are_restarted_and_answer_as_a_local_one(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    key = tmp_path / "key"
+    make_key_file(key)
+    up = ("cluster", "up", "--devices", 2, "--key-file", key, "--port", 18471, "--disk")
+    # Two disks are lent and one is named.
+    assert run(*up, tmp_path) == 1
+    assert "is free for a device" in capsys.readouterr().err
+    for each in ("a", "b"):
+        (tmp_path / each).mkdir()
+    disks = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    assert run(*up, disks) == 0
+    before = until_up(address)
+    assert [each.rpartition(":")[2] for each in before] == ["18471", "18472"]
+    assert run(*up, disks) == 0  # those that are there
+
+    llm = LLM("recall", policy="hillinfer", memory="1/2", dtype="float32", prefill_chunk_size=1024)
+    [wanted] = llm.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
+    said = ("generate", "recall", "--raw", "--prompt", PROMPT, "--policy", "hillinfer")
+    how = ("--memory", "1/2", "--dtype", "float32", "--max-new-tokens", 12)
+    capsys.readouterr()
+    assert run(*said, *how, "--devices", "ray:2", "--device-key-file", key) == 0
+    assert capsys.readouterr().out.strip() == wanted.outputs[0].text.strip()
+
+    connect(address)
+    for child in psutil.Process().children(recursive=True):
+        if child.is_running() and (child.cmdline() or [""])[0].startswith("ray::DeviceActor"):
+            os.kill(child.pid, signal.SIGKILL)
+    assert until_up(address) == before
+    assert run("cluster", "down") == 0
+    assert states(address=address) == []
+    # None stays: the command has its own while it runs.
+    capsys.readouterr()
+    assert run(*said, *how, "--devices", "ray:2", "--device-key-file", key) == 0
+    assert capsys.readouterr().out.strip() == wanted.outputs[0].text.strip()
