@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from penstock.core.byte_size import enough_bytes, format_bytes
 from penstock.core.errors import BudgetError
 from penstock.kernels.key_codes import KeyCodes
+from penstock.kernels.native.compiled import kernel
 from penstock.methods.hillinfer.near_storage.cold_keys import ColdKeys
 from penstock.methods.hillinfer.near_storage.settings import DeviceSettings
 
 READ_BYTES = 1 << 20
 """Of each of the two buffers into which units are read back to make their codes."""
-LARGEST_SECTOR = 4096
+TWIN_UNITS, TWIN_COPIES = 2048, 4
+"""Without compiled kernels numpy has so many copies in float32 of the keys of so many units, or of
+as many as come at a time."""
+SMALLEST_SECTOR, LARGEST_SECTOR = 512, 4096
 MAP_COPIES = 3
 """Of the units of one `Map`: as they came, sorted, and those without codes."""
 CONNECTIONS = 3
@@ -48,6 +52,9 @@ class DeviceMemory:
         least = s.layers * ColdKeys.table_bytes(s) + ColdKeys.scratch_bytes(s)
         least += 2 * read_units(s, LARGEST_SECTOR) * padded_bytes(s, LARGEST_SECTOR)
         least += MAP_COPIES * min(s.section_bytes, 8 * tokens)
+        if kernel("put_key_codes") is None:
+            count = max(read_units(s, SMALLEST_SECTOR), s.section_bytes // s.unit_bytes)
+            least += TWIN_COPIES * 4 * s.kv_heads * s.head_dim * min(TWIN_UNITS, count)
         if over_tcp:
             division = s.division
             frame = max(division.section_bytes, division.area_bytes)
