@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.storage.documents.folder import is_unfinished
+
 _START_S = 900.0
 
 
@@ -30,7 +32,7 @@ class Server:
             "--memory", "256MiB", "--dtype", "float32", "--disk", str(folder), "--grace", "60",
             "--library", str(folder / "library"), "--sessions", str(folder / "sessions"),
         ]  # fmt: skip
-        self.said = (folder / "said").open("w+")
+        self.said, self.sessions = (folder / "said").open("w+"), folder / "sessions"
         self.process = subprocess.Popen(command, stdout=self.said, stderr=self.said)
         try:
             self.url = self._await_url()
@@ -83,6 +85,16 @@ class Server:
                 return
             time.sleep(0.5)
         raise AssertionError(self.ask("/health")[0])
+
+    def await_stored(self) -> None:
+        """Wait until conversations are whole on the disk, as they are a moment after an answer."""
+        end_s = time.monotonic() + _START_S
+        while time.monotonic() < end_s:
+            stored = [*self.sessions.iterdir()]
+            if stored and not any(is_unfinished(each) for each in stored):
+                return
+            time.sleep(0.05)
+        raise AssertionError(stored)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +150,7 @@ def test_a_killed_replica_ends_its_answers_and_no_others(server: Server) -> None
     said, by = server.ask("/v1/chat/completions", first)
     assert by is not None
     answer = said["choices"][0]["message"]["content"]
+    server.await_stored()
     long = {**first, "max_tokens": 4000, "stream": True}
     with server.open("/v1/chat/completions", long) as running:
         assert running.headers["x-penstock-replica"] == by
