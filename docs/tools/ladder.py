@@ -21,6 +21,7 @@ ABOUT = {
     "evaluate": "a user's bench: tasks, accuracy, audit, throughput",
     "bench": "evaluate, as of old",
     "server": "HTTP over the engine, and a page",
+    "cluster": "replicas and devices on several hosts",
     "cli": "entry points",
     "testing": "contracts and doubles",
     "research": "not in the wheel",
