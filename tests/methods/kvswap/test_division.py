@@ -12,7 +12,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
-from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.kvswap.policy import SHARED_READS, SHARED_TOKENS, KVSwap
 
 SMALL = KVShape(
     num_layers=24, num_query_heads=14, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
@@ -94,9 +94,9 @@ def test_slots_are_in_8_bits_where_that_holds_more() -> None:
     assert plan.num_slots > 1.5 * former.num_slots
     assert plan.slot_bytes == 4 * 2 * 2 * (64 + 2)
     on_device = asked(16_384, 13, device_tier=True)
-    coded, former = (KVSwap(slot_bits=bits).plan(on_device)[1] for bits in (8, 16))
-    assert KVSwap().plan(on_device)[1] == coded
-    assert not KVSwap().plan(asked(8192, 13, device_tier=True))[1].is_coded
+    own: dict[str, Any] = {"reuse_tokens": 16_384}
+    coded, former = (KVSwap(slot_bits=bits, **own).plan(on_device)[1] for bits in (8, 16))
+    assert KVSwap(**own).plan(on_device)[1] == coded
     assert coded.is_coded
     assert coded.staging_slots == 0
     assert coded.num_slots > 1.5 * former.num_slots
@@ -125,18 +125,35 @@ def test_shared_pools_hold_one_selection() -> None:
     assert plan.selected_units == plan.num_slots >= 64
 
 
+@pytest.mark.parametrize(("tokens", "fraction"), [(8192, 13), (16_384, 13), (30_000, 34)])
+def test_shared_pools_over_host_memory_hold_what_a_link_has_time_for(
+    tokens: int, fraction: int
+) -> None:
+    narrow, wide = SMALL, replace(SMALL, num_layers=32, num_kv_heads=8)
+    _, plan = KVSwap().plan(asked(tokens, fraction, narrow, device_tier=True))
+    reads = plan.selected_units * plan.unit_bytes * narrow.num_layers
+    assert plan.shared_pools
+    assert plan.selected_units == plan.num_slots > 300
+    assert 0.5 * SHARED_READS < reads <= SHARED_READS
+    _, plan = KVSwap().plan(asked(tokens, fraction, wide, device_tier=True))
+    assert not plan.shared_pools or plan.num_slots * plan.group_tokens <= SHARED_TOKENS
+
+
 @given(gqa_shapes(), st.integers(8192, 65_536), st.integers(3, 8), st.booleans())
 def test_a_larger_budget_is_used(
     shape: KVShape, tokens: int, fraction: int, device_tier: bool
 ) -> None:
+    own: dict[str, Any] = (
+        {"reuse_tokens": tokens} if device_tier else {}
+    )  # else pools may be shared
     request = asked(tokens, fraction, shape, device_tier=device_tier)
-    _, plan = KVSwap().plan(request)
+    _, plan = KVSwap(**own).plan(request)
     assert request.limit_bytes is not None
     assert not plan.shared_pools
     assert plan.total_bytes > 0.9 * request.limit_bytes
     assert plan.selected_units >= max(min(100, plan.num_slots), plan.num_slots // 3)
     more = replace(request, limit_bytes=request.limit_bytes * 5 // 4)
-    assert KVSwap().plan(more)[1].num_slots > plan.num_slots
+    assert KVSwap(**own).plan(more)[1].num_slots > plan.num_slots
 
 
 @given(gqa_shapes(), st.integers(2048, 65_536), st.integers(4, 34), st.integers(1, 1 << 26))

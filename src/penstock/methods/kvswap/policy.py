@@ -39,6 +39,10 @@ SLOTS_BY_SELECTED = 3
 """Slots are at most so many selections: 0.92 of a selection is in memory then."""
 SHARED_TOKENS = 600
 """Most tokens of preload buffers: all of them are read at every step."""
+SHARED_READS = 32 << 20
+"""Most bytes of such reads, of a row's step in all layers, out of host memory (device tier): 0.7 ms
+of PCIe 5. More tokens are worth more than other slots (research/notes/2026-11-27-shared-pools.md).
+"""
 WINDOWS = (32, 16)
 """Tokens that a larger window may be cut down to."""
 SMALLER_WINDOW = 0.9
@@ -47,6 +51,8 @@ costs what a dozen others do. Measured were 0.96 to 0.98."""
 REUSE_PAYS = 0.8
 """Layers have slots of their own where these are worth at least so much of what shared ones are:
 less, and a larger budget would be the worse one. Shared ones are read anew at every step."""
+DEVICE_REUSE_PAYS = 0.9
+"""The same on the device tier, which reads from host memory."""
 WANTS_REUSE = 0.01
 """The same where `reuse_tokens` is stated."""
 KEPT_TOKENS, KEEPS = 300, 4 / 3
@@ -278,12 +284,6 @@ class KVSwap(SelectionPolicy):
                     smallest.append(least.total_bytes)
         if plans:
             made, plan = max(plans, key=lambda each: self.worth(request, *each))
-            if plan.is_coded and request.device_tier and self.slot_bits is None:
-                # Where pools of 16 bits were best shared, 8 bits lost three points more (8K, 1/13).
-                plain = [each for each in plans if not each[1].is_coded]
-                best = max(plain, key=lambda each: self.worth(request, *each), default=None)
-                if best is not None and best[1].shared_pools:
-                    made, plan = best
             return made, made._with_chunks(request, plan)
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
@@ -301,7 +301,9 @@ class KVSwap(SelectionPolicy):
         halvings = [made.window_tokens <= each < self.window_tokens for each in WINDOWS]
         if plan.is_coded:
             kept *= IN_8_BITS
-        shared = WANTS_REUSE if self.reuse_tokens else REUSE_PAYS
+        shared = DEVICE_REUSE_PAYS if request.device_tier else REUSE_PAYS
+        if self.reuse_tokens:
+            shared = WANTS_REUSE
         return kept * SMALLER_WINDOW ** sum(halvings) * (shared if plan.shared_pools else 1)
 
     @property
@@ -386,7 +388,13 @@ class KVSwap(SelectionPolicy):
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
         if shared and self.selected_tokens is None:
-            tokens = SHARED_TOKENS if self.reuse_tokens is None else PAPER_SELECTED_TOKENS
+            tokens = PAPER_SELECTED_TOKENS
+            if self.reuse_tokens is None:
+                tokens = SHARED_TOKENS
+                if request.device_tier:
+                    shape = request.shape
+                    token_bytes = shape.num_layers * shape.token_bytes
+                    tokens = max(tokens, SHARED_READS // token_bytes)
             most = max(least, tokens // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
