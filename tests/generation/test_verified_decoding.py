@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from penstock.core.errors import ConfigError
+from penstock.engine.retrieval_layer import RetrievalLayer
 from penstock.generation.engine import LLM
 from penstock.generation.output import RequestOutput
 from penstock.generation.sampler import Sampler, SamplingRow
 from penstock.generation.sampling import SamplingParams
 from penstock.methods import POLICIES
+from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_chat import tiny_chat_model
@@ -151,6 +153,22 @@ def test_the_cache_goes_on_as_if_nothing_had_been_drafted(
         ids = new[:, -1:].expand(-1, 2 if exact_after else 1)
         logits = [model(ids, **cache_argument(model, each)).logits for each in (cache, twin)]
         torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_pass_leaves_most_layers_their_slots(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It streams through memory that the last ones lend: drafts of the others read what they
+    miss."""
+    policy = KVSwap(selected_tokens=160, reuse_tokens=320, group_tokens=1, slot_bits=16)
+    read = []
+    for _ in range(2):
+        llm = LLM(model, policy=policy, verify=3, memory=None, store="memory")
+        [output] = llm.generate([PROMPTS[0] * 3], GREEDY)
+        assert output.run.verified is not None
+        read.append(output.run.verified.draft_bytes)
+        monkeypatch.setattr(RetrievalLayer, "keeps_slots", False)
+    assert read[0] < 0.8 * read[1]
 
 
 # What a request may ask ---------------------------------------------------------------------------

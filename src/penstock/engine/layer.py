@@ -2,7 +2,7 @@
 """Layer: what the engine asks of one layer of a cache, whatever keeps its tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.core.stats import PhaseStats
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.policy import SelectionPolicy
+from penstock.engine.slot_transfer import PoolMemory
 
 
 class Layer(ABC):
@@ -86,6 +87,10 @@ class Layer(ABC):
 
     def forget_slots(self) -> None:
         """Trust nothing of what the slots hold."""
+
+    def forget_lent_slots(self, lent: Sequence[PoolMemory]) -> None:
+        """The same, where slots lie in memory that was lent or do not outlive a pass."""
+        self.forget_slots()
 
     def drain_writes(self) -> None:
         """Wait for every write of tokens. Raises what the writes raised."""

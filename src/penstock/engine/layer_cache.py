@@ -1,7 +1,7 @@
 """LayerCache: one layer's window, slots and store region; exact streaming attention."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,7 @@ class LayerCache(Layer):
         plan, shape = setup.plan, setup.shape
         self.layer_idx = layer_idx
         self.setup = setup
+        self._slot_memory = pool_memory
         self.length = 0
         self._touched = 0
         """Tokens that the window last took places for: more than `length` where that failed."""
@@ -142,7 +143,7 @@ class LayerCache(Layer):
     def attend_exactly(self, call: AttentionCall) -> Tensor:
         """Stream the past through attention block by block (exact at any budget)."""
         start, count = self.length, call.query.shape[2]
-        self.forget_slots()
+        self._free_halves()
         total = AttentionSum(call)
         closed = start // self.setup.plan.group_tokens
         with self._reading(0, closed) as blocks:
@@ -172,7 +173,7 @@ class LayerCache(Layer):
 
     def _stream(self, total: AttentionSum, end_unit: int, visible: Tensor | None) -> None:
         """Add the units [0, end_unit) to the softmax, reading one block ahead."""
-        self.forget_slots()
+        self._free_halves()
         with self._reading(0, end_unit) as blocks:
             self._add_blocks(total, blocks, visible)
 
@@ -194,6 +195,11 @@ class LayerCache(Layer):
     def _halves(self) -> StreamBlocks:
         """What blocks pass through now; own slots must hold nothing (`forget_slots`)."""
         return self.setup.workspace.blocks or self._own
+
+    def _free_halves(self) -> None:
+        """Blocks are about to pass through."""
+        if self._halves is self._own:
+            self.forget_slots()
 
     def _blocks(self, first: int, end: int) -> list[tuple[int, int]]:
         """Cut the units [first, end) into blocks, each a first and an end unit."""
@@ -249,6 +255,20 @@ class LayerCache(Layer):
     def forget_slots(self) -> None:
         """Give up what the slots hold; they are about to be used as stream buffers."""
         self.pool.hide_slots()
+
+    @override
+    def forget_lent_slots(self, lent: Sequence[PoolMemory]) -> None:
+        if not self.keeps_slots or any(each is self._slot_memory for each in lent):
+            self.forget_slots()
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether what the slots hold is good behind a pass that does not touch them."""
+        return False
+
+    def forget_units(self, first: int) -> None:
+        """Give up what the slots hold of the units from `first` on; by default all of it."""
+        self.forget_slots()
 
     # Taking tokens in -----------------------------------------------------------------------
 
@@ -315,7 +335,7 @@ class LayerCache(Layer):
         first_unit, end_unit = start // group_tokens, end // group_tokens
         if first_unit == end_unit:
             return
-        self.forget_slots()
+        self._free_halves()
         self._reserve(first_unit, end_unit)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if start > first_unit * group_tokens:
@@ -427,7 +447,7 @@ class LayerCache(Layer):
         started = -(-length // group_tokens)
         for unit in range(wanted, min(oldest, started)):
             self._reload(unit)
-        self.forget_slots()
+        self.forget_units(self.window.first_window_unit(length + 1))
         self.window.refresh_cropped(length)
         self._touched = length
 

@@ -23,6 +23,7 @@ from penstock.engine.layer import Layer
 from penstock.engine.layer_cache import LayerCache, LayerSetup
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.slot_transfer import PendingRead, PoolMemory
+from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
 from penstock.engine.tiers.token_pool import CodedPool
 from penstock.kernels.decode_attention import (
@@ -422,6 +423,27 @@ class RetrievalLayer(LayerCache):
         return self.index.state(self.length // self.setup.plan.group_tokens)
 
     # Changes of shape -------------------------------------------------------------------------
+
+    @property
+    @override
+    def keeps_slots(self) -> bool:
+        """Slots of its own, in the order that they are filled in, hold whole units of the past."""
+        plan, alone = self.setup.plan, type(self) is RetrievalLayer
+        return alone and not plan.shared_pools and type(self.replacement) is FIFO
+
+    @override
+    def forget_units(self, first: int) -> None:
+        self.drop_fetch()
+        if not self.keeps_slots:
+            self.forget_slots()
+            return
+        rows, slots = np.nonzero(self.table.unit_in >= first)
+        if len(rows):
+            self.table.evict(rows, slots)
+            self._slots_full = False
+            device = self.pool.mask.device
+            at = torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device)
+            self.pool.slot_mask[at] = NEGATIVE_INFINITY
 
     @override
     def forget_slots(self) -> None:

@@ -31,6 +31,9 @@ from penstock.engine.unit_map import UnitMap
 from penstock.engine.writer import Writer
 from penstock.storage.store import KVStore
 
+LENT_SHARE = 8
+"""Of the slots, what a pass that checks drafts may take for its blocks."""
+
 
 class TieredRuntime:
     """Owns the store, the ledger and the layers; knows nothing of models.
@@ -367,9 +370,20 @@ class TieredRuntime:
 
     def _open_workspace(self, setup: LayerSetup) -> None:
         """A pass of many tokens begins; slots are idle in it, and lend their memory."""
-        if setup.workspace.blocks is None:
+        workspace = setup.workspace
+        if workspace.blocks is not None:
+            return
+        if not self.verifying:
             self._forget_slots()
-            setup.workspace.open(setup.writer)
+            workspace.open(setup.writer)
+            return
+        try:  # drafts go on with what the slots hold
+            lent = workspace.open(setup.writer, most_lent=workspace.slot_bytes // LENT_SHARE)
+        except BaseException:
+            self._forget_slots()
+            raise
+        for layer in self.layers:
+            layer.forget_lent_slots(lent)
 
     def _close_workspace(self) -> None:
         """Tokens are decoded again; what is left to index of the prompt has large blocks still."""

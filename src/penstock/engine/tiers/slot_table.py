@@ -69,6 +69,11 @@ class SlotTable:
         self.unit_in[rows, slots] = units
         self.slot_of[rows, units] = slots
 
+    def evict(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Empty `slots[i]` of row `rows[i]`, each of which holds a unit."""
+        self.slot_of[rows, self.unit_in[rows, slots]] = ABSENT
+        self.unit_in[rows, slots] = ABSENT
+
     def clear(self) -> None:
         """Forget everything."""
         self.slot_of.fill(ABSENT)
