@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.device import serve_device_command
-from penstock.cli.generate import with_devices
+from penstock.cli.generate import reached, with_devices
 from penstock.core.errors import ConfigError
 from penstock.methods.hillinfer.policy import HillInfer
 
@@ -33,6 +33,11 @@ def test_options_of_devices_make_a_policy() -> None:
 def test_options_without_what_they_want_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         with_devices(**({"devices": None, "key_file": None} | options))  # type: ignore[arg-type]
+
+
+def test_actors_are_not_asked_for_tls() -> None:
+    with pytest.raises(ConfigError, match="speak without TLS"), reached("ray:2", "key", "tls.pem"):
+        pass
 
 
 def test_a_certificate_wants_its_key(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def generate_command(
     tracer = None if trace is None else Tracer()
     if trace is not None:
         check_writable(trace, "--trace", TRACE, force=force)
-    near = ctx.with_resource(reached(devices, device_key))
+    near = ctx.with_resource(reached(devices, device_key, device_tls))
     with loading(console, model) as progress:
         llm = LLM(
             model,
@@ -134,16 +134,22 @@ def generate_command(
 
 
 @contextmanager
-def reached(devices: str | None, key_file: str | None) -> Iterator[str | None]:
+def reached(
+    devices: str | None, key_file: str | None, tls: str | None = None
+) -> Iterator[str | None]:
     """Near-storage devices by their addresses; those of a Ray cluster are asked of it.
 
     Raises:
-        ConfigError: Ray or its cluster is missing, or there is no key.
+        ConfigError: Ray or its cluster is missing, there is no key, or TLS is asked of actors.
         StorageError: a device does not start.
     """
     if devices is None or not devices.startswith("ray:"):
         yield devices
         return
+    if tls:
+        raise ConfigError(
+            "--device-tls is for --devices tcp://...: actors of ray:N speak without TLS"
+        )
     from penstock.cluster.ray_devices import borrowed
 
     if key_file is None:
