@@ -193,6 +193,16 @@ def test_what_is_stated_stays(stated: dict[str, Any]) -> None:
         assert plan.num_slots == plan.selected_units
 
 
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_the_fewest_columns_have_the_most_slots(has_adapter: bool) -> None:
+    request = asked(8704, 34, has_adapter=has_adapter, sector_bytes=512)
+    policy, plan = KVSwap().plan(request)
+    assert isinstance(policy, KVSwap)
+    assert policy.rank == least_columns(SMALL.joint_dim, turned=True, has_adapter=has_adapter)
+    assert plan.shared_pools
+    assert plan.num_slots >= 100
+
+
 def test_a_refusal_names_what_would_do() -> None:
     with pytest.raises(BudgetError) as refused:
         KVSwap().plan(asked(1024, 34))
