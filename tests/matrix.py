@@ -330,7 +330,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     rows = [
         "# The suite on other machines", "",
         "`make test-matrix` wrote this table. A line is `make demo` and `make test` in a fresh",
-        "clone. Its settings stand for another machine. Seconds are those of `make test`.", "",
+        "clone. Its settings stand for another machine. Seconds are those of `make test`.",
+        "A row stays until its line is run with newer code: its commit says what it is of.", "",
         *(
             f"- Machine {letter}: {has['cpu']}, {has['cores']} cores "
             f"({', '.join(has['flags']) or 'none of the sets that matter'})."
@@ -363,8 +364,8 @@ def save(done: dict[str, Outcome]) -> None:
     TABLE.write_text(table(outcomes), encoding="utf-8")
 
 
-def kept(path: Path, commit: str) -> dict[str, Outcome]:
-    """A result's lines that some machine has passed already, with the same code."""
+def passed(path: Path) -> dict[str, Outcome]:
+    """A result's lines that some machine has passed, with whatever code."""
     if not path.exists():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -374,9 +375,19 @@ def kept(path: Path, commit: str) -> dict[str, Outcome]:
     now = {line.name: asdict(line) for line in LINES}
     return {
         each.line["name"]: each for each in outcomes
-        if each.outcome == "passed" and is_same_code(each.commit, commit)
-        and now.get(each.line["name"]) == each.line
+        if each.outcome == "passed" and now.get(each.line["name"]) == each.line
     }  # fmt: skip
+
+
+def taken_over(
+    done: dict[str, Outcome], more: dict[str, Outcome], commit: str
+) -> dict[str, Outcome]:
+    """Lines that have been passed, and those of another result: newer code before older."""
+    found = dict(done)
+    for name, each in more.items():
+        if name not in found or is_same_code(each.commit, commit):
+            found[name] = each
+    return found
 
 
 def git(*words: str) -> str:
@@ -415,10 +426,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in LINES:
             print(f"{line.name}: {obstacle(line, machine['flags']) or line.said()}")
         return 0
-    done = kept(RESULT, commit)
+    done = passed(RESULT)
     if args.add:
         for path in args.add:
-            done |= kept(path, commit)
+            done = taken_over(done, passed(path), commit)
         save(done)
         return 0
     own = [str(path.relative_to(ROOT)) for path in (TABLE, RESULT)]
@@ -429,7 +440,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work.mkdir(parents=True, exist_ok=True)
         for line in LINES:
             before = done.get(line.name)
-            if line.name not in only or (before and before.machine == machine):
+            if line.name not in only:
+                continue
+            if before and before.machine == machine and is_same_code(before.commit, commit):
                 continue
             if reason := obstacle(line, machine["flags"]):
                 # What another machine has passed stays.

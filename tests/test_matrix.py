@@ -227,9 +227,12 @@ def test_lines_are_run_once_for_the_same_code(checkout: Path, tmp_path: Path) ->
 
     commit(checkout, "echo FAILED tests/a.py::b; echo '1 failed, 7 passed in 0.10s'; false")
     assert matrix.main(["--only=one"]) == 1
-    [again] = json.loads(matrix.RESULT.read_text())["lines"]
+    again, stays = json.loads(matrix.RESULT.read_text())["lines"]
     assert (again["outcome"], again["failed"], again["passed"]) == ("failed", 1, 12)
     assert again["failures"] == ["tests/a.py::b"]
+    assert stays == two, "until it is run with this code"
+    assert matrix.main(["--only=two"]) == 1
+    assert calls.read_text().count("test 1 2 --shuffle=2") == 2
 
     commit(checkout, "sleep 600")
     assert matrix.main(["--only=one", "--limit=0.02", f"--work={tmp_path / 'work'}"]) == 1
@@ -278,6 +281,12 @@ def test_lines_of_two_machines_stand_in_one_table(
     assert matrix.main([f"--add={taken}"]) == 0
     assert "Machine A: z, 2 cores" in matrix.TABLE.read_text()
 
+    before = lines()
     commit(checkout, "echo other code")
     assert matrix.main(["--add", str(taken)]) == 0
-    assert lines() == {}, "what other code has passed"
+    assert lines() == before
+    assert matrix.main(["--only=two"]) == 0
+    newer = lines()["two"]
+    assert newer["commit"] != before["two"]["commit"]
+    assert matrix.main(["--add", str(taken)]) == 0
+    assert lines()["two"] == newer, "newer code before older"
