@@ -1,6 +1,5 @@
 """Rows of `near_storage.decode`: cases, the memory of both sides, what was solved."""
 
-import ctypes
 import dataclasses
 import math
 import mmap
@@ -17,7 +16,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.engine.tiers.slot_table import ABSENT
 from penstock.evaluate.accuracy_settings import parse_setting
-from penstock.evaluate.process_memory import anonymous_bytes, settle
+from penstock.evaluate.process_memory import anonymous_bytes, resident_pages, settle
 from penstock.methods import SelectionPolicy
 from penstock.methods.hillinfer.layer import NearLayer
 from penstock.methods.hillinfer.near_storage.near_store import NearStore
@@ -158,15 +157,8 @@ def resident_bytes(array: Any) -> int:
     start = int(array.__array_interface__["data"][0])
     first = -(-start // mmap.PAGESIZE)
     pages = max(0, (start + array.nbytes) // mmap.PAGESIZE - first)
-    answer = np.zeros(pages, dtype=np.uint8)
-    try:
-        failed = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(pages * mmap.PAGESIZE),
-            answer.ctypes.data_as(ctypes.c_void_p),
-        )  # fmt: skip
-    except (AttributeError, OSError, TypeError):
-        failed = -1
-    return int(array.nbytes) if failed else int((answer & 1).sum()) * mmap.PAGESIZE
+    resident = resident_pages(first * mmap.PAGESIZE, pages * mmap.PAGESIZE)
+    return int(array.nbytes) if resident is None else resident * mmap.PAGESIZE
 
 
 class NearRow(LiveRow):

@@ -89,20 +89,31 @@ def _pages_in_cache(descriptor: int) -> int | None:
     if size == 0:
         return 0
     try:
-        mincore = ctypes.CDLL(None, use_errno=True).mincore
         view = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
     try:
         address = int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
-        answer = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-        failed = mincore(
-            ctypes.c_void_p(address), ctypes.c_size_t(size),
-            answer.ctypes.data_as(ctypes.c_void_p),
-        )  # fmt: skip
-        return None if failed else int((answer & 1).sum())
+        return resident_pages(address, size)
     finally:
         view.close()
+
+
+def resident_pages(address: int, num_bytes: int) -> int | None:
+    """Pages of a mapping that are in memory; None where the system cannot say.
+
+    Args:
+        address: a page's first byte.
+    """
+    answer = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    try:
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(num_bytes),
+            answer.ctypes.data_as(ctypes.c_void_p),
+        )  # fmt: skip
+    except (AttributeError, OSError, TypeError):  # other systems have no mincore
+        return None
+    return None if failed else int((answer & 1).sum())
 
 
 def _kilobytes(path: Path, name: str) -> int:
