@@ -57,6 +57,8 @@ class LayerSetup:
     rows_per_sequence: int = 1
     phase: PhaseStats = field(default_factory=PhaseStats)
     """Counters of the forward pass under way."""
+    checks_drafts: bool = False
+    """Tokens are drafted, taken back and fed again: what layers have fetched meanwhile stays."""
 
 
 class LayerCache(Layer):
@@ -198,7 +200,7 @@ class LayerCache(Layer):
 
     def _free_halves(self) -> None:
         """Blocks are about to pass through."""
-        if self._halves is self._own:
+        if self._halves is self._own or not self.keeps_slots:
             self.forget_slots()
 
     def _blocks(self, first: int, end: int) -> list[tuple[int, int]]:
@@ -263,7 +265,8 @@ class LayerCache(Layer):
 
     @property
     def keeps_slots(self) -> bool:
-        """Whether what the slots hold is good behind a pass that does not touch them."""
+        """Whether what the slots hold stays, where drafts are checked and a pass does not touch
+        it."""
         return False
 
     def forget_units(self, first: int) -> None:

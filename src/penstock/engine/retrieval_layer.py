@@ -428,8 +428,9 @@ class RetrievalLayer(LayerCache):
     @override
     def keeps_slots(self) -> bool:
         """Slots of its own, in the order that they are filled in, hold whole units of the past."""
-        plan, alone = self.setup.plan, type(self) is RetrievalLayer
-        return alone and not plan.shared_pools and type(self.replacement) is FIFO
+        setup, alone = self.setup, type(self) is RetrievalLayer
+        own = not setup.plan.shared_pools and type(self.replacement) is FIFO
+        return setup.checks_drafts and alone and own
 
     @override
     def forget_units(self, first: int) -> None:

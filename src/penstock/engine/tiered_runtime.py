@@ -1,6 +1,7 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -373,7 +374,7 @@ class TieredRuntime:
         workspace = setup.workspace
         if workspace.blocks is not None:
             return
-        if not self.verifying:
+        if not setup.checks_drafts:
             self._forget_slots()
             workspace.open(setup.writer)
             return
@@ -431,6 +432,20 @@ class TieredRuntime:
             if self.device_steps is not None:
                 self.device_steps.begin(target.length)
             target.begin(self._rows.fold(query))
+
+    @contextmanager
+    def checking_drafts(self) -> Iterator[None]:
+        """For `with`: passes of several tokens check drafts, and what the slots hold outlives
+        them."""
+        setup = self._setup
+        if setup is None:
+            yield
+            return
+        setup.checks_drafts = True
+        try:
+            yield
+        finally:
+            setup.checks_drafts = False
 
     # Changes of shape -------------------------------------------------------------------------
 

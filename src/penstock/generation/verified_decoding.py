@@ -138,9 +138,10 @@ class VerifiedDecoding:
         """Make the rest of all answers. tokens: the newest of each row, which no pass has seen."""
         before = copy.deepcopy(self._cache.stats)
         done = [answer.finish_reason is not None for answer in self._answers]
-        while not all(done):
-            drafts = self._draft(tokens, done)
-            tokens, done = self._verify(tokens, drafts, done)
+        with self._cache.checking_drafts():
+            while not all(done):
+                drafts = self._draft(tokens, done)
+                tokens, done = self._verify(tokens, drafts, done)
         self.counts.count(before, self._cache.stats)
 
     def _draft(self, tokens: list[int], done: Sequence[bool]) -> list[list[int]]:

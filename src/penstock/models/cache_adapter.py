@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -347,6 +347,11 @@ class TieredCache(RecurrentCache):
                 take_back()
             raise
         take_back()
+
+    def checking_drafts(self) -> AbstractContextManager[None]:
+        """For `with`, around drafts and the passes that check them: what was fetched for the ones
+        is there for the next ones."""
+        return self._runtime.checking_drafts()
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
