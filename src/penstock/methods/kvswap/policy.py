@@ -283,8 +283,8 @@ class KVSwap(SelectionPolicy):
                 else:
                     smallest.append(least.total_bytes)
         if plans:
-            # The fewest columns are held to find nothing: then the most slots are best.
-            made, plan = max(plans, key=lambda at: (self.worth(request, *at), at[1].num_slots))
+            # The fewest columns are held to find nothing: then the largest selection is best.
+            made, plan = max(plans, key=lambda at: (self.worth(request, *at), at[1].selected_units))
             return made, made._with_chunks(request, plan)
         request.require(min(smallest), self.name)
         raise AssertionError("require() refuses a budget below the least")
