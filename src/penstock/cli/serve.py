@@ -187,7 +187,7 @@ def serve_command(
         dtype=None if dtype is None else dtype.value, weights=weights, config=config,
         policy=policy, memory=memory, disk=disk, exact=exact, adapter=adapter, seal=seal,
         max_context=max_context, max_running=max_running, max_waiting=max_waiting, chunk=chunk,
-        library=library, key=key, max_disk=max_disk,
+        documents=library, key=key, max_disk=max_disk,
         sessions=None if sessions is None else in_home(sessions, "--sessions"),
     )  # fmt: skip
     with serving.says_why_it_ends(), serving.bind(host, port) as listening:

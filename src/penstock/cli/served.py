@@ -45,7 +45,7 @@ class ServedModel:
     max_running: int
     max_waiting: int
     chunk: int
-    library: Path | None
+    documents: Path | None
     key: str | None
     sessions: Path | None
     max_disk: str
@@ -72,7 +72,9 @@ def open_app(served: ServedModel, settings: "ServerSettings") -> Iterator["Appli
     )  # fmt: skip
     if adapter is not None and str(adapter) != "none":
         LowRankAdapter.load(adapter)  # each request would find out by itself
-    shelf = open_shelf(served.library, served.key, adapter=adapter, prefill_chunk_size=served.chunk)
+    shelf = open_shelf(
+        served.documents, served.key, adapter=adapter, prefill_chunk_size=served.chunk
+    )
     kept = kept_sessions(console, loaded, shelf, served.sessions, served.max_disk, served.policy)
     with kept as stored, Engine(
         llm, memory=for_requests, max_running=served.max_running, max_waiting=served.max_waiting,

@@ -129,7 +129,7 @@ class PromptWorkspace:
         return given, lenders
 
     def close(self) -> None:
-        """Give the memory back to the slots, which are empty."""
+        """Give the memory back to the slots that lent it, which are empty."""
         blocks, self.blocks = self.blocks, None
         if blocks is not None:
             blocks.wait(0)

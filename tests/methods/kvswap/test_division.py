@@ -143,9 +143,8 @@ def test_shared_pools_over_host_memory_hold_what_a_link_has_time_for(
 def test_a_larger_budget_is_used(
     shape: KVShape, tokens: int, fraction: int, device_tier: bool
 ) -> None:
-    own: dict[str, Any] = (
-        {"reuse_tokens": tokens} if device_tier else {}
-    )  # else pools may be shared
+    # Over host memory pools may be shared by the best plan, unless reuse is stated.
+    own: dict[str, Any] = {"reuse_tokens": tokens} if device_tier else {}
     request = asked(tokens, fraction, shape, device_tier=device_tier)
     _, plan = KVSwap(**own).plan(request)
     assert request.limit_bytes is not None
@@ -194,7 +193,7 @@ def test_what_is_stated_stays(stated: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("has_adapter", [True, False])
-def test_the_fewest_columns_have_the_most_slots(has_adapter: bool) -> None:
+def test_the_fewest_columns_have_the_largest_selection(has_adapter: bool) -> None:
     request = asked(8704, 34, has_adapter=has_adapter, sector_bytes=512)
     policy, plan = KVSwap().plan(request)
     assert isinstance(policy, KVSwap)

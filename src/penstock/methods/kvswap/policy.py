@@ -40,9 +40,9 @@ SLOTS_BY_SELECTED = 3
 SHARED_TOKENS = 600
 """Most tokens of preload buffers: all of them are read at every step."""
 SHARED_READS = 32 << 20
-"""Most bytes of such reads, of a row's step in all layers, out of host memory (device tier): 0.7 ms
-of PCIe 5. More tokens are worth more than other slots (research/notes/2026-11-27-shared-pools.md).
-"""
+"""Most bytes of such reads, of a row's step in all layers, out of host memory (device tier): about
+1 ms on an H100. These tokens are worth more than other slots are
+(research/notes/2026-11-27-shared-pools.md)."""
 WINDOWS = (32, 16)
 """Tokens that a larger window may be cut down to."""
 SMALLER_WINDOW = 0.9
@@ -389,14 +389,7 @@ class KVSwap(SelectionPolicy):
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
         if shared and self.selected_tokens is None:
-            tokens = PAPER_SELECTED_TOKENS
-            if self.reuse_tokens is None:
-                tokens = SHARED_TOKENS
-                if request.device_tier:
-                    shape = request.shape
-                    token_bytes = shape.num_layers * shape.token_bytes
-                    tokens = max(tokens, SHARED_READS // token_bytes)
-            most = max(least, tokens // self.group_tokens)
+            most = max(least, self._most_shared_tokens(request) // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
         elif not shared and (
@@ -407,6 +400,14 @@ class KVSwap(SelectionPolicy):
         return largest_plan(
             request, lambda slots: self._build(request, slots, shared=shared), least, most
         )
+
+    def _most_shared_tokens(self, request: SizingRequest) -> int:
+        """Tokens of a preload buffer, where `selected_tokens` is not stated."""
+        if self.reuse_tokens is not None:
+            return PAPER_SELECTED_TOKENS
+        if not request.device_tier:
+            return SHARED_TOKENS
+        return max(SHARED_TOKENS, SHARED_READS // request.shape.full_cache_bytes(1, 1))
 
     def _with_chunks(self, request: SizingRequest, plan: SlotPlan) -> SlotPlan:
         """The same slots with as large score chunks as the budget allows."""
