@@ -114,6 +114,10 @@ def test_selection_of_turned_keys(
     assert torch.equal(scores[1, :first], torch.zeros(first))
     torch.testing.assert_close(scores.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
     assert (scores - expected).abs().max() < 0.05 * expected.max()
+    by_head = selection.logits(query, end)
+    assert (by_head - logits[:, :end]).abs().max() < 0.02 * logits.abs().max()
+    own = sum_of_softmaxes(by_head, end, starts)
+    torch.testing.assert_close(own, scores, rtol=1e-4, atol=1e-6)
     whole = sum_of_softmaxes(logits, end)
     fast, slow = (
         torch.from_numpy(chosen(query, first, end, 50))

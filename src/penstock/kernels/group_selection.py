@@ -162,11 +162,8 @@ class GroupSelection:
         """
         compiled = kernel("turned_scores")
         assert compiled is not None, "as compiled as the rest"
-        assert self._compiled_turns is not None, "keys that are turned are wanted"
-        self.require(query, 0, num_groups)
-        query = query.to(self._basis.dtype).contiguous()
+        query, scratch = self._turned_call(query, num_groups)
         scores = torch.empty(len(query), num_groups)
-        scratch = torch.empty(self.scratch_bytes(num_groups), dtype=torch.uint8)
         begins = [0] * len(query) if first is None else first.tolist()
         for row, begin in enumerate(begins):
             compiled(
@@ -174,6 +171,33 @@ class GroupSelection:
                 num_groups, scratch.data_ptr(), scores[row].data_ptr(),
             )  # fmt: skip
         return scores
+
+    def logits(self, query: Tensor, num_groups: int) -> Tensor:
+        """Each group's largest product per head; where keys are turned and `is_compiled`.
+
+        Args:
+            query: as for `scores`. [batch, heads, head_dim]
+
+        Returns:
+            float32 [batch, num_groups, heads]
+        """
+        compiled = kernel("turned_logits")
+        assert compiled is not None, "as compiled as the rest"
+        query, scratch = self._turned_call(query, num_groups)
+        logits = torch.empty(len(query), num_groups, self._heads)
+        for row in range(len(query)):
+            compiled(
+                self._address, self._codes[row].data_ptr(), query[row].data_ptr(), num_groups,
+                scratch.data_ptr(), logits[row].data_ptr(),
+            )  # fmt: skip
+        return logits
+
+    def _turned_call(self, query: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+        """A query as the compiled calls read it, and their scratch."""
+        assert self._compiled_turns is not None, "keys that are turned are wanted"
+        self.require(query, 0, num_groups)
+        scratch = torch.empty(self.scratch_bytes(num_groups), dtype=torch.uint8)
+        return query.to(self._basis.dtype).contiguous(), scratch
 
     def require(self, query: Tensor, first: int, num_groups: int) -> None:
         """A compiled call reads no further than the codes and the query are."""

@@ -19,6 +19,7 @@ _ADDRESS, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *4 * (_COUNT,), *2 * (_ADDRESS,)),
     "turned_scores": (*3 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
+    "turned_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
     "top_units": (_ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),
     "plan_fifo_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *9 * (_ADDRESS,)),
     "plan_cluster_fetch": (*2 * (_ADDRESS,), *4 * (_COUNT,), *13 * (_ADDRESS,)),
@@ -77,8 +78,8 @@ _NEEDS: Mapping[str, int] = MappingProxyType({
     ), LEVELS.index("avx512")),
     **dict.fromkeys((
         "group_scores", "copy_centroids", "nearest_centroids", "nearest_points", "cluster_step",
-        "split_cluster", "select_groups", "fetch_groups", "turned_scores", "bfloat16_units",
-        "int4_groups",
+        "split_cluster", "select_groups", "fetch_groups", "turned_scores", "turned_logits",
+        "bfloat16_units", "int4_groups",
     ), LEVELS.index("auto")),
 })  # fmt: skip
 """Level of kernels that are written for certain vectors; elsewhere torch is as good as plain C."""

@@ -1,5 +1,6 @@
 /* Scores of groups from quantised low-rank keys: int8 products, maximum over a group's tokens,
- * softmax per head over the groups, sum over heads. The twin of group_scores_twin().
+ * softmax per head over the groups, sum over heads. The twin of group_scores_twin(). Or the maxima
+ * alone, of each head.
  *
  * Heads are the vector lanes, 16 at a time: a group's product with 16 heads is one register, so
  * that the maximum over its tokens costs one instruction and nothing is transposed. */
@@ -151,7 +152,8 @@ typedef struct {
     const char *query;
     float *logits; /* [groups][LANES] */
     char *scratch; /* of the queries */
-    float *scores;
+    float *scores; /* or NULL, and: */
+    float *by_head; /* [num_groups][heads] */
 } row_t;
 
 /* Logits of the groups [at.begin, at.begin + at.count) that one query asks. */
@@ -193,6 +195,13 @@ static void turned_logits_of(const row_t *row, range_t at, const split_t *split,
     }
 }
 
+/* What a part's groups have of the 16 heads from `head` on. */
+static void keep_by_head(const row_t *row, range_t at, int64_t head, int64_t lanes) {
+    for (int64_t g = at.begin; g < at.begin + at.count; g++)
+        memcpy(row->by_head + g * row->heads + head, row->logits + g * LANES,
+               lanes * sizeof(float));
+}
+
 static void score_row(const row_t *row) {
     const int64_t first = row->first, num_groups = row->num_groups;
     const penstock_turns *turns = row->queries == NULL ? row->index->turns : NULL;
@@ -210,7 +219,7 @@ static void score_row(const row_t *row) {
     } else {
         all.packed = (int8_t *)(all.excess + LANES);
     }
-    memset(row->scores, 0, num_groups * sizeof(float));
+    if (row->scores != NULL) memset(row->scores, 0, num_groups * sizeof(float));
     if (first >= num_groups) return;
     for (int64_t head = 0; head < row->heads; head += LANES) {
         const int64_t lanes = row->heads - head < LANES ? row->heads - head : LANES;
@@ -229,8 +238,13 @@ static void score_row(const row_t *row) {
             } else {
                 logits_of(row, at, &all);
             }
-            exponentials(row->logits + at.begin * LANES, at.count, largest[part], sum[part]);
+            if (row->by_head != NULL) {
+                keep_by_head(row, at, head, lanes);
+            } else {
+                exponentials(row->logits + at.begin * LANES, at.count, largest[part], sum[part]);
+            }
         }
+        if (row->by_head != NULL) continue;
         float factor[MAX_PARTS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
             float most = -INFINITY, total = 0.0f;
@@ -269,7 +283,7 @@ PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_t
     const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     const row_t row = {codes, group_tokens, block_groups, width, (int)bits, heads, first,
                        num_groups, queries, rank, NULL, NULL, logits,
-                       (char *)(logits + padded * LANES), scores};
+                       (char *)(logits + padded * LANES), scores, NULL};
     score_row(&row);
 }
 
@@ -287,7 +301,23 @@ PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const u
     const row_t row = {codes, index->group_tokens, index->block_groups, index->width,
                        (int)index->bits, index->kv_heads * index->share, first, num_groups, NULL,
                        index->rank, index, query, logits, (char *)(logits + padded * LANES),
-                       scores};
+                       scores, NULL};
+    score_row(&row);
+}
+
+/* Each head's largest product of every group of one row: the logits that turned_scores sums up.
+ *
+ * index, codes, query, scratch: as turned_scores has them
+ * by_head: float [num_groups][heads] */
+PENSTOCK_EXPORT void penstock_turned_logits(const penstock_codes *index, const uint8_t *codes,
+                                            const char *query, int64_t num_groups, void *scratch,
+                                            float *by_head) {
+    float *logits = scratch;
+    const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    const row_t row = {codes, index->group_tokens, index->block_groups, index->width,
+                       (int)index->bits, index->kv_heads * index->share, 0, num_groups, NULL,
+                       index->rank, index, query, logits, (char *)(logits + padded * LANES), NULL,
+                       by_head};
     score_row(&row);
 }
 

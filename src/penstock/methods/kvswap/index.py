@@ -538,6 +538,9 @@ class LowRankIndex(KeyIndex):
             float32 [batch, num_units, num_heads]
         """
         assert self._head_reduction == "softmax", "logits per head"
+        selection = self._selection_of_codes() if self._turns is not None else None
+        if selection is not None and selection.is_compiled:
+            return selection.logits(self._from_start(query), num_units)
         low_rank = self._low_rank(query, self._scaled_step)
         return self._group_logits(low_rank, num_units)[:, :num_units]
 
