@@ -1,7 +1,7 @@
 """`python -m research.mass`: estimated beside true mass, step by step, and what it costs."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from research.mass.steps import MassSteps
 from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
+_KEPT_EVERY = 250
+"""Steps after which a row is saved as far as it is."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -60,9 +62,10 @@ def policies_of(args: argparse.Namespace) -> dict[str, KVSwap]:
 
 
 def measure(
-    loaded: LoadedModel, ids: list[int], policy: KVSwap, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Decode the text under a policy; figures of `MassSteps`."""
+    loaded: LoadedModel, ids: list[int], policy: KVSwap, args: argparse.Namespace,
+    progress: Progress,
+) -> Iterator[Row]:  # fmt: skip
+    """Decode the text under a policy; figures of `MassSteps` now and then, and at the end."""
     tokens = torch.tensor([ids], device=model_device(loaded.model))
     with TieredCache(
         loaded.model, policy, args.memory, args.disk, max_tokens=len(ids),
@@ -70,13 +73,17 @@ def measure(
     ) as cache:  # fmt: skip
         run = MassSteps(loaded.model, cache)
         run.prefill(tokens[:, : args.tokens], args.chunk)
-        for at in range(args.tokens, len(ids)):
+        for step in range(1, args.steps + 1):
+            at = args.tokens + step - 1
             run.decode(tokens[:, at : at + 1])
-        plan = cache.plan
-        return {
-            **run.figures(), "slots": plan.num_slots, "memory_bytes": cache.report().peak_bytes,
-            "full_cache_bytes": cache.report().full_cache_bytes, "simulated": cache.simulated,
-        }  # fmt: skip
+            progress.add("steps", 1)
+            if step % _KEPT_EVERY and step < args.steps:
+                continue
+            report = cache.report()
+            yield {
+                **run.figures(), "slots": cache.plan.num_slots, "memory_bytes": report.peak_bytes,
+                "full_cache_bytes": report.full_cache_bytes, "simulated": cache.simulated,
+            }  # fmt: skip
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -121,10 +128,11 @@ def run(arguments: Sequence[str]) -> Result:
         "disk": result.settings["disk"], "memory": args.memory, "rows": rows,
     }  # fmt: skip
     wanted = policies_of(args)
-    progress = Progress(len(wanted))
+    progress = Progress(len(wanted) * args.steps)
     for what, policy in wanted.items():
         progress.say(what)
-        rows.append({"what": what, **measure(loaded, ids, policy, args)})
-        progress.step(1)
-        sitting.keep(figures)
+        rows.append({"what": what, "steps": 0})
+        for found in measure(loaded, ids, policy, args, progress):
+            rows[-1] = {"what": what, **found}
+            sitting.keep(figures)
     return closed(result, args, table(figures))
