@@ -113,7 +113,7 @@ def test_clusters_made_at_the_first_step_are_those_made_beside_the_prefill() -> 
             layers: Any = runtime.layers
             assert all((layer.index._blocks._halves is None) != beside for layer in layers)
             counts = [layer.index.counters.retrievals for layer in layers]
-            assert all(11 >= retrieved > 9 for count in counts for retrieved in count)
+            assert all(11 >= retrieved > 6 for count in counts for retrieved in count)
         finally:
             runtime.close()
     assert torch.equal(*outs)

@@ -208,12 +208,14 @@ def test_scores_are_shares_of_attention() -> None:
     assert unknown.item() == 1.0
 
 
-def test_the_device_retrieves_when_the_host_does() -> None:
+@pytest.mark.parametrize("summary", [None, "mean"])
+def test_the_device_retrieves_when_the_host_does(summary: str | None) -> None:
     """The same keys, queries and sums through both forms of the index."""
     torch.manual_seed(0)
     rows, length, steps, wanted, window = 2, 96, 24, 16, 2
     host = LouisKV(
-        window_tokens=window - 1, sink_tokens=0, cluster_tokens=4, block_tokens=96, beside=True
+        window_tokens=window - 1, sink_tokens=0, cluster_tokens=4, block_tokens=96, beside=True,
+        summary=summary,
     )  # fmt: skip
     request = IndexRequest(
         shape=SHAPE, batch=rows, max_units=256, group_tokens=1, scaling=0.5, adapter=None,
@@ -222,7 +224,9 @@ def test_the_device_retrieves_when_the_host_does() -> None:
     index = host.make_index(request)
     assert isinstance(index, SemanticUnitsIndex)
     device = DeviceSemanticUnits(
-        SHAPE, DeviceUnitSizes(cluster_tokens=4, block_tokens=96, spare_units=8, upkeep=True),
+        SHAPE, DeviceUnitSizes(
+            cluster_tokens=4, block_tokens=96, spare_units=8, upkeep=True, spread=summary is None
+        ),
         rows=rows, rows_per_sequence=rows, max_tokens=256, wanted=wanted, tau=0.0, stride=4,
         every_step=False, lost_mass=host.lost_mass, scaling=0.5, device=torch.device("cpu"),
     )  # fmt: skip

@@ -23,10 +23,14 @@ from penstock.methods.louiskv.semantic_boundaries import SemanticBoundaries
 
 CLUSTER_TOKENS = 16
 """Average size of a cluster, and of a page in the ablation (LouisKV, section 5.1 and D.3)."""
+FINE_TOKENS = 4
+"""The same where `lost_mass` decides: single facts of pretrained models are lost in units of 16."""
+BLOCK_CLUSTERS = 256
+"""Of a block at most: each key is compared with all of them, ten times."""
 BLOCK_TOKENS = (4096, 2048, 1024, 512, 256, 128)
 """Prompt tokens that are clustered together, best first."""
-GIVING_WAY = (1, 2, 4, 8)
-"""By how much clusters grow beyond `CLUSTER_TOKENS` where the budget wants it."""
+MOST_CLUSTER_TOKENS = 128
+"""To which clusters grow, twofold each, where the budget wants it."""
 FEW_UNITS = 4
 """Units of average size that a selection should hold."""
 UNITS = ("clusters+segments", "pages")
@@ -94,7 +98,8 @@ class LouisKV(AheadPolicy):
     units: str = "clusters+segments"
     """Or "pages": of `cluster_tokens` consecutive tokens, by their mean keys."""
     cluster_tokens: int | None = None
-    """Tokens of a cluster on average; None: 16, or more where the budget is tight."""
+    """Tokens of a cluster on average; None: the paper's 16 with its own triggers, 4 where
+    `lost_mass` decides; more where the budget is tight."""
     block_tokens: int | None = None
     """Prompt tokens that are clustered together; None: chosen from the budget."""
     beside: bool | None = None
@@ -103,10 +108,11 @@ class LouisKV(AheadPolicy):
     the budget, beside first."""
     nearness: str = "distance"
     """What k-means goes by: "distance" or "cosine"."""
-    summary: str = "mean"
+    summary: str | None = None
     """What stands for a unit in the ranking: "mean" is the paper's mean key; "mean+spread" has the
     keys' spread beside it, one number more, and ranks units by what their tokens are expected to
-    be attended to (`kernels.unit_selection.unit_scores`)."""
+    be attended to (`kernels.unit_selection.unit_scores`). None: the spread where `lost_mass`
+    decides, else the mean."""
     window_tokens: int = 256
     """The paper's W: newest tokens that are always attended to."""
     sink_tokens: int = 64
@@ -135,7 +141,7 @@ class LouisKV(AheadPolicy):
             raise ConfigError(f"tau={self.tau} is a cosine: give -1 to 1, above 1 for every step")
         for name, value, known in (
             ("units", self.units, UNITS), ("nearness", self.nearness, NEARNESS),
-            ("summary", self.summary, SUMMARIES),
+            ("summary", self.summary or SUMMARIES[0], SUMMARIES),
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{name}={value} is none of {', '.join(known)}")
@@ -168,6 +174,15 @@ class LouisKV(AheadPolicy):
     def _by_mass(self) -> bool:
         """Whether `lost_mass` decides."""
         return self.tau is None and self.boundaries == "adaptive"
+
+    @property
+    def _fine(self) -> bool:
+        """Whether units are small and have their spread, unless it is said."""
+        return self._by_mass and not self._pages
+
+    @property
+    def _has_spread(self) -> bool:
+        return self.summary == "mean+spread" or (self.summary is None and self._fine)
 
     @property
     def _segment_steps(self) -> int:
@@ -218,24 +233,34 @@ class LouisKV(AheadPolicy):
         return DeviceUnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=max_tokens // (8 * self.cluster_tokens), cosine=self.nearness == "cosine",
-            spread=self.summary == "mean+spread", upkeep=self._by_mass,
+            spread=self._has_spread, upkeep=self._by_mass,
         )  # fmt: skip
 
     def _choices(self, max_tokens: int) -> list[tuple[int, int, bool]]:
         """Tokens of a cluster and of a block, and where it is clustered; best first."""
         ways = (True, False) if self.beside is None else (self.beside,)
-        clusters = [self.cluster_tokens] if self.cluster_tokens is not None else [
-            CLUSTER_TOKENS * factor for factor in GIVING_WAY
-        ]  # fmt: skip
         out = []
-        for cluster in clusters:
+        for cluster in self._cluster_choices:
             least = 2 * cluster
-            blocks = list(BLOCK_TOKENS) if self.block_tokens is None else [self.block_tokens]
+            most = cluster * BLOCK_CLUSTERS
+            blocks = [each for each in BLOCK_TOKENS if each <= most or each == BLOCK_TOKENS[-1]]
+            if self.block_tokens is not None:
+                blocks = [self.block_tokens]
             if self._pages:
                 blocks = [least]
             sizes = [max(least, min(block, max_tokens)) for block in blocks]
             out += [(cluster, size, way) for size in sizes for way in ways]
         return list(dict.fromkeys(out))
+
+    @property
+    def _cluster_choices(self) -> list[int]:
+        """Tokens of a cluster, best first."""
+        if self.cluster_tokens is not None:
+            return [self.cluster_tokens]
+        sizes = [FINE_TOKENS if self._fine else CLUSTER_TOKENS]
+        while sizes[-1] < MOST_CLUSTER_TOKENS:
+            sizes.append(2 * sizes[-1])
+        return sizes
 
     def _unit_sizes(self, max_tokens: int) -> UnitSizes:
         assert self.cluster_tokens is not None, "plan() makes the choices"
@@ -244,7 +269,7 @@ class LouisKV(AheadPolicy):
         return UnitSizes(
             cluster_tokens=self.cluster_tokens, block_tokens=self.block_tokens,
             spare_units=spare, pages=self._pages, cosine=self.nearness == "cosine",
-            squares=self.summary == "mean+spread", upkeep=self._by_mass, beside=bool(self.beside),
+            squares=self._has_spread, upkeep=self._by_mass, beside=bool(self.beside),
         )  # fmt: skip
 
     @override
