@@ -1,6 +1,7 @@
 """LouisKV's own trigger: rows retrieve when what they hold loses attention."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.selection import Selection
 from penstock.core.shape import KVShape
+from penstock.core.slot_plan import SizingRequest
 from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.policy import IndexRequest
 from penstock.kernels.unit_selection import renew_units, taken_tokens, unit_scores, unit_weights
@@ -154,6 +156,32 @@ def test_rows_that_were_taken_over_select_anew() -> None:
     assert found.reused is not None
     assert not found.reused.any()
     assert found.unit_ids.tolist() == [[1, 5, 9, 13, 17, 21], [0, 4, 8, 12, 16, 20]]
+
+
+@pytest.mark.parametrize(
+    ("options", "finest"),
+    [
+        ({}, (4, 1024, True)), ({"summary": "mean"}, (4, 1024, False)),
+        ({"tau": 0.85}, (16, 4096, False)), ({"boundaries": "every"}, (16, 4096, False)),
+        ({"boundaries": "stride:4", "summary": "mean+spread"}, (16, 4096, True)),
+        ({"cluster_tokens": 8}, (8, 2048, True)),
+    ],
+)  # fmt: skip
+def test_units_are_small_where_no_trigger_of_the_paper_is_chosen(
+    options: dict[str, Any], finest: tuple[int, int, bool]
+) -> None:
+    request = SizingRequest(
+        shape=KVShape(
+            num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
+        ),
+        batch=1, max_tokens=16384, limit_bytes=None, sector_bytes=512,
+        device_is_cpu=True, has_adapter=False,
+    )  # fmt: skip
+    policy, _ = LouisKV(selected_tokens=512, **options).plan(request)
+    assert isinstance(policy, LouisKV)
+    assert policy.cluster_tokens is not None
+    sizes = policy._unit_sizes(16384)
+    assert (sizes.cluster_tokens, sizes.block_tokens, sizes.squares) == finest
 
 
 def test_segments_are_as_long_as_clusters() -> None:
