@@ -243,8 +243,7 @@ class LouisKV(AheadPolicy):
         out = []
         for cluster in self._cluster_choices:
             least = 2 * cluster
-            most = cluster * BLOCK_CLUSTERS
-            blocks = [each for each in BLOCK_TOKENS if each <= most or each == BLOCK_TOKENS[-1]]
+            blocks = [each for each in BLOCK_TOKENS if each <= cluster * BLOCK_CLUSTERS]
             if self.block_tokens is not None:
                 blocks = [self.block_tokens]
             if self._pages:
