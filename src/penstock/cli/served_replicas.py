@@ -39,7 +39,7 @@ def open_front(
         gpus=float(served.device.startswith("cuda")), grace_s=grace_s, most=most,
     )  # fmt: skip
     scaler = Scaler(count, most, served.max_running)
-    make = partial(open_app, _absolute(served), inside)
+    make = partial(open_app, absolute(served), inside)
     with ray_links(count, make, placement) as links:
         front = Front(links, together=served.max_running, running=count, at_random=at_random)
         if most > count:
@@ -50,18 +50,24 @@ def open_front(
             yield make_front(front, settings)
 
 
-def _absolute(served: ServedModel) -> ServedModel:
+def absolute(served: ServedModel) -> ServedModel:
     """Paths that mean the same in a process that starts elsewhere."""
-    paths: dict[str, Any] = {
-        each: Path(path).expanduser().absolute()
-        for each in ("config", "library", "sessions")
-        if (path := getattr(served, each)) is not None
-    }
-    for each in ("model", "adapter", "disk"):  # which may be names of something else
-        value = getattr(served, each)
-        if value is not None and Path(value).exists():
-            paths[each] = type(value)(os.path.abspath(value))
-    return replace(served, **paths)
+    adapter = served.adapter
+    return replace(
+        served, model=_if_there(served.model), disk=_if_there(served.disk),
+        adapter=None if adapter is None else Path(_if_there(str(adapter))),
+        config=_whole(served.config), documents=_whole(served.documents),
+        sessions=_whole(served.sessions),
+    )  # fmt: skip
+
+
+def _whole(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().absolute()
+
+
+def _if_there(name: str) -> str:
+    """The path of what is there; what else a name may mean stays as it is."""
+    return os.path.abspath(name) if Path(name).exists() else name
 
 
 @contextmanager
