@@ -27,18 +27,22 @@ from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.request import Request
 from penstock.models.loader import LoadedModel, load
+from penstock.models.plain_model import ARCHITECTURES, random_model, vocabulary_size
 from research.serving.clients import at_once, one_by_one
+from research.serving.paged import paged
 from research.serving.reopened import reopened
 from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
+_DRAWN = 1 << 17
+"""Token ids that stand for the text of a model without a tokenizer."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m research.serving", description=__doc__)
     add = parser.add_argument
-    add("--model", default="recall", help="folder or name")
+    add("--model", default="recall", help="folder, name, or a known architecture: random weights")
     add("--text", type=Path, action="append", metavar="FILE", help="default: Python's own library")
     add("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384],
@@ -51,6 +55,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--alone", type=int, default=3, help="at least so many are timed one after another")
     add("--reopen", type=int, default=0, metavar="TOKENS",
         help="also reopen a conversation of so many after a restart")  # fmt: skip
+    add("--beside", choices=["transformers"], help="its continuous batching, on the same prompts")
     add("--threads", type=int, help="default: torch's own choice")
     add("--disk", default="auto")
     add("--device", default="cpu")
@@ -122,6 +127,13 @@ def table(figures: Row) -> str:
         f"{figures['answer']}"
     )
     lines = [head, format_table(header, cells)]
+    lines.extend(
+        f"{row['clients']} clients, transformers' continuous batching: "
+        f"{other['tokens_per_s']:.2f} tokens/s, first token {other['first_token_p50_s']:.1f} / "
+        f"{other['first_token_p99_s']:.1f} s, peak {format_bytes(other['peak_bytes'])}"
+        for row in figures["rows"]
+        if (other := row.get("paged")) is not None
+    )
     if (again := figures.get("reopened")) is not None:
         lines.append(
             f"reopened behind {again['reopened_cached_tokens']:,} tokens: first token in "
@@ -138,7 +150,12 @@ class Load:
 
     def __init__(self, loaded: LoadedModel, args: argparse.Namespace) -> None:
         self._loaded, self._args = loaded, args
-        self._ids = encode(loaded, text_of(args.text or []), alone=False)
+        if loaded.tokenizer is None:
+            draw = torch.Generator().manual_seed(0)
+            known = vocabulary_size(loaded.model)
+            self._ids = torch.randint(known, (_DRAWN,), generator=draw).tolist()
+        else:
+            self._ids = encode(loaded, text_of(args.text or []), alone=False)
         self._rows: dict[int, Row] = {}
         self._reopened: Row | None = None
 
@@ -187,6 +204,12 @@ class Load:
                 self._rows[clients] = measure(engine, self._ids, clients, args)
                 progress.step(1)
                 sitting.keep(self.figures())
+        if args.beside is None:
+            return
+        for clients in left:
+            requests = requests_of(self._ids, clients, args)
+            self._rows[clients]["paged"] = paged(self._loaded.model, requests, args.answer)
+            sitting.keep(self.figures())
 
 
 def _settings(args: argparse.Namespace) -> Row:
@@ -208,5 +231,10 @@ def run(arguments: Sequence[str]) -> Result:
     if args.threads:
         torch.set_num_threads(args.threads)
     result = begun("serving", arguments, args)
-    loaded = load(args.model, dtype=args.dtype, device=args.device)
+    if args.model in ARCHITECTURES:
+        positions = max(args.tokens) + args.answer
+        model = random_model(args.model, max_positions=positions, device=args.device)
+        loaded = LoadedModel(model=model, tokenizer=None, name=args.model)
+    else:
+        loaded = load(args.model, dtype=args.dtype, device=args.device)
     return sit(Sitting(result, args), Load(loaded, args), args)

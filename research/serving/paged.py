@@ -1,0 +1,52 @@
+"""Continuous batching of transformers itself: the whole cache in pages of the device's memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from penstock.core.errors import PenstockError
+from penstock.generation.serving.request import Request
+
+Row = dict[str, Any]
+
+
+def paged(model: PreTrainedModel, requests: Sequence[Request], answer: int) -> Row:
+    """All requests asked at once.
+
+    Pages take what the model leaves of the device's memory, as they do by default. Making them,
+    and warming up, is not timed.
+
+    Args:
+        requests: whose prompts are token ids.
+        answer: tokens of each answer.
+
+    Raises:
+        PenstockError: a request was not answered in full.
+    """
+    asked = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1)
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found: Any = model.generate_batch(
+        inputs=[list(each.prompt) for each in requests], generation_config=asked,
+        record_timestamps=True,
+    )  # fmt: skip
+    outputs = list(found.values())
+    if len(outputs) != len(requests) or any(len(o.generated_tokens) != answer for o in outputs):
+        raise PenstockError("transformers has not answered every request in full")
+    started_s = min(each.created_time for each in outputs)
+    seconds = max(each.timestamps[-1] for each in outputs) - started_s
+    first = [each.timestamps[0] - each.created_time for each in outputs]
+    between = np.concatenate([np.diff(each.timestamps) for each in outputs])
+    return {
+        "seconds": seconds, "new_tokens": answer * len(outputs),
+        "tokens_per_s": answer * len(outputs) / seconds,
+        "first_token_p50_s": float(np.percentile(first, 50)),
+        "first_token_p99_s": float(np.percentile(first, 99)),
+        "between_p50_s": float(np.percentile(between, 50)),
+        "between_p99_s": float(np.percentile(between, 99)),
+        "peak_bytes": torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0,
+        "attention": model.config._attn_implementation,
+    }  # fmt: skip
