@@ -487,10 +487,9 @@ class DecodeRow:
             return None
         _, layer = selecting[0]
         if self._bench.recorded is not None:
-            assert self._method.policy is not None
             plan = layer.setup.plan
             played = RecordedUnits(
-                read_recording(self._bench.recorded, self._method.policy.name), plan,
+                read_recording(self._bench.recorded, self._method.text), plan,
                 plan.batch // self._batch, self._bench.device,
             )  # fmt: skip
             self.figures["recorded_share"] = played.share

@@ -33,6 +33,7 @@ from penstock.models.plain_model import plain_cache
 from penstock.workloads.recorded_stream import Recording
 from research.device_tier.decode_row import count
 from research.device_tier.methods import Method, Pattern, method_texts, parse_method
+from research.device_tier.recorded_units import recording_file
 from research.device_tier.streamed_index import StreamedIndex, selecting_layers
 
 KIND = "device_tier.follow"
@@ -151,7 +152,7 @@ class Followed:
             if record is not None and tape is not None:
                 source = {"policy": method.text, "prompt_tokens": self._prompt}
                 recording = tape.recording(self._prompt, self._steps, source)
-                recording.save(record / f"{method.policy.name}.npz")
+                recording.save(recording_file(record, method.text))
         return {"loss": loss, **counts}
 
     def _read(self, cache: Any) -> None:

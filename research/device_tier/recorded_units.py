@@ -1,5 +1,6 @@
 """RecordedUnits: selections that a language model made, played on another model's shape."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -87,10 +88,19 @@ class RecordedUnits:
         wanted.due.copy_(self._due[layer].index_select(0, at))
 
 
-def read_recording(folder: Path, name: str) -> Recording:
+def recording_file(folder: Path, method: str) -> Path:
+    """Where a method's recording is, by its text without flags: two settings of a policy differ."""
+    name = re.sub(r"[^\w.=@]+", "-", method.partition("!")[0].strip())
+    return folder / f"{name}.npz"
+
+
+def read_recording(folder: Path, method: str) -> Recording:
     """The recording of a method.
 
     Raises:
         ConfigError: there is none.
     """
-    return Recording.load(folder / f"{name}.npz")
+    path = recording_file(folder, method)
+    if not path.exists():
+        raise ConfigError(f"{folder} has no {path.name}; record the same method")
+    return Recording.load(path)

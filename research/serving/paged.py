@@ -1,19 +1,20 @@
 """Continuous batching of transformers itself: the whole cache in pages of the device's memory."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
 from penstock.core.errors import PenstockError
 from penstock.generation.serving.request import Request
+from penstock.models.loader import CausalLM
 
 Row = dict[str, Any]
 
 
-def paged(model: PreTrainedModel, requests: Sequence[Request], answer: int) -> Row:
+def paged(model: CausalLM, requests: Sequence[Request], answer: int) -> Row:
     """All requests asked at once.
 
     Pages take what the model leaves of the device's memory, as they do by default. Making them,
@@ -26,7 +27,8 @@ def paged(model: PreTrainedModel, requests: Sequence[Request], answer: int) -> R
     Raises:
         PenstockError: a request was not answered in full.
     """
-    asked = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1)
+    asked = copy.deepcopy(model.generation_config)
+    asked.update(max_new_tokens=answer, do_sample=False, eos_token_id=-1)
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found: Any = model.generate_batch(

@@ -8,6 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.evaluate.result import Result
 from penstock.workloads.recorded_stream import Recording
 from research.device_tier import follow, speed
+from research.device_tier.recorded_units import recording_file
 
 OPTIONS = "selected_tokens=64,window_tokens=16,sink_tokens=4"
 EXACT = "selected_tokens=400,window_tokens=16,sink_tokens=4"
@@ -65,23 +66,25 @@ def test_what_a_model_selected_is_played_on_another(
 ) -> None:
     """Speed follows the recording: its share of retrievals, and what its units miss."""
     taken = tmp_path / "taken"
-    methods = f"louiskv:lost_mass=0.02,{OPTIONS};arkvale:{OPTIONS}"
+    often, seldom = (f"louiskv:lost_mass={mass},{OPTIONS}" for mass in (0.02, 0.5))
+    methods = f"{often};{seldom};arkvale:{OPTIONS}"
     found = follow.run([
         "--model", str(shallow), "--text", str(text), "--prompt", "250", "--steps", "24",
         "--methods", methods, "--dtype", "float32", "--record", str(taken),
     ])  # fmt: skip
-    followed = {row["method"].partition(":")[0]: row for row in found.figures["rows"]}
+    followed = {row["method"]: row for row in found.figures["rows"]}
     result = speed.run([
         "--config", "tiny", "--on", "cpu", "--patterns", "320/120", "--batches", "2",
         "--steps", "24", "--methods", methods, "--recorded", str(taken),
     ])  # fmt: skip
-    rows = {row["method"].partition(":")[0]: row for row in result.figures["rows"]}
-    recording = Recording.load(taken / "louiskv.npz")
+    rows = {row["method"]: row for row in result.figures["rows"]}
+    recording = Recording.load(recording_file(taken, often))
     assert (recording.group_tokens, recording.shares.shape[0]) == (1, 24)
-    assert 0 < rows["louiskv"]["recorded_share"] < 1
-    assert rows["louiskv"]["recorded_share"] == pytest.approx(
-        followed["louiskv"]["retrieval_share"], abs=2 / 24
-    )
+    assert 0 < rows[seldom]["recorded_share"] < rows[often]["recorded_share"] < 1
+    for method in (often, seldom):
+        assert rows[method]["recorded_share"] == pytest.approx(
+            followed[method]["retrieval_share"], abs=2 / 24
+        )
     for row in rows.values():
         assert "error" not in row
         assert all(place["hit_rate"] > 0.2 for place in row["places"]), "as a model's, not drawn"
