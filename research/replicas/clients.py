@@ -15,6 +15,8 @@ _TRIES = 20
 _AGAIN_S = 0.5
 LEAST_STORED = 64
 """Tokens behind a document from which on a conversation is stored."""
+_QUOTED = 1200
+"""Characters of a document in a question; recall's words are eight characters of source code."""
 Row = dict[str, Any]
 
 
@@ -45,8 +47,8 @@ def talks_of(texts: Sequence[str], questions: int, skew: float, seed: int) -> li
         [document] = drawn.choices(range(len(texts)), cum_weights=weights)
         said = []
         for _ in range(min(left, drawn.choice(_TURNS))):
-            at = drawn.randrange(max(1, len(texts[document]) - 400))
-            said.append(f"What follows this, and why? {texts[document][at : at + 400]}")
+            at = drawn.randrange(max(1, len(texts[document]) - _QUOTED))
+            said.append(f"What follows this, and why? {texts[document][at : at + _QUOTED]}")
         talks.append(Talk(document, tuple(said)))
         left -= len(said)
     return talks
