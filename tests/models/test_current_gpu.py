@@ -126,12 +126,11 @@ def test_the_step_of_the_device_tier(seen: Seen) -> None:
 def test_a_step_that_may_be_recorded(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     now: list[list[torch.device]] = []
-    monkeypatch.setattr(GraphDecoder, "_call", lambda *_, **__: now.append([*seen.now]))
+    monkeypatch.setattr(GraphDecoder, "_step", lambda *_: now.append([*seen.now]))
     with TieredCache(model, POLICY, store="memory", max_tokens=80) as cache:
         assert cache.tiers is not None
-        decoder = GraphDecoder(model, weakref.ref(cache), cache.tiers)
-        model(torch.arange(3, 10)[None])
-        decoder.remove()
+        cache.graph_decoder = GraphDecoder(model, weakref.ref(cache), cache.tiers)
+        model(torch.arange(3, 10)[None], **cache_argument(model, cache))
     assert now == [[CPU]]
 
 

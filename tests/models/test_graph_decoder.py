@@ -60,7 +60,8 @@ def test_a_replay_says_what_a_step_says(name: str, batch: int) -> None:
         ) as cache:  # fmt: skip
             out = answer(model, cache, batch)
             told.append((out.sequences, torch.stack(out.logits), cache.stats.decode.units_hit))
-            assert (cache._decoder is not None and cache._decoder._graph is not None) == graphs
+            decoder = cache.graph_decoder
+            assert (decoder is not None and decoder._graph is not None) == graphs
             assert all("adapter" in told or "predicted" in told for told in cache.notices)
             assert cache.get_seq_length() == 169
     (plain, logits, hits), (recorded, again, hits_again) = told
@@ -83,8 +84,8 @@ def test_a_recorded_step_at_full_budget_equals_full_attention(
         batch_size=2,
     ) as cache:  # fmt: skip
         actual = answer(model, cache, 2)
-        assert cache._decoder is not None
-        assert cache._decoder._graph is not None
+        assert cache.graph_decoder is not None
+        assert cache.graph_decoder._graph is not None
     assert torch.equal(expected.sequences, actual.sequences)
     difference = torch.stack(expected.logits) - torch.stack(actual.logits)
     assert difference.abs().max().item() < 1e-3
@@ -102,8 +103,8 @@ def test_a_model_that_cannot_be_recorded_goes_on_without(family: str, predict: b
         batch_size=1,
     ) as cache:  # fmt: skip
         actual = answer(model, cache, 1)
-        assert cache._decoder is not None
-        assert cache._decoder._graph is None
+        assert cache.graph_decoder is not None
+        assert cache.graph_decoder._graph is None
         assert len(cache.notices) == (family == "opt") + predict
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(expected.sequences, actual.sequences)

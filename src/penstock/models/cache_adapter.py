@@ -80,7 +80,8 @@ class TieredCache(RecurrentCache):
     """Tokens held before the step under way."""
     _attachment: Attachment | None = None
     _hooks: PrefetchHooks | None = None
-    _decoder: GraphDecoder | None = None
+    graph_decoder: GraphDecoder | None = None
+    """What records and replays decode steps on a GPU; the model's `forward` asks it."""
     decoder_calls: DecoderCalls | None = None
     """What the text decoder of a model that sees is called with; None for others."""
 
@@ -190,7 +191,7 @@ class TieredCache(RecurrentCache):
             if sees(model):
                 self.decoder_calls = DecoderCalls(model)
             if record and self._settings.device_tier and not self._states:
-                self._decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
+                self.graph_decoder = GraphDecoder(model, weakref.ref(self), self._runtime)
         except BaseException:
             self._release()
             raise
@@ -493,7 +494,7 @@ class TieredCache(RecurrentCache):
                 self._release()
 
     def _release(self) -> None:
-        decoder, hooks, attachment = self._decoder, self._hooks, self._attachment
+        decoder, hooks, attachment = self.graph_decoder, self._hooks, self._attachment
         calls = self.decoder_calls
         close_all(
             *(() if calls is None else (calls.remove,)),

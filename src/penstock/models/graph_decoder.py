@@ -3,6 +3,7 @@
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from penstock.models.cache_argument import (
 )
 from penstock.models.fused_step import fused_parts
 from penstock.models.recording import recording
+from penstock.models.shared_part import SharedPart, Undo
 from penstock.models.weight_access import model_device
 
 if TYPE_CHECKING:
@@ -33,59 +35,53 @@ _PLAIN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cach
           "return_dict", "logits_to_keep", "cache_position"}  # fmt: skip
 """Arguments of `forward` under which a replay says the same as a call."""
 
-_OWN = "_penstock_own"
-"""Attribute of a decoder's `forward`: what the model had of its own in that place."""
-
 
 class GraphDecoder:
-    """Stands before a model's `forward` while its cache is open.
+    """A cache's own part of its model's `forward`, while the cache is open.
 
     A step of one token over a cache whose layers are all in the device tier is recorded once and
     replayed from then on: an 8B model's step is some thousand launches, which Python makes in 30 to
     40 ms and a graph in three. Whatever else comes goes to the model's own `forward`, and so does
     every step if recording fails (a model that asks the device in between); a notice says so.
+
+    A model has one `forward` for all of its caches: it asks the cache of the call.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: "weakref.ref[TieredCache]", runtime: TieredRuntime
     ) -> None:
-        """Put it before `model.forward`; `remove` takes it away again."""
+        """Have the model ask its caches; `remove` ends that with the last of them."""
         self._model: Any = model
         self._cache, self._runtime = cache, runtime
-        own = model.__dict__.get("forward")
-        # Of several decoders on one model, the first to go takes all of them off.
-        self._own = getattr(own, "__dict__", {}).get(_OWN, own)
-        self._forward = model.forward
+        self._device = model_device(model)
         self._takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._graph: torch.cuda.CUDAGraph | None = None
         self._layers: list[Any] | None = None
         self._ids = self._positions = self._logits = torch.empty(0)
         self._steps = 0
         self._failed = False
-
-        device = model_device(model)
-
-        @functools.wraps(self._forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with on_device(device):
-                return self._call(*args, **kwargs)
-
-        setattr(forward, _OWN, self._own)
-        model.forward = forward
+        self._part = SharedPart(model, "forward", functools.partial(_put_forward, model))
 
     def remove(self) -> None:
-        """Give the model back the `forward` that it had, its class's or one that was set on
-        it, and free the graph's memory."""
-        if self._own is None:
-            self._model.__dict__.pop("forward", None)
-        else:
-            self._model.forward = self._own
+        """Free the graph's memory; the last of a model's caches gives it back its `forward`."""
+        self._part.leave()
+        self._failed = True
         self._graph, self._layers = None, None
         self._logits = torch.empty(0)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if args or not self._may_replay(kwargs):
-            return self._forward(*args, **kwargs)
+    def step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """What the model's `forward` says, or a replay of it.
+
+        Args:
+            forward: the model's own.
+            kwargs: its arguments, all by name.
+        """
+        with on_device(self._device):
+            return self._step(forward, kwargs)
+
+    def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        if not self._may_replay(kwargs):
+            return forward(**kwargs)
         ids: Tensor = kwargs["input_ids"]
         runtime = self._runtime
         if self._layers is not runtime.layers:
@@ -96,10 +92,10 @@ class GraphDecoder:
             self._steps += 1
             if self._steps <= WARM_UP_STEPS:
                 with fused_parts(self._model):
-                    return self._forward(*args, **kwargs)
+                    return forward(**kwargs)
             settling = runtime.length % SETTLE_STEPS == 0
-            if settling or not self._record(ids, positions):
-                return self._forward(*args, **kwargs)
+            if settling or not self._record(forward, ids, positions):
+                return forward(**kwargs)
         else:
             assert runtime.device_steps is not None
             runtime.device_steps.settle(runtime.length)
@@ -145,7 +141,7 @@ class GraphDecoder:
         start = steps.clock.start[:: steps.clock.start.shape[0] // self._runtime.batch]
         return (steps.clock.position - start).unsqueeze(1)
 
-    def _record(self, ids: Tensor, positions: Tensor) -> bool:
+    def _record(self, forward: Callable[..., Any], ids: Tensor, positions: Tensor) -> bool:
         """Record the step; nothing of it has run yet when this returns."""
         runtime = self._runtime
         self._ids, self._positions = ids.clone(), positions.clone()
@@ -155,7 +151,7 @@ class GraphDecoder:
         torch.cuda.synchronize()
         try:
             with fused_parts(self._model), recording(graph):
-                out = self._forward(
+                out = forward(
                     input_ids=self._ids, position_ids=self._positions, attention_mask=None,
                     **cache_argument(self._model, self._cache()), use_cache=True, **options,
                 )  # fmt: skip
@@ -174,3 +170,34 @@ class GraphDecoder:
             return False
         self._graph, self._logits = graph, out.logits
         return True
+
+
+def _put_forward(model: Any) -> Undo:
+    """Have `model.forward` ask the cache of a call for its `GraphDecoder`; returns what undoes it.
+
+    Callers need not name their arguments: transformers' `generate` does, others do not.
+    """
+    own, plain = model.__dict__.get("forward"), model.forward
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [
+        name for name, each in inspect.signature(plain).parameters.items() if each.kind in by_place
+    ]
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        decoder = getattr(named.get(cache_name_in(named)), "graph_decoder", None)
+        if decoder is None or len(named) != len(args) + len(kwargs):
+            return plain(*args, **kwargs)
+        return decoder.step(plain, named)
+
+    def undo() -> None:
+        if model.__dict__.get("forward") is not forward:
+            return  # another stands before it now, and goes on to call it
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+    model.forward = forward
+    return undo

@@ -21,5 +21,8 @@ def recording(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
     Raises:
         RuntimeError: it could not be recorded.
     """
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+    # Other threads may allocate meanwhile: a server stores what one request has while the next
+    # one's step is recorded.
+    made = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    with torch.cuda.stream(torch.cuda.current_stream()), made:
         yield
