@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from penstock.core.errors import StorageError
+from penstock.evaluate.process_memory import command_line
 
 _START_S = 1800.0
 _ANSWER_S = 1800.0
@@ -86,7 +87,7 @@ class Served:
             StorageError: there is none.
         """
         for each in psutil.Process(self._process.pid).children(recursive=True):
-            if f"ServeReplica:penstock-{replica}:" in " ".join(each.cmdline()):
+            if f"ServeReplica:penstock-{replica}:" in command_line(each):
                 os.kill(each.pid, signal.SIGKILL)
                 return
         raise StorageError(f"there is no process of replica {replica}")

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.evaluate.process_memory import command_line
 from penstock.storage.documents.folder import is_unfinished
 
 _START_S = 900.0
@@ -71,9 +72,8 @@ class Server:
         """Processes of replicas, by rank."""
         found = {}
         for each in psutil.Process(self.process.pid).children(recursive=True):
-            name = each.name() if each.is_running() else ""
-            title = " ".join(each.cmdline()) if name.startswith("ray::") else ""
-            if "ServeReplica:penstock-" in title:
+            title = command_line(each)
+            if title.startswith("ray::") and "ServeReplica:penstock-" in title:
                 found[title.partition("penstock-")[2][:1]] = each.pid
         return found
 

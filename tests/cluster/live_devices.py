@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 from penstock.cli.main import app as command
 from penstock.cluster.ray_devices import states
 from penstock.cluster.ray_session import connect
+from penstock.evaluate.process_memory import command_line
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
 from penstock.storage.documents.key_sources import make_key_file
@@ -80,7 +81,7 @@ def test_devices_stay_are_restarted_and_answer_as_a_local_one(
 
     connect(address)
     for child in psutil.Process().children(recursive=True):
-        if child.is_running() and (child.cmdline() or [""])[0].startswith("ray::DeviceActor"):
+        if command_line(child).startswith("ray::DeviceActor"):
             os.kill(child.pid, signal.SIGKILL)
     assert until_up(address) == before
     assert run("cluster", "down") == 0

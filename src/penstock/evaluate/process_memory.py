@@ -125,3 +125,11 @@ def _kilobytes(path: Path, name: str) -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+def command_line(process: psutil.Process) -> str:
+    """What a process was started as, or calls itself; "" where it has ended by now."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie too
+        return ""
