@@ -187,6 +187,8 @@ class Load:
             sitting.keep(self.figures())
         if left:
             self._at_once(left, progress, sitting)
+        if self._args.beside is not None:
+            self._beside(sitting)
 
     def _at_once(self, left: Sequence[int], progress: Progress, sitting: Sitting) -> None:
         args = self._args
@@ -204,11 +206,13 @@ class Load:
                 self._rows[clients] = measure(engine, self._ids, clients, args)
                 progress.step(1)
                 sitting.keep(self.figures())
-        if args.beside is None:
-            return
-        for clients in left:
-            requests = requests_of(self._ids, clients, args)
-            self._rows[clients]["paged"] = paged(self._loaded.model, requests, args.answer)
+
+    def _beside(self, sitting: Sitting) -> None:
+        for clients, row in self._rows.items():
+            if "paged" in row or sitting.time_is_up():
+                continue
+            requests = requests_of(self._ids, clients, self._args)
+            row["paged"] = paged(self._loaded.model, requests, self._args.answer)
             sitting.keep(self.figures())
 
 
