@@ -553,8 +553,8 @@ class DecodeRow:
             return
         if self._cache.tiers.policy.predicts_on_device:
             return
-        if self._cache._decoder is not None:
-            self._cache._decoder.remove()
+        if self._cache.graph_decoder is not None:
+            self._cache.graph_decoder.remove()
         layers = self._cache.tiers.layers
         self.figures["breakdown"] = time_parts(self._step, layers, self._bench.device, steps)
 

@@ -14,7 +14,9 @@ from penstock.evaluate.process_memory import command_line
 def test_a_process_that_has_ended_has_no_command_line() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    assert command_line(process).endswith("input()")
+    while not command_line(process).endswith("input()"):  # as soon as it has been started
+        assert process.status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
     child.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)

@@ -26,8 +26,9 @@ class Cuda:
             self.current = before
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any) -> Iterator[None]:
+    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
         """As torch's: on a stream of its own, which stays current where ending it raises."""
+        assert capture_error_mode == "thread_local", "other threads may allocate"
         self.pools.append(pool)
         before, self.current = self.current, "the recording's"
         try:

@@ -134,7 +134,7 @@ def test_committed_results_can_be_drawn() -> None:
     assert len(paths) >= 7
     for path in paths:
         result = Result.load(path)
-        assert re.search(r" --out(put)? PATH\b", result.command), "no path of the machine"
+        assert re.search(r" (-o|--out(put)?) PATH\b", result.command), "no path of the machine"
         for row in result.figures["rows"]:
             assert "error" not in row, path.name
         for chart in charts_of(result, path.stem).values():
