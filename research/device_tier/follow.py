@@ -31,6 +31,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import plain_cache
 from penstock.workloads.recorded_stream import Recording
+from research.clusters.recording import model_name
 from research.device_tier.decode_row import count
 from research.device_tier.methods import Method, Pattern, method_texts, parse_method
 from research.device_tier.recorded_units import recording_file
@@ -219,8 +220,8 @@ def run(arguments: Sequence[str]) -> Result:
     loaded = load(args.model, dtype=args.dtype, device=args.on)
     texts = [Followed(loaded, path, args.prompt, args.steps) for path in args.text]
     settings = {
-        "model": args.model, "texts": len(texts), "prompt": args.prompt, "steps": args.steps,
-        "methods": args.methods, "dtype": args.dtype, "on": args.on,
+        "model": model_name(args.model), "texts": len(texts), "prompt": args.prompt,
+        "steps": args.steps, "methods": args.methods, "dtype": args.dtype, "on": args.on,
     }  # fmt: skip
     words = ["PATH" if "/" in word or Path(word) in args.text else word for word in arguments]
     result = Result.begin(KIND, words, settings, seed=0, package="research")

@@ -89,6 +89,7 @@ def test_what_a_model_selected_is_played_on_another(
         assert "error" not in row
         assert all(place["hit_rate"] > 0.2 for place in row["places"]), "as a model's, not drawn"
     assert str(tmp_path) not in result.command
+    assert found.settings["model"] == shallow.name
 
 
 def test_recordings_that_will_not_do(text: Path, shallow: Path, tmp_path: Path) -> None:
