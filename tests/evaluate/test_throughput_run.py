@@ -363,6 +363,7 @@ def test_rows_are_packed_into_what_the_machine_has() -> None:
 def test_paths_stay_out_of_the_command() -> None:
     shown = public_arguments(["--store", "/mnt/x", "--out=a/b.json", "--store=auto", "--batch=1"])
     assert shown == "--store PATH --out=PATH --store=auto --batch=1"
+    assert public_arguments(["--figure", "/mnt/a.svg"]) == "--figure PATH"
 
 
 def test_a_target_knows_its_side() -> None:

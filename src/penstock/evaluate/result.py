@@ -18,7 +18,7 @@ FORMAT = "penstock-result-1"
 RESULT = json_kind("result of penstock bench", "penstock-result-")
 _PATH_OPTIONS = (
     "-o", "--output", "--out", "--disk", "--store", "--model", "--memory-cgroup", "--haystack",
-    "--data",
+    "--data", "--figure",
 )  # fmt: skip
 
 
