@@ -200,7 +200,7 @@ def test_a_recording_that_failed_begins_its_step_again() -> None:
     steps.begin(feed.length)
     assert len(ticked) == 1, "once a step"
     layer_of(feed.ahead, 2)._begun = feed.queries[2]
-    steps.recording_failed()
+    steps.forget_recording()
     assert not layer_of(feed.ahead, 2).fetch_begun
     feed.step()
     assert len(ticked) == 2

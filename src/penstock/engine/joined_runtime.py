@@ -1,6 +1,7 @@
 """JoinedRuntime: rows of several caches that go through one decode step together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from penstock.core.slot_plan import SlotPlan
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.device_tier.device_steps import DeviceSteps
+from penstock.engine.device_tier.joined_replays import JoinedReplays
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
@@ -22,9 +23,6 @@ class JoinedRuntime:
     until the step's end, and its rows get zeros; the others go on.
     """
 
-    device_steps: DeviceSteps | None = None
-    """Caches of the device tier do not join."""
-
     def __init__(self, like: TieredRuntime) -> None:
         """Hold no cache yet.
 
@@ -34,6 +32,12 @@ class JoinedRuntime:
         self.policy: SelectionPolicy = like.policy
         self.settings: RuntimeSettings = replace(like.settings, past=None)
         self.plan: SlotPlan = like.plan
+        self.on_device_tier = like.on_device_tier
+        self._replays: JoinedReplays | None = None
+        if self.on_device_tier and self.settings.device.type == "cuda":
+            self._replays = JoinedReplays(self.settings.device)
+        self._replayed: set[int] = set()
+        """Members whose step is recorded, by their number in it."""
         self.failures: dict[int, Exception] = {}
         """What caches of the step have failed of, by their number in it."""
         self._members: Sequence[TieredRuntime] = ()
@@ -44,10 +48,18 @@ class JoinedRuntime:
         self._members, self.failures = members, {}
         ends = torch.tensor([member.batch for member in members]).cumsum(0).tolist()
         self._rows = [slice(end - each.batch, end) for each, end in zip(members, ends, strict=True)]
+        if self._replays is not None:
+            self._replayed = self._replays.begin(members, self._rows)
 
-    def end(self) -> None:
-        """The step is over."""
+    def end(self, *, is_done: bool) -> None:
+        """The step is over.
+
+        Args:
+            is_done: the model has passed all layers.
+        """
         self._members = ()
+        if self._replays is not None:
+            self._replays.end(is_done=is_done)
 
     @property
     def parts(self) -> Sequence[slice]:
@@ -58,31 +70,48 @@ class JoinedRuntime:
         """As `TieredRuntime.attend`, of one new token a row; what fails is in `failures`."""
         rows, count = call.query.shape[0], call.query.shape[1]
         out = call.values.new_zeros((rows, 1, count, call.values.shape[-1]))
-        for number, (member, part) in enumerate(zip(self._members, self._rows, strict=True)):
-            if number in self.failures:
-                continue
+        for number, member, part in self._launched():
+            own = rows_of(call, part)
             try:
-                out[part] = member.attend(layer, rows_of(call, part))
+                out[part] = member.attend(layer, own)
             except Exception as error:
                 self.failures[number] = error
+            if self._replays is not None:
+                self._replays.saw_call(member, layer, own)
+        if self._replays is not None:
+            self._replays.attend(layer, call, out)
         return out
+
+    def _launched(self) -> Iterator[tuple[int, TieredRuntime, slice]]:
+        """Members whose step is launched piece by piece and has not failed."""
+        for number, (member, part) in enumerate(zip(self._members, self._rows, strict=True)):
+            if number not in self.failures and number not in self._replayed:
+                yield number, member, part
 
     def wants_query(self, layer: int) -> bool:
         """Whether a cache would begin a fetch by this layer's query."""
-        return any(
-            number not in self.failures and member.wants_query(layer)
-            for number, member in enumerate(self._members)
+        replays = self._replays
+        return (replays is not None and replays.wants_query(layer)) or any(
+            member.wants_query(layer) for _, member, _ in self._launched()
         )
 
     def begin_fetch(self, layer: int, query: Tensor) -> None:
         """As `TieredRuntime.begin_fetch`, for those that want it."""
-        for number, (member, part) in enumerate(zip(self._members, self._rows, strict=True)):
-            if number in self.failures or not member.wants_query(layer):
+        for number, member, part in self._launched():
+            if not member.wants_query(layer):
                 continue
             try:
                 member.begin_fetch(layer, query[part])
             except Exception as error:
                 self.failures[number] = error
+            if self._replays is not None:
+                self._replays.saw_query(member, layer, query[part])
+        if self._replays is not None:
+            self._replays.begin_fetch(layer, query)
+
+    def choosing(self, _: int, *__: Tensor) -> AbstractContextManager[None]:
+        """For `with`: what projects the queries of all rows; each cache chooses by itself."""
+        return nullcontext()
 
     @property
     def length(self) -> int:

@@ -139,7 +139,10 @@ class Layer(ABC):
         """Make ready for decode steps that a CUDA graph may hold; false where there can be none."""
         return False
 
-    def recording_failed(self) -> None:
+    def land(self) -> None:
+        """Queue what follows behind a fetch that was begun."""
+
+    def forget_recording(self) -> None:
         """What was begun for a recording has not run."""
 
     def settle(self) -> None:

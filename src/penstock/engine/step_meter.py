@@ -45,7 +45,9 @@ class StepMeter:
             self._phase = None
 
     def take_back(self, tokens: int) -> None:
-        """The decode step under way has not happened."""
+        """The decode step under way, if there is one, has not happened."""
+        if self._phase is None:
+            return
         self._phase = None
         self._stats.decode.steps -= 1
         self._stats.decode.tokens -= tokens

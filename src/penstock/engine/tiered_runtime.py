@@ -1,7 +1,7 @@
 """TieredRuntime: all tiered layers of one cache, their budget, and the life of a step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -398,12 +398,17 @@ class TieredRuntime:
         setup.workspace.close()
 
     @property
+    def on_device_tier(self) -> bool:
+        """Whether the layers that there are keep their KV in host memory that a device reads."""
+        return self.device_steps is not None
+
+    @property
     def is_torn(self) -> bool:
         """Whether an earlier step failed halfway."""
         return not self._health.is_sound
 
-    def recording_failed(self) -> None:
-        """A step could not be recorded in a CUDA graph: nothing of it has run."""
+    def forget_recording(self) -> None:
+        """A decode step was recorded, as far as that went, and none of it has run."""
         self._health.heal()
         self._meter.take_back(self.batch)
 
@@ -432,6 +437,15 @@ class TieredRuntime:
             if self.device_steps is not None:
                 self.device_steps.begin(target.length)
             target.begin(self._rows.fold(query))
+
+    def choosing(self, layer: int, *inputs: Tensor) -> AbstractContextManager[None]:
+        """For `with`: what chooses for a layer ahead; the device tier has a stream for it.
+
+        Args:
+            inputs: what is read there.
+        """
+        steps = self.device_steps
+        return nullcontext() if steps is None else steps.choosing(self.layer_length(layer), *inputs)
 
     @contextmanager
     def checking_drafts(self) -> Iterator[None]:

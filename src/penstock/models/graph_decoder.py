@@ -159,9 +159,9 @@ class GraphDecoder:
             self._failed = True
             for layer, length in zip(runtime.layers, lengths, strict=True):
                 layer.length = length
-            runtime.recording_failed()
+            runtime.forget_recording()
             assert runtime.device_steps is not None
-            runtime.device_steps.recording_failed()
+            runtime.device_steps.forget_recording()
             cache = self._cache()
             if cache is not None:
                 cache.forget_awaited()

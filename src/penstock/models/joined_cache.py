@@ -63,10 +63,10 @@ class JoinedCache(Cache):  # type: ignore[misc]
             For each cache the logits behind its tokens, float32 [rows, vocabulary], or what it
             failed of; it is torn then. An error of the model itself is raised: all are torn.
         """
-        self._caches = list(caches)
-        self._runtime.begin([cache.tiers for cache in caches])
+        self._caches, is_done = list(caches), False
         try:
-            logits = self._forward(tokens)
+            self._runtime.begin([cache.tiers for cache in caches])
+            logits, is_done = self._forward(tokens), True
             failures = self._runtime.failures
             return [
                 failures.get(number, logits[part])
@@ -75,7 +75,7 @@ class JoinedCache(Cache):  # type: ignore[misc]
         finally:
             self._handover.forget()
             self._caches = []
-            self._runtime.end()
+            self._runtime.end(is_done=is_done)
 
     def _forward(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         model: Any = self._model
@@ -153,9 +153,7 @@ class JoinedCache(Cache):  # type: ignore[misc]
 def may_join(model: PreTrainedModel, cache: TieredCache) -> bool:
     """Whether a cache's rows can go through steps with those of others."""
     return (
-        cache.device.type == "cpu"
-        and cache.tiers.device_steps is None
-        and cache.decoder_calls is None
+        cache.decoder_calls is None
         and not inspect_model(model).states
         and bool(position_argument(model, cache, 0, 1))
     )

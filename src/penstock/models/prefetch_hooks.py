@@ -1,7 +1,6 @@
 """PrefetchHooks: start a layer's fetch while the layer before it computes."""
 
 import weakref
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -141,16 +140,12 @@ class PrefetchHooks:
         self, runtime: TieredRuntime | JoinedRuntime, layer: int, tier: int, hidden: Tensor,
         kwargs: dict[str, Any], *, is_own: bool,
     ) -> None:  # fmt: skip
-        steps = runtime.device_steps
-        if steps is not None and is_own:
+        if runtime.on_device_tier and is_own:
             return
         if not is_own and layer in self._unsure:
             self._unsure[layer] = kwargs.get("position_embeddings")
         self._projection.may_copy = runtime.plan.predictor_bytes > 0
-        stream = (
-            nullcontext() if steps is None else steps.choosing(runtime.layer_length(tier), hidden)
-        )
-        with without_gradients(), stream:
+        with without_gradients(), runtime.choosing(tier, hidden):
             if is_own:
                 query = self._projection.project_exactly(layer, hidden, kwargs)
             else:

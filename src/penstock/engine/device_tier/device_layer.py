@@ -98,7 +98,7 @@ class DeviceLayer(Layer):
         )  # fmt: skip
         traffic = torch.zeros_like(self._slots.lists.traffic)
         self.lists = replace(self._slots.lists, traffic=traffic)
-        self._may_step = self._emptied = False
+        self._may_step = self._emptied = self._in_flight = False
         self._begun: Tensor | None = None
         self._landed: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -179,18 +179,24 @@ class DeviceLayer(Layer):
             self._gather(leaves_room=STAYING_GATHER)
             if self._landed is not None:
                 self._landed.record()
-        self._begun = query  # kept until the step has waited
+        self._begun, self._in_flight = query, True  # kept until the step has waited
+
+    @override
+    def land(self) -> None:
+        """Queue what follows behind the fetch that was begun; its step does not wait again."""
+        if self._landed is not None and self._in_flight:
+            self._landed.wait()
+        self._in_flight = False
 
     def _join(self) -> None:
-        """Queue what follows behind the fetch that was begun."""
-        if self._landed is not None and self._begun is not None:
-            self._landed.wait()
+        """The step that a fetch was begun for is there."""
+        self.land()
         self._begun = None
 
     @override
-    def recording_failed(self) -> None:
+    def forget_recording(self) -> None:
         """What was begun has not run, and there is nothing to wait for."""
-        self._begun = None
+        self._begun, self._in_flight = None, False
 
     @override
     def settle(self) -> None:

@@ -56,12 +56,12 @@ class DeviceSteps:
         with torch.cuda.stream(self._stream):
             yield
 
-    def recording_failed(self) -> None:
-        """Nothing has run of a step that was to be recorded: it begins again."""
+    def forget_recording(self) -> None:
+        """Nothing has run of a step that was recorded, as far as that went: it begins again."""
         self._begun_at = None
         self._inputs.clear()
         for layer in self._layers:
-            layer.recording_failed()
+            layer.forget_recording()
 
     def settle(self, length: int) -> None:
         """Let the indexes tidy up, every so many steps; never while a CUDA graph is recorded."""

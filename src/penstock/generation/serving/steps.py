@@ -14,6 +14,10 @@ from penstock.models.joined_cache import JoinedCache, may_join
 from penstock.models.loader import CausalLM
 from penstock.models.weight_access import model_device
 
+ALONE_BELOW = 4
+"""Fewer caches than this are stepped one after another on a GPU's device tier: each one's step is a
+CUDA graph, and a joined one is launched layer by layer."""
+
 
 class Steps:
     """Steps caches of one model, those that may join in one forward pass."""
@@ -37,10 +41,16 @@ class Steps:
         """
         sets: dict[Hashable, list[int]] = {}
         for number, cache in enumerate(caches):
-            settings, policy = cache.tiers.settings, cache.policy
-            alike = (policy.predicts, settings.exact, settings.true_query_layers)
+            settings, policy, tiers = cache.tiers.settings, cache.policy, cache.tiers
+            alike = (
+                policy.predicts, settings.exact, settings.true_query_layers, tiers.on_device_tier,
+                _is_recorded(cache),
+            )  # fmt: skip
             joins = may_join(self._model, cache)
             sets.setdefault(alike if joins else number, []).append(number)
+        for kind, numbers in [*sets.items()]:
+            if len(numbers) < ALONE_BELOW and _is_recorded(caches[numbers[0]]):
+                sets |= {number: [number] for number in sets.pop(kind)}
         found: dict[int, Tensor | Exception] = {}
         for kind, numbers in sets.items():
             part = [caches[number] for number in numbers], [tokens[number] for number in numbers]
@@ -65,6 +75,11 @@ class Steps:
         """Leave the model as it was."""
         joined, self._joined = self._joined, {}
         close_all(*(each.close for each in joined.values()))
+
+
+def _is_recorded(cache: TieredCache) -> bool:
+    """Whether a cache's steps alone are CUDA graphs."""
+    return cache.graph_decoder is not None and cache.tiers.on_device_tier
 
 
 def next_logits(model: CausalLM, cache: TieredCache, tokens: Sequence[int]) -> Tensor:
