@@ -113,6 +113,9 @@ def compare(name: str, model: Any, made: list[Any]) -> None:
 
     steps = Steps(model)
     expected, found = decoded(model, POLICIES[name], alone), decoded(model, POLICIES[name], steps)
+    [joined] = steps._joined.values()
+    passes = joined._segments.values()
+    assert [each.is_recorded for each in passes] == [model.device.type == "cuda"] * len(passes)
     steps.close()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -1,8 +1,9 @@
 """JoinedRuntime: rows of several caches that go through one decode step together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from penstock.core.slot_plan import SlotPlan
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.joined_replays import JoinedReplays
+from penstock.engine.device_tier.segments import Segments
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.runtime_settings import RuntimeSettings
 from penstock.engine.tiered_runtime import TieredRuntime
@@ -36,6 +38,8 @@ class JoinedRuntime:
         self._replays: JoinedReplays | None = None
         if self.on_device_tier and self.settings.device.type == "cuda":
             self._replays = JoinedReplays(self.settings.device)
+        self.recording: Segments | None = None
+        """What records the model's pass now: fetches and attention are noted, and do not run."""
         self._replayed: set[int] = set()
         """Members whose step is recorded, by their number in it."""
         self.failures: dict[int, Exception] = {}
@@ -68,8 +72,18 @@ class JoinedRuntime:
 
     def attend(self, layer: int, call: AttentionCall) -> Tensor:
         """As `TieredRuntime.attend`, of one new token a row; what fails is in `failures`."""
-        rows, count = call.query.shape[0], call.query.shape[1]
-        out = call.values.new_zeros((rows, 1, count, call.values.shape[-1]))
+        out = new_attended(call)
+        self.run(partial(self._attend, layer, call, out))
+        return out
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call what no recording of the model's pass may hold: at each replay, if one is made."""
+        if self.recording is None:
+            function()
+        else:
+            self.recording.between(function)
+
+    def _attend(self, layer: int, call: AttentionCall, out: Tensor) -> None:
         for number, member, part in self._launched():
             own = rows_of(call, part)
             try:
@@ -80,7 +94,6 @@ class JoinedRuntime:
                 self._replays.saw_call(member, layer, own)
         if self._replays is not None:
             self._replays.attend(layer, call, out)
-        return out
 
     def _launched(self) -> Iterator[tuple[int, TieredRuntime, slice]]:
         """Members whose step is launched piece by piece and has not failed."""
@@ -97,6 +110,9 @@ class JoinedRuntime:
 
     def begin_fetch(self, layer: int, query: Tensor) -> None:
         """As `TieredRuntime.begin_fetch`, for those that want it."""
+        self.run(partial(self._begin_fetch, layer, query))
+
+    def _begin_fetch(self, layer: int, query: Tensor) -> None:
         for number, member, part in self._launched():
             if not member.wants_query(layer):
                 continue
@@ -126,6 +142,12 @@ class JoinedRuntime:
         """As `TieredRuntime.drop_fetches`."""
         for member in self._members:
             member.drop_fetches()
+
+
+def new_attended(call: AttentionCall) -> Tensor:
+    """Zeros for what attention makes of one new token a row. [rows, 1, num_heads, value_width]"""
+    rows, count = call.query.shape[:2]
+    return call.values.new_zeros((rows, 1, count, call.values.shape[-1]))
 
 
 def rows_of(call: AttentionCall, rows: slice) -> AttentionCall:

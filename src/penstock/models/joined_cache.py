@@ -1,6 +1,7 @@
 """JoinedCache: several caches as one, for a forward pass of a token a row."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import override
 
 from penstock.engine.attention_call import AttentionCall
-from penstock.engine.joined_runtime import JoinedRuntime, rows_of
+from penstock.engine.device_tier.segments import Segments
+from penstock.engine.joined_runtime import JoinedRuntime, new_attended, rows_of
 from penstock.kernels.plain_attention import add_attention_sink, attention_twin
 from penstock.models.attention_adapter import mark_keys
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument, position_argument
 from penstock.models.cache_layers import EmptyLayer, WindowLayer
+from penstock.models.fused_step import fused_parts
 from penstock.models.key_handover import KeyHandover
 from penstock.models.model_shape import decoder_config, inspect_model
 from penstock.models.prefetch_hooks import PrefetchHooks
@@ -48,6 +51,8 @@ class JoinedCache(Cache):  # type: ignore[misc]
             layers=[layers.get(i) or EmptyLayer() for i in range(len(shape.layer_types))]
         )
         self._hooks = PrefetchHooks(model, shape, self._runtime)
+        self._segments: dict[int, Segments] = {}
+        """On a GPU the model's own launches, by the rows of a pass."""
 
     @torch.no_grad()
     def step(
@@ -78,19 +83,40 @@ class JoinedCache(Cache):  # type: ignore[misc]
             self._runtime.end(is_done=is_done)
 
     def _forward(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        model: Any = self._model
-        device = self._runtime.settings.device
+        settings = self._runtime.settings
         ids = [token for each in tokens for token in each]
         at = [cache.tiers.length for cache in self._caches for _ in range(cache.tiers.batch)]
-        if self._runtime.settings.shape.dtype == torch.float32:
+        rest, records = 0, settings.device.type == "cuda"
+        if records:
+            rest = max(_ALIKE, 1 << (len(ids) - 1).bit_length()) - len(ids)
+        elif settings.shape.dtype == torch.float32:
             rest = -len(ids) % _ALIKE
-            ids, at = ids + [ids[0]] * rest, at + [0] * rest
-        logits: Tensor = model(
-            torch.tensor(ids, device=device)[:, None],
-            position_ids=torch.tensor(at, device=device)[:, None],
-            **cache_argument(model, self), use_cache=True,
-        ).logits  # fmt: skip
-        return logits[:, -1].float()
+        ids, at = ids + [ids[0]] * rest, at + [0] * rest
+        given = [torch.tensor(each, device=settings.device)[:, None] for each in (ids, at)]
+        return self._recorded(*given) if records else self._launched(*given)
+
+    def _launched(self, ids: Tensor, positions: Tensor) -> Tensor:
+        model: Any = self._model
+        out = model(ids, position_ids=positions, **cache_argument(model, self), use_cache=True)
+        logits: Tensor = out.logits[:, -1]
+        return logits.float()
+
+    def _recorded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """A replay, from the second pass of so many rows on; kernels are compiled in the first."""
+        known = self._segments.get(len(ids))
+        if known is None:
+            self._segments[len(ids)] = Segments(len(ids), ids.device)
+        elif not (known.is_recorded or known.has_failed):
+            self._runtime.recording = known
+            try:
+                with fused_parts(self._model):
+                    known.record(self._launched)
+            finally:
+                self._runtime.recording = None
+                self._handover.forget()
+        if known is None or known.has_failed:
+            return self._launched(ids, positions)
+        return known.replay(ids, positions).clone()
 
     # The seam ---------------------------------------------------------------------------------
 
@@ -125,8 +151,11 @@ class JoinedCache(Cache):  # type: ignore[misc]
         Returns:
             [rows, 1, num_heads, head_dim]
         """
-        rows, count = call.query.shape[:2]
-        out = call.values.new_zeros((rows, 1, count, call.values.shape[-1]))
+        out = new_attended(call)
+        self._runtime.run(partial(self._attend_in_windows, layer, call, out))
+        return out
+
+    def _attend_in_windows(self, layer: int, call: AttentionCall, out: Tensor) -> None:
         for number, (cache, part) in enumerate(zip(self._caches, self._runtime.parts, strict=True)):
             if number in self._runtime.failures:
                 continue
@@ -139,7 +168,6 @@ class JoinedCache(Cache):  # type: ignore[misc]
             if own.sink_logits is not None:
                 found, _ = add_attention_sink(found, lse, own.sink_logits)
             out[part] = found.to(out.dtype).transpose(1, 2)
-        return out
 
     def longest(self) -> int:
         """Tokens of the row that holds most."""
@@ -147,6 +175,7 @@ class JoinedCache(Cache):  # type: ignore[misc]
 
     def close(self) -> None:
         """Leave the model as it was."""
+        self._segments.clear()
         self._hooks.remove()
 
 

@@ -47,6 +47,7 @@ class _Piece:
 
     recording: Recording
     inputs: list[Tensor]
+    """[rows of the cache, ...] each, flat, or copying them would take a launch each."""
 
 
 @dataclass(slots=True)
@@ -112,11 +113,11 @@ class _Recorded:
                 runtime.begin_fetch(number, query)
                 runtime.layers[number].land()
 
-            self.fetches[number] = _Piece(Recording(fetch, pools[0]), [query])
+            self.fetches[number] = _Piece(Recording(fetch, pools[0]), [query.flatten(1)])
         call = self.calls[number]
         self.attentions[number] = _Piece(
             Recording(lambda: runtime.attend(number, call), pools[1]),
-            [call.query, call.keys, call.values],
+            [each.flatten(1) for each in (call.query, call.keys, call.values)],
         )
 
 
@@ -192,10 +193,10 @@ class JoinedReplays:
         fetching = [each for each in self._members if layer in each[1].fetches]
         if not fetching:
             return
-        query = query.contiguous()
+        flat = query.flatten(1)
         torch._foreach_copy_(
             [recorded.fetches[layer].inputs[0] for _, recorded, _ in fetching],
-            [query[part] for _, _, part in fetching],
+            [flat[part] for _, _, part in fetching],
         )
         self._begun.add(layer)
         self._ready.record(torch.cuda.current_stream(self._device))
@@ -212,7 +213,7 @@ class JoinedReplays:
         if not self._members:
             return
         main = torch.cuda.current_stream(self._device)
-        given = [each.contiguous() for each in (call.query, call.keys, call.values)]
+        given = [each.flatten(1) for each in (call.query, call.keys, call.values)]
         pieces = [recorded.attentions[layer] for _, recorded, _ in self._members]
         parts = [part for _, _, part in self._members]
         torch._foreach_copy_(
