@@ -27,7 +27,12 @@ from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.request import Request
 from penstock.models.loader import LoadedModel, load
-from penstock.models.plain_model import ARCHITECTURES, random_model, vocabulary_size
+from penstock.models.plain_model import (
+    ARCHITECTURES,
+    random_adapter,
+    random_model,
+    vocabulary_size,
+)
 from research.serving.clients import at_once, one_by_one
 from research.serving.paged import paged
 from research.serving.reopened import reopened
@@ -192,7 +197,9 @@ class Load:
 
     def _at_once(self, left: Sequence[int], progress: Progress, sitting: Sitting) -> None:
         args = self._args
-        llm = LLM(self._loaded, policy=args.policy, store=args.disk)
+        # Random weights have none that is kept, and would fit one to every prompt.
+        adapter = random_adapter(self._loaded.model) if args.model in ARCHITECTURES else None
+        llm = LLM(self._loaded, policy=args.policy, store=args.disk, adapter=adapter)
         with Engine(
             llm, memory=args.memory, max_running=args.running, max_waiting=max(left),
             prefill_chunk_size=args.chunk,

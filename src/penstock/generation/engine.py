@@ -9,6 +9,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.trace import Tracer
+from penstock.engine.adapter import LowRankAdapter
 from penstock.engine.policy import SelectionPolicy
 from penstock.generation.answer_stream import AnswerStream
 from penstock.generation.batch_run import Listeners, OnText
@@ -80,8 +81,8 @@ class LLM:
         verify: draft so many tokens under the policy, and check them in one exact pass: the tokens
             are those of `exact`, of several at the price of one. With a seed in the settings of a
             call, or a batch of one, sampled tokens are too.
-        adapter: path of a low-rank adapter that `penstock calibrate` made; default: the config's,
-            else a shipped one.
+        adapter: low-rank adapter that `penstock calibrate` made, or its path; default: the
+            config's, else a shipped one.
         dtype: of weights and cache, when a model is loaded here; "auto" or None as stored.
         device: where to load the model, "cpu" or "cuda".
         prefill_chunk_size: tokens per forward pass of the prompt; bounds prefill's memory. A single
@@ -123,7 +124,7 @@ class LLM:
         store: str | Path = "auto",
         exact: bool = False,
         verify: int | None = None,
-        adapter: str | Path | None = None,
+        adapter: str | Path | LowRankAdapter | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         prefill_chunk_size: int = 1024,
