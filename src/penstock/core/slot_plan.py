@@ -54,6 +54,8 @@ class SlotPlan:
     """Bytes of one in a slot in 8 bits; None: slots have units as the store has them."""
     staging_slots: int
     """Slots of one staging section; 0 when reads land in the slots."""
+    stream_units: int = 0
+    """Units of a block that streams from host memory through the device tier's."""
     score_tokens: int = 0
     """Tokens that the index scores at a time, which bounds its scratch memory."""
     host_bytes: int = 0

@@ -23,12 +23,14 @@ STREAM_SLOT_TOKENS = 4096
 
 CODED_READS = 64
 """Most units of a row that are read at once into slots in 8 bits: they land beside them."""
-STREAM_BLOCK_TOKENS = 2048
+STREAM_BLOCK_TOKENS = 4096
 """Most tokens of one block of a row that streams from host memory through a GPU's."""
 STREAM_BLOCK_BYTES = 64 << 20
 """Most bytes of one such block, all rows together."""
 STREAM_BLOCK_SHARE = 32
-"""A block is at most one part in so many of a sequence."""
+"""A block is at most one part in so many of a sequence, or"""
+STREAM_BUDGET_SHARE = 48
+"""one in so many of the budget, whichever is more: each block takes the launches of another."""
 
 
 def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> SlotPlan:
@@ -149,11 +151,11 @@ def make_plan(
             staging_slots = batch * max(2, min(read_units, CODED_READS))
     places = max((num_slots + kept) * group_tokens, min(STREAM_BLOCK_TOKENS, request.max_tokens))
     fixed = mask_bytes + scratch_bytes + 8 * batch * max_units + shape.padding_bytes(batch * places)
-    staging_bytes = 3 * staging_slots * request.padded_bytes(group_tokens)
+    staging_bytes, block = 3 * staging_slots * request.padded_bytes(group_tokens), 0
     if request.device_is_cpu:
         fixed += staging_bytes
     if request.device_tier:
-        block = stream_block_units(batch, unit_bytes, group_tokens, max_units)
+        block = stream_block_units(batch, unit_bytes, group_tokens, max_units, request.limit_bytes)
         fixed = mask_bytes + scratch_bytes + 2 * batch * block * unit_bytes
         fixed += StepClock.num_bytes(batch)
         wanted = max(1, selected_units)
@@ -170,7 +172,7 @@ def make_plan(
         selected_units=selected_units, sink_slots=sink_slots, window_slots=window_slots,
         shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
         unit_bytes=unit_bytes, coded_bytes=slot_bytes if coded else None,
-        staging_slots=staging_slots, score_tokens=score_tokens,
+        staging_slots=staging_slots, stream_units=block, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes,
         pool_bytes=batch * (pools * num_slots * slot_bytes + kept_copies * kept * unit_bytes),
     )  # fmt: skip
@@ -189,11 +191,19 @@ def fewest_coded_slots(request: SizingRequest, group_tokens: int) -> int:
     return ceil_div(block, coded_unit_bytes(request.shape, group_tokens))
 
 
-def stream_block_units(batch: int, unit_bytes: int, group_tokens: int, max_units: int) -> int:
-    """Units of one block of a row that streams from host memory through a GPU's."""
+def stream_block_units(
+    batch: int, unit_bytes: int, group_tokens: int, max_units: int, limit_bytes: int | None
+) -> int:
+    """Units of one block of a row that streams from host memory through a GPU's.
+
+    Args:
+        limit_bytes: the budget; None: there is none.
+    """
     fitting = STREAM_BLOCK_BYTES // (batch * unit_bytes)
     share = ceil_div(max_units, STREAM_BLOCK_SHARE)
-    return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share))
+    if limit_bytes is not None:
+        share = max(share, limit_bytes // STREAM_BUDGET_SHARE // (batch * unit_bytes))
+    return max(1, min(STREAM_BLOCK_TOKENS // group_tokens, fitting, share, max_units))
 
 
 def largest_plan(

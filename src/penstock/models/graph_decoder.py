@@ -29,7 +29,7 @@ from penstock.models.weight_access import model_device
 if TYPE_CHECKING:
     from penstock.models.cache_adapter import TieredCache
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 1
 """Steps run one launch at a time first: kernels are compiled and workspaces made in them."""
 _PLAIN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache",
           "return_dict", "logits_to_keep", "cache_position"}  # fmt: skip

@@ -86,9 +86,10 @@ KERNELS = [
              "tokens_ptr": f"*{kind}", "mask_ptr": f"*{kind}",
              **dict.fromkeys(("parts_ptr", "maxima_ptr", "sums_ptr"), "*fp32"),
              **dict.fromkeys(("query_row", "query_head", "codes_row", "tokens_row", "mask_row",
-                              "coded_places", "places"), "i32"), "scale": "fp32"},
+                              "coded_places", "places", "coded_splits", "splits"), "i32"),
+             "scale": "fp32"},
             {"HEADS": 4, "KV_HEADS": 8, "HEADS_WIDE": 16, "DIM": 128, "DIM_WIDE": 128,
-             "CODED_SPLITS": coded, "CODED_BLOCKS": coded, "SPLITS": 4 + coded, "SPLIT_BLOCKS": 3,
+             "CODED_BLOCKS": coded, "SPLIT_BLOCKS": 4,
              "BLOCK": 32, "PRECISION": precision, "WIDEN": False}, 4,
         )
         for kind, precision in (("bf16", "tf32"), ("fp32", "ieee"))

@@ -1,13 +1,13 @@
 """Workspace: device memory that the past streams through, one for all layers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
-from penstock.engine.sizing import stream_block_units
 from penstock.kernels.device.slots import gather_range
 
 
@@ -16,14 +16,17 @@ class Workspace:
 
     def __init__(self, plan: SlotPlan, shape: KVShape, device: torch.device) -> None:
         self._shape = shape
-        self._units = stream_block_units(
-            plan.batch, plan.unit_bytes, plan.group_tokens, plan.max_units
-        )
+        self._units, self._device = plan.stream_units, device
         size = (2, plan.batch, self._units, plan.unit_bytes)
         self._blocks = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream: torch.cuda.Stream | None = None
+        self._landed: list[torch.cuda.Event] = []
+        """Of each half; so are those behind which it may be overwritten."""
+        self._free: list[torch.cuda.Event] = []
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            made: Any = torch.cuda
+            self._stream = made.Stream(device)
+            self._landed, self._free = [made.Event(), made.Event()], [made.Event(), made.Event()]
 
     def stream(self, host: Tensor, end_unit: int) -> Iterator[tuple[int, int, Tensor]]:
         """All units before `end_unit`, block by block.
@@ -38,38 +41,34 @@ class Workspace:
         ranges = [
             (first, min(first + self._units, end_unit)) for first in range(0, end_unit, self._units)
         ]
-        free: list[torch.cuda.Event | None] = [None, None]
-        landed = self._fetch(host, ranges[0], 0, None) if ranges else None
+        current: Any = None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)  # what wrote the host's bytes was queued before
+        if ranges:
+            self._fetch(host, ranges[0], 0)
         for i, (first, end) in enumerate(ranges):
-            if landed is not None:
-                torch.cuda.current_stream().wait_event(landed)
-            half = i % 2
+            half, next_half = i % 2, (i + 1) % 2
             if i + 1 < len(ranges):
-                landed = self._fetch(host, ranges[i + 1], 1 - half, free[1 - half])
+                if self._stream is not None and i > 0:
+                    self._stream.wait_event(self._free[next_half])
+                self._fetch(host, ranges[i + 1], next_half)
+            if current is not None:
+                current.wait_event(self._landed[half])
             shape = self._shape
             tokens = self._blocks[half][:, : end - first].view(shape.dtype)
             yield (
                 first, end,
                 tokens.reshape(len(tokens), -1, 2, shape.num_kv_heads, shape.head_dim),
             )  # fmt: skip
-            if self._stream is not None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream())
-                free[half] = event
+            if current is not None:
+                self._free[half].record(current)
 
-    def _fetch(
-        self, host: Tensor, units: tuple[int, int], half: int, free: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
+    def _fetch(self, host: Tensor, units: tuple[int, int], half: int) -> None:
         first, end = units
         if self._stream is None:
             gather_range(host, self._blocks[half], first, end - first)
-            return None
-        # What wrote the host's bytes was queued before.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        if free is not None:
-            self._stream.wait_event(free)
+            return
         with torch.cuda.stream(self._stream):
             gather_range(host, self._blocks[half], first, end - first)
-            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            landed.record(self._stream)
-        return landed
+            self._landed[half].record(self._stream)

@@ -14,6 +14,8 @@ _PROGRAMS = 264
 _BLOCK = 32
 """Places that a program reads at a time."""
 _LOG2_E = 1.4426950408889634
+_OF_A_PLAN = ["coded_places", "places", "coded_splits", "splits"]
+"""Sizes that differ from cache to cache: kernels of each would be compiled for seconds."""
 
 
 @triton.jit
@@ -50,16 +52,16 @@ def _numbers(codes_ptr, scales_ptr, first, scale, loaded, inside, dim, DTYPE: tl
     return (codes.to(tl.float32) * scales[:, None]).to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_PLAN)
 def _attend(
     query_ptr, codes_ptr, scales_ptr, tokens_ptr, mask_ptr, parts_ptr, maxima_ptr, sums_ptr,
     query_row, query_head, codes_row, tokens_row, mask_row, coded_places, places, scale,
+    coded_splits, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr,
-    DIM: tl.constexpr, DIM_WIDE: tl.constexpr, CODED_SPLITS: tl.constexpr,
-    CODED_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    DIM: tl.constexpr, DIM_WIDE: tl.constexpr, CODED_BLOCKS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The first `CODED_SPLITS` programs of a KV head have places in 8 bits, the others the rest."""
+    """The first `coded_splits` programs of a KV head have places in 8 bits, the others the rest."""
     row, kv_head = tl.program_id(0).to(tl.int64) // KV_HEADS, tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     head, dim = tl.arange(0, HEADS_WIDE), tl.arange(0, DIM_WIDE)
@@ -74,7 +76,7 @@ def _attend(
     best = tl.full((HEADS_WIDE,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS_WIDE,), tl.float32)
     part = tl.zeros((HEADS_WIDE, DIM_WIDE), tl.float32)
-    if split < CODED_SPLITS:
+    if split < coded_splits:
         for block in range(CODED_BLOCKS):
             place = (split * CODED_BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
             inside = place < coded_places
@@ -95,7 +97,7 @@ def _attend(
                 query, key, value, shown, scale, best, total, part, PRECISION, WIDEN
             )
     else:
-        first = (split - CODED_SPLITS).to(tl.int64) * (SPLIT_BLOCKS * BLOCK)
+        first = (split - coded_splits).to(tl.int64) * (SPLIT_BLOCKS * BLOCK)
         # 2**31 numbers are a million tokens
         numbers_ptr = tokens_ptr + row * tokens_row + first * (2 * KV_HEADS * DIM)
         numbers_ptr += kv_head * DIM
@@ -112,27 +114,27 @@ def _attend(
                 query, key, value, shown, scale, best, total, part, PRECISION, WIDEN
             )
 
-    out_row = (row * KV_HEADS * HEADS + first_head + head) * SPLITS + split
+    out_row = (row * KV_HEADS * HEADS + first_head + head) * splits + split
     tl.store(parts_ptr + out_row[:, None] * DIM + dim[None, :], part, mask=real)
     tl.store(maxima_ptr + out_row, best, mask=head < HEADS)
     tl.store(sums_ptr + out_row, total, mask=head < HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    parts_ptr, maxima_ptr, sums_ptr, out_ptr, lse_ptr,
-    DIM: tl.constexpr, DIM_WIDE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_WIDE: tl.constexpr,
+    parts_ptr, maxima_ptr, sums_ptr, out_ptr, lse_ptr, splits,
+    DIM: tl.constexpr, DIM_WIDE: tl.constexpr, SPLITS_WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS_WIDE), tl.arange(0, DIM_WIDE)
-    real = split < SPLITS
-    maxima = tl.load(maxima_ptr + row * SPLITS + split, mask=real, other=-float("inf"))
-    sums = tl.load(sums_ptr + row * SPLITS + split, mask=real, other=0.0)
+    real = split < splits
+    maxima = tl.load(maxima_ptr + row * splits + split, mask=real, other=-float("inf"))
+    sums = tl.load(sums_ptr + row * splits + split, mask=real, other=0.0)
     best = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(best == -float("inf"), 0.0, best))
     total = tl.sum(weights * sums, 0)
     parts = tl.load(
-        parts_ptr + (row * SPLITS + split)[:, None] * DIM + dim[None, :],
+        parts_ptr + (row * splits + split)[:, None] * DIM + dim[None, :],
         mask=real[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
@@ -171,26 +173,28 @@ def pool_attention_triton(
     _attend[(rows * kv_heads, splits)](
         query, coded.view(torch.int8), coded.view(torch.int16), tokens, mask, parts, maxima, sums,
         query.stride(0), query.stride(1), coded.stride(0), tokens.stride(0), mask.stride(0),
-        coded_places, places, scaling * _LOG2_E,
+        coded_places, places, scaling * _LOG2_E, coded_splits, splits,
         HEADS=heads, KV_HEADS=kv_heads, HEADS_WIDE=max(16, triton.next_power_of_2(heads)),
-        DIM=dim, DIM_WIDE=wide, CODED_SPLITS=coded_splits, CODED_BLOCKS=coded_blocks,
-        SPLITS=splits, SPLIT_BLOCKS=split_blocks, BLOCK=_BLOCK,
+        DIM=dim, DIM_WIDE=wide, CODED_BLOCKS=coded_blocks, SPLIT_BLOCKS=split_blocks, BLOCK=_BLOCK,
         PRECISION="ieee" if tokens.dtype == torch.float32 else "tf32",
         # The interpreter multiplies bfloat16 as if it were whole numbers.
         WIDEN=tokens.dtype == torch.bfloat16 and not tokens.is_cuda,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(rows * num_heads,)](
-        parts, maxima, sums, out, lse,
-        DIM=dim, DIM_WIDE=wide, SPLITS=splits, SPLITS_WIDE=triton.next_power_of_2(splits),
+        parts, maxima, sums, out, lse, splits,
+        DIM=dim, DIM_WIDE=wide, SPLITS_WIDE=triton.next_power_of_2(splits),
         num_warps=4,
     )  # fmt: skip
     return lse
 
 
 def _split(places: int, problems: int) -> tuple[int, int]:
-    """Blocks of each program and programs of each problem, so that the device has enough to do."""
+    """Blocks of each program and programs of each problem, so that the device has enough to do.
+
+    Blocks are a power of two, since a kernel is compiled for each of their numbers.
+    """
     blocks = -(-places // _BLOCK)
     wanted = min(blocks, -(-_PROGRAMS // problems))
-    blocks_each = -(-blocks // wanted)
+    blocks_each: int = triton.next_power_of_2(-(-blocks // wanted))
     return blocks_each, -(-blocks // blocks_each)

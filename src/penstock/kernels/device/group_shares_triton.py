@@ -18,6 +18,7 @@ def group_shares_triton(logits: Tensor, end: Tensor) -> Tensor:
     wide = triton.next_power_of_2(heads)
     block = max(16, _TILE // wide)
     blocks = triton.cdiv(groups, block)
+    most = triton.next_power_of_2(blocks)  # or each length of a cache would have its own kernel
     partial = torch.empty(2, batch, blocks, heads, dtype=torch.float32, device=logits.device)
     out = torch.empty(batch, groups, dtype=torch.float32, device=logits.device)
     sizes = {"HEADS": heads, "HEADS_WIDE": wide, "BLOCK": block}
@@ -26,13 +27,13 @@ def group_shares_triton(logits: Tensor, end: Tensor) -> Tensor:
     )
     _shares[(blocks, batch)](
         logits, end, partial[0], partial[1], out, logits.stride(0), groups,
-        BLOCKS=blocks, BLOCKS_WIDE=max(1, min(_TILE // wide, triton.next_power_of_2(blocks))),
+        blocks, MOST_BLOCKS=most, BLOCKS_WIDE=max(1, min(_TILE // wide, most)),
         num_warps=4, **sizes,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _largest(
     logits, end, largest, total, logits_row, groups,
     HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,21 +53,21 @@ def _largest(
     tl.store(total + at, tl.sum(tl.exp(value - shift[None, :]), axis=0), mask=head < HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "blocks"])
 def _shares(
-    logits, end, largest, total, out, logits_row, groups,
+    logits, end, largest, total, out, logits_row, groups, blocks,
     HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCKS_WIDE: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr, BLOCKS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """What the groups of one block have of the softmax over all blocks, all heads together."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     head = tl.arange(0, HEADS_WIDE)
     shift = tl.full([HEADS_WIDE], float("-inf"), tl.float32)
     whole = tl.zeros([HEADS_WIDE], tl.float32)
-    for first in range(0, BLOCKS, BLOCKS_WIDE):
+    for first in range(0, MOST_BLOCKS, BLOCKS_WIDE):
         other = first + tl.arange(0, BLOCKS_WIDE)
-        real = (other < BLOCKS)[:, None] & (head < HEADS)[None, :]
-        at = (row * BLOCKS + other[:, None]) * HEADS + head[None, :]
+        real = (other < blocks)[:, None] & (head < HEADS)[None, :]
+        at = (row * blocks + other[:, None]) * HEADS + head[None, :]
         maxima = tl.load(largest + at, mask=real, other=float("-inf"))
         sums = tl.load(total + at, mask=real, other=0.0)
         higher = tl.maximum(shift, tl.max(maxima, axis=0))

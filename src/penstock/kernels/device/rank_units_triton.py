@@ -26,7 +26,7 @@ def rank_units_triton(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _rank(
     scores, first, end, slot_of, out, units, resident_factor,
     BLOCK: tl.constexpr, RESIDENT: tl.constexpr,

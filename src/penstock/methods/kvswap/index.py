@@ -182,19 +182,27 @@ class LowRankIndex(KeyIndex):
         chunk_tokens: int = CHUNK_TOKENS,
         turned: bool = False,
         block_tokens: int = BLOCK_TOKENS,
+        on_gpu: bool = False,
     ) -> int:
-        """Temporaries of one call of `score`, for the ledger."""
+        """Temporaries of one call of `score`, for the ledger.
+
+        Args:
+            on_gpu: nothing is unpacked, and turned queries are not written.
+        """
         heads = shape.num_query_heads
         groups = -(-max_units // BLOCK_GROUPS) * BLOCK_GROUPS
         blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
         tokens = min(blocks * BLOCK_GROUPS, groups) * group_tokens
-        unpacked = 2 * rank if bits == 4 else 0
+        unpacked = 2 * rank if bits == 4 and not on_gpu else 0
         plain = batch * groups * 4 * heads + tokens * (4 * heads + unpacked)
         if turned:
             span = turned_groups(group_tokens, block_tokens) * group_tokens
             piece = min(tokens, max(span, tokens // PIECES))
-            queries = 4 * heads * (3 * shape.head_dim + rank) * -(-piece // span)
-            plain += batch * (queries + 5 * rank * piece)
+            if on_gpu:
+                plain += batch * 4 * heads * rank * -(-tokens // span)
+            else:
+                queries = 4 * heads * (3 * shape.head_dim + rank) * -(-piece // span)
+                plain += batch * (queries + 5 * rank * piece)
         compiled = compiled_scratch_bytes(groups, rank)
         if turned:
             compiled += turned_scratch_bytes(shape.head_dim, rank)

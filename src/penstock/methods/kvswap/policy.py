@@ -463,7 +463,12 @@ class KVSwap(SelectionPolicy):
                 shape, max_units=max_units, group_tokens=self.group_tokens, **blocks
             )
         scratch = LowRankIndex.scratch_bytes(
-            shape, **sizes, chunk_tokens=score_tokens, turned=turned, **blocks
+            shape,
+            **sizes,
+            chunk_tokens=score_tokens,
+            turned=turned,
+            **blocks,
+            on_gpu=request.device_tier and not request.device_is_cpu,
         )
         if not request.has_adapter:  # a basis is made before anything is scored
             scratch = max(scratch, 16 * shape.joint_dim**2)
