@@ -36,10 +36,15 @@ def require_finite(keys: Tensor, layer: int) -> None:
         CacheStateError: some are infinite or not a number.
     """
     if not bool(torch.isfinite(keys).all()):
-        raise CacheStateError(
-            f"keys of layer {layer} are not finite, so that tokens cannot be ranked by them; run "
-            "the model in float32 or bfloat16, or take the policy full, or exact"
-        )
+        raise not_finite(layer)
+
+
+def not_finite(layer: int) -> CacheStateError:
+    """The refusal of a layer's keys that no index can rank."""
+    return CacheStateError(
+        f"keys of layer {layer} are not finite, so that tokens cannot be ranked by them; run "
+        "the model in float32 or bfloat16, or take the policy full, or exact"
+    )
 
 
 def first_visible(visible: Tensor | None, keys: Tensor) -> Tensor:

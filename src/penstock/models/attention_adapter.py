@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -46,7 +46,7 @@ class LazyMask:
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
 
-    @property
+    @cached_property
     def padding(self) -> Tensor | None:
         """False at padding; None when nothing is padded. bool [batch, tokens]
 

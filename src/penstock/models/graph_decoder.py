@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from penstock.core.on_device import on_device
 from penstock.engine.device_tier.device_index import SETTLE_STEPS
 from penstock.engine.device_tier.device_steps import make_ready
+from penstock.engine.device_tier.recording import recording
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_argument import (
     CACHE_NAMES,
@@ -22,7 +23,6 @@ from penstock.models.cache_argument import (
     cache_name_in,
 )
 from penstock.models.fused_step import fused_parts
-from penstock.models.recording import recording
 from penstock.models.shared_part import SharedPart, Undo
 from penstock.models.weight_access import model_device
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from penstock.engine.beams.beam_memory import BeamMemory
 from penstock.engine.beams.decoding import Choose, StepRequest
 from penstock.engine.beams.group_tensors import GroupTensors
+from penstock.engine.device_tier.recording import recording
 from penstock.models.beam_cache import BeamCache
 from penstock.models.cache_argument import cache_argument
-from penstock.models.recording import recording
 
 _MOST_GRAPHS = 16
 _WARM_UP_TOKENS = 2

@@ -42,6 +42,9 @@ class StepClock:
         )
         """First unit of each row that may be selected: not padding, not a sink. [rows]"""
 
+        self.finite: dict[int, Tensor] = {}
+        """By layer, whether the keys of this pass are; looked at once, when it ends. bool []"""
+
     @staticmethod
     def num_bytes(rows: int) -> int:
         """Bytes of a clock, for the ledger."""

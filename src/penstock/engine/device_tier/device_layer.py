@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -323,12 +324,14 @@ class DeviceLayer(Layer):
         start, group_tokens = self.length, self.setup.plan.group_tokens
         if visible is not None or start == 0:
             first = first_visible(visible, keys)
+            units = np.zeros(len(first), dtype=np.int64)
             if visible is not None:
                 self._refuse_gaps(visible, first)
+                units = (first // group_tokens).cpu().numpy()
             self.setup.clock.set_start(first)
             if self.index is not None:
-                self.index.see_start((first // group_tokens).cpu().numpy())
-            self.window.set_start_units(first // group_tokens)
+                self.index.see_start(units)
+            self.window.set_start_units(first // group_tokens, int(units.max()))
         store_tokens(keys, values, self.host.tokens, start)
         self._index_keys(keys)
         self._touched = start + keys.shape[2]
@@ -363,7 +366,7 @@ class DeviceLayer(Layer):
             positions = torch.arange(first * group_tokens, start, device=keys.device)
             unclosed = self.window.tokens[:, self.window.window_places(positions), 0]
             closed = torch.cat([unclosed, closed], dim=1)
-        require_finite(closed, self.layer_idx)
+        self.setup.clock.finite[self.layer_idx] = torch.isfinite(closed).all()
         self.index.take(closed, first * group_tokens)
 
     # Reports ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.core.on_device import on_device
 from penstock.core.slot_plan import SlotPlan
 from penstock.core.stats import PhaseStats
+from penstock.engine.attention_call import not_finite
 from penstock.engine.device_tier.device_index import SETTLE_STEPS, StepClock
 from penstock.engine.device_tier.streams import choosing_stream
 from penstock.engine.layer import Layer
@@ -74,13 +75,26 @@ class DeviceSteps:
 
         Args:
             step: one token was decoded; a CUDA graph may be recording.
+
+        Raises:
+            CacheStateError: keys of the pass are not finite.
         """
         self._begun_at = None
         self._inputs.clear()
         if step:
             self.clock.advance()
-        else:
-            self.clock.position.fill_(length)
+            return
+        self.clock.position.fill_(length)
+        self._require_finite()
+
+    def _require_finite(self) -> None:
+        finite, self.clock.finite = self.clock.finite, {}
+        if not finite:
+            return
+        found = torch.stack([*finite.values()]).tolist()  # one wait, not one a layer
+        for layer, is_finite in zip(finite, found, strict=True):
+            if not is_finite:
+                raise not_finite(layer)
 
     def take_rows_from(self, other: "DeviceSteps", rows: Tensor, length: int) -> None:
         """The batch is now rows `rows` of what `other` (perhaps itself) has."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.engine.attention_call import AttentionCall
 from penstock.engine.device_tier.device_index import SETTLE_STEPS
 from penstock.engine.device_tier.device_steps import make_ready
+from penstock.engine.device_tier.recording import recording
 from penstock.engine.tiered_runtime import TieredRuntime
 
 LANES = 4
@@ -18,10 +19,7 @@ LANES = 4
 
 
 class Recording:
-    """What a function queues on the current stream, as a CUDA graph.
-
-    `torch.cuda.graph` would empty the allocator's cache for each, and there are two a layer.
-    """
+    """What a function queues, as a CUDA graph."""
 
     def __init__(self, run: Callable[[], Tensor | None], pool: Any) -> None:
         """Record; nothing of it runs.
@@ -30,11 +28,8 @@ class Recording:
             RuntimeError: it could not be recorded.
         """
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
+        with recording(self._graph, pool):
             self.out = run()
-        finally:
-            self._graph.capture_end()
 
     def replay(self) -> None:
         """Run it; its result is in `out` again."""
@@ -84,7 +79,7 @@ class _Recorded:
     def may_be_recorded(self) -> bool:
         return not self.has_failed and len(self.calls) == self.layers
 
-    def record(self, runtime: TieredRuntime, stream: torch.cuda.Stream) -> None:
+    def record(self, runtime: TieredRuntime) -> None:
         """Record every layer; nothing of it runs. Where that fails, the cache is as before."""
         steps = runtime.device_steps
         assert steps is not None
@@ -93,9 +88,8 @@ class _Recorded:
         steps.begin(runtime.length)  # queued now, not recorded
         pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.stream(stream):
-                for number in range(self.layers):
-                    self._record_layer(runtime, number, pools)
+            for number in range(self.layers):
+                self._record_layer(runtime, number, pools)
         except (RuntimeError, ValueError, TypeError):
             self.has_failed = True
             self.fetches.clear()
@@ -136,7 +130,6 @@ class JoinedReplays:
         self._known: weakref.WeakKeyDictionary[TieredRuntime, _Recorded] = (
             weakref.WeakKeyDictionary()
         )
-        self._recording_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lanes = [_lane(device) for _ in range(LANES)]
         self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._members: list[tuple[TieredRuntime, _Recorded, slice]] = []
@@ -168,7 +161,7 @@ class JoinedReplays:
         if not known.may_be_recorded or not make_ready(member.layers):
             return None
         if not known.is_recorded and member.length % SETTLE_STEPS:
-            known.record(member, self._recording_stream)
+            known.record(member)
         return known if known.is_recorded else None
 
     def saw_call(self, member: TieredRuntime, layer: int, call: AttentionCall) -> None:

@@ -111,14 +111,20 @@ class RollingWindow:
         self.values[:, places] = values[:, :, kept - start :].transpose(1, 2)
         self._write_sinks(keys, values, start, end)
 
-    def set_start_units(self, start_unit: Tensor) -> None:
-        """Say where each row begins (left padding). start_unit: int64 [batch]."""
+    def set_start_units(self, start_unit: Tensor, last: int | None = None) -> None:
+        """Say where each row begins (left padding).
+
+        Args:
+            start_unit: int64 [batch]
+            last: the greatest of them, where the host knows it.
+        """
         self._start_unit = start_unit
-        self._end_of_sinks = int(start_unit.max()) + self.sink_slots
+        last = int(start_unit.max()) if last is None else last
+        self._end_of_sinks = last + self.sink_slots
 
     def _write_sinks(self, keys: Tensor, values: Tensor, start: int, end: int) -> None:
-        if self.sink_slots == 0:
-            return
+        if self.sink_slots == 0 or start >= self._end_of_sinks * self.group_tokens:
+            return  # finding out below waits for a GPU
         offsets = torch.arange(self._window_start, device=keys.device)
         positions = self._start_unit[:, None] * self.group_tokens + offsets
         rows, places = torch.nonzero((positions >= start) & (positions < end), as_tuple=True)

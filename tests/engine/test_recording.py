@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.models.recording import recording
+from penstock.engine.device_tier.recording import recording
 
 
 class Cuda:
@@ -25,39 +25,46 @@ class Cuda:
         finally:
             self.current = before
 
-    @contextmanager
-    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
-        """As torch's: on a stream of its own, which stays current where ending it raises."""
+
+class Graph:
+    """Of such a device; it must be recorded on another stream than the caller's."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda, self.is_recording = cuda, False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local", "other threads may allocate"
-        self.pools.append(pool)
-        before, self.current = self.current, "the recording's"
-        try:
-            yield
-        finally:
-            if not self.ends_well:
-                raise RuntimeError("operation failed due to a previous error during capture")
-            self.current = before
+        assert self._cuda.current != "the caller's"
+        self._cuda.pools.append(pool)
+        self.is_recording = True
+
+    def capture_end(self) -> None:
+        self.is_recording = False
+        if not self._cuda.ends_well:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
-    monkeypatch.setattr(torch.cuda, "graph", made.graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"another of {device}")
     return made
 
 
 def test_a_recording_that_ends_well(cuda: Cuda) -> None:
-    graph: Any = object()
+    graph: Any = Graph(cuda)
     with recording(graph, pool="shared"):
-        assert cuda.current == "the recording's"
+        assert cuda.current == "another of 0"
+        assert graph.is_recording
+    assert not graph.is_recording
     assert cuda.current == "the caller's"
     assert cuda.pools == ["shared"]
 
 
-def record(call: Callable[[], None]) -> None:
-    graph: Any = object()
+def record(cuda: Cuda, call: Callable[[], None]) -> None:
+    graph: Any = Graph(cuda)
     with recording(graph):
         call()
 
@@ -72,5 +79,5 @@ def test_one_that_cannot_be_ended_gives_the_stream_back(
 ) -> None:
     cuda.ends_well = False
     with pytest.raises(RuntimeError, match="during capture"):
-        record(call)
+        record(cuda, call)
     assert cuda.current == "the caller's"
