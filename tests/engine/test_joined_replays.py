@@ -72,8 +72,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Repeated]:
     monkeypatch.setattr(TieredRuntime, "replayed", lambda _: None)  # what runs again counts itself
 
     class AsOnAGpu(JoinedRuntime):
-        def __init__(self, like: Any) -> None:
-            super().__init__(like)
+        def __init__(self, like: Any, *, records: bool) -> None:
+            super().__init__(like, records=records)
             self._replays = joined_replays.JoinedReplays(self.settings.device)
 
     monkeypatch.setattr(joined_cache, "JoinedRuntime", AsOnAGpu)

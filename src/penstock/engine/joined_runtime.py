@@ -25,18 +25,19 @@ class JoinedRuntime:
     until the step's end, and its rows get zeros; the others go on.
     """
 
-    def __init__(self, like: TieredRuntime) -> None:
+    def __init__(self, like: TieredRuntime, *, records: bool) -> None:
         """Hold no cache yet.
 
         Args:
             like: those that join have its policy's way of predicting and its shape.
+            records: steps on the device tier may be CUDA graphs.
         """
         self.policy: SelectionPolicy = like.policy
         self.settings: RuntimeSettings = replace(like.settings, past=None)
         self.plan: SlotPlan = like.plan
         self.on_device_tier = like.on_device_tier
         self._replays: JoinedReplays | None = None
-        if self.on_device_tier and self.settings.device.type == "cuda":
+        if records and self.on_device_tier:
             self._replays = JoinedReplays(self.settings.device)
         self.recording: Segments | None = None
         """What records the model's pass now: fetches and attention are noted, and do not run."""

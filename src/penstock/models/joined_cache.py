@@ -43,7 +43,8 @@ class JoinedCache(Cache):  # type: ignore[misc]
         """
         shape = inspect_model(model)
         self._model, self._caches = model, list[TieredCache]()
-        self._runtime = JoinedRuntime(like.tiers)
+        self._records = like.graph_decoder is not None
+        self._runtime = JoinedRuntime(like.tiers, records=self._records)
         self._handover = KeyHandover(shape.kv, decoder_config(model), unmasked=True)
         layers: dict[int, Any] = {i: _Window(self, i) for i in shape.windows}
         layers |= {i: _Tier(self, t) for t, i in enumerate(shape.tiered_layers)}
@@ -86,14 +87,14 @@ class JoinedCache(Cache):  # type: ignore[misc]
         settings = self._runtime.settings
         ids = [token for each in tokens for token in each]
         at = [cache.tiers.length for cache in self._caches for _ in range(cache.tiers.batch)]
-        rest, records = 0, settings.device.type == "cuda"
-        if records:
+        rest = 0
+        if self._records:
             rest = max(_ALIKE, 1 << (len(ids) - 1).bit_length()) - len(ids)
         elif settings.shape.dtype == torch.float32:
             rest = -len(ids) % _ALIKE
         ids, at = ids + [ids[0]] * rest, at + [0] * rest
         given = [torch.tensor(each, device=settings.device)[:, None] for each in (ids, at)]
-        return self._recorded(*given) if records else self._launched(*given)
+        return self._recorded(*given) if self._records else self._launched(*given)
 
     def _launched(self, ids: Tensor, positions: Tensor) -> Tensor:
         model: Any = self._model
