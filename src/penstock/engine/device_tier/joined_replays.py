@@ -1,5 +1,6 @@
 """JoinedReplays: what caches of the device tier compute in a joined step, from CUDA graphs."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from penstock.engine.device_tier.device_steps import make_ready
 from penstock.engine.device_tier.recording import recording
 from penstock.engine.tiered_runtime import TieredRuntime
 
+_LOG = logging.getLogger(__name__)
 LANES = 4
 """Short launches of so many caches run beside each other."""
 
@@ -90,7 +92,8 @@ class _Recorded:
         try:
             for number in range(self.layers):
                 self._record_layer(runtime, number, pools)
-        except (RuntimeError, ValueError, TypeError):
+        except (RuntimeError, ValueError, TypeError) as error:
+            _LOG.warning("a cache's joined steps go without CUDA graphs: %s", error)
             self.has_failed = True
             self.fetches.clear()
             self.attentions.clear()

@@ -1,11 +1,14 @@
 """Segments: a forward pass as CUDA graphs, between which runs what no graph may hold."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_LOG = logging.getLogger(__name__)
 
 
 class Segments:
@@ -50,7 +53,8 @@ class Segments:
             try:
                 self._logits = forward(self._ids, self._positions)
                 self._end()
-            except (RuntimeError, ValueError, TypeError):
+            except (RuntimeError, ValueError, TypeError) as error:
+                _LOG.warning("joined steps are launched without CUDA graphs: %s", error)
                 self.has_failed = True
                 self._give_up()
         torch.cuda.current_stream(self._ids.device).wait_stream(stream)
