@@ -81,7 +81,7 @@ def look_up(expression: str, result: dict[str, Any]) -> object:
     return eval(
         expression,
         {
-            "__builtins__": {"int": int, "sum": sum, "min": min, "max": max},
+            "__builtins__": {"int": int, "len": len, "sum": sum, "min": min, "max": max},
             "one": one, "median": median, "plan": plan, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
         },
         {"figures": result["figures"], "settings": result["settings"]},
