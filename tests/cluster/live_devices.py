@@ -23,16 +23,38 @@ from penstock.storage.documents.key_sources import make_key_file
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 80
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Of a cluster of one host with two disks."""
-    cluster = Cluster()
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One without hosts, which commands find."""
+    made = Cluster()
     try:
-        cluster.add_node(num_cpus=1, resources={"penstock_disk": 2}, include_dashboard=False)
-        yield cluster.address
+        yield made
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        made.shutdown()
+
+
+def host(cluster: Cluster, disks: int) -> Any:
+    """Add a host; returns it."""
+    resources = {"penstock_disk": disks}
+    return cluster.add_node(num_cpus=1, resources=resources, include_dashboard=False)
+
+
+def hillinfer(capsys: pytest.CaptureFixture[str], key: Path) -> str:
+    """What the command answers over two devices of the cluster."""
+    said = ("generate", "recall", "--raw", "--prompt", PROMPT, "--policy", "hillinfer")
+    how = ("--memory", "1/2", "--dtype", "float32", "--max-new-tokens", 12)
+    capsys.readouterr()
+    assert run(*said, *how, "--devices", "ray:2", "--device-key-file", key) == 0
+    return capsys.readouterr().out.strip()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> str:
+    """What a local device answers."""
+    llm = LLM("recall", policy="hillinfer", memory="1/2", dtype="float32", prefill_chunk_size=1024)
+    [found] = llm.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
+    return found.outputs[0].text.strip()
 
 
 def run(*words: Any) -> int:
@@ -53,9 +75,11 @@ def until_up(address: str) -> list[str]:
 
 
 def test_devices_stay_are_restarted_and_answer_as_a_local_one(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    cluster: Cluster, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    host(cluster, 2)
+    address = cluster.address
     monkeypatch.setenv("RAY_ADDRESS", address)
     key = tmp_path / "key"
     make_key_file(key)
@@ -71,14 +95,7 @@ def test_devices_stay_are_restarted_and_answer_as_a_local_one(
     assert [each.rpartition(":")[2] for each in before] == ["18471", "18472"]
     assert run(*up, disks) == 0  # those that are there
 
-    llm = LLM("recall", policy="hillinfer", memory="1/2", dtype="float32", prefill_chunk_size=1024)
-    [wanted] = llm.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0.0))
-    said = ("generate", "recall", "--raw", "--prompt", PROMPT, "--policy", "hillinfer")
-    how = ("--memory", "1/2", "--dtype", "float32", "--max-new-tokens", 12)
-    capsys.readouterr()
-    assert run(*said, *how, "--devices", "ray:2", "--device-key-file", key) == 0
-    assert capsys.readouterr().out.strip() == wanted.outputs[0].text.strip()
-
+    assert hillinfer(capsys, key) == wanted
     connect(address)
     for child in psutil.Process().children(recursive=True):
         if command_line(child).startswith("ray::DeviceActor"):
@@ -86,7 +103,30 @@ def test_devices_stay_are_restarted_and_answer_as_a_local_one(
     assert until_up(address) == before
     assert run("cluster", "down") == 0
     assert states(address=address) == []
-    # None stays: the command has its own while it runs.
-    capsys.readouterr()
-    assert run(*said, *how, "--devices", "ray:2", "--device-key-file", key) == 0
-    assert capsys.readouterr().out.strip() == wanted.outputs[0].text.strip()
+    assert hillinfer(capsys, key) == wanted  # none stays: the command has its own while it runs
+
+
+def test_a_host_that_is_lost_gives_its_device_to_another_one(
+    cluster: Cluster, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    host(cluster, 1)
+    lost = host(cluster, 1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    key = tmp_path / "key"
+    make_key_file(key)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    disks = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    assert run("cluster", "up", "--devices", 2, "--key-file", key, "--disk", disks) == 0
+    until_up(cluster.address)  # one has no room for both
+    assert hillinfer(capsys, key) == wanted
+    cluster.remove_node(lost, allow_graceful=False)
+    end_s = time.monotonic() + 60
+    while [each.state for each in states(address=cluster.address)].count("up") != 1:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+    host(cluster, 1)
+    until_up(cluster.address)
+    assert hillinfer(capsys, key) == wanted
+    assert run("cluster", "down") == 0
