@@ -31,7 +31,7 @@ FEW_ROWS = 16
 """Tokens up to which the packed operators are faster."""
 _TILE_ELEMENTS = 1 << 20
 """Of a plain tile: it stays in a second-level cache, and is long enough for a product."""
-_PACKING_ELEMENTS = 1 << 19
+_PACKING_ELEMENTS = 1 << 17
 
 
 class Int8Matrix:
