@@ -23,7 +23,7 @@ STREAM_SLOT_TOKENS = 4096
 
 CODED_READS = 64
 """Most units of a row that are read at once into slots in 8 bits: they land beside them."""
-STREAM_BLOCK_TOKENS = 4096
+STREAM_BLOCK_TOKENS = 2048
 """Most tokens of one block of a row that streams from host memory through a GPU's."""
 STREAM_BLOCK_BYTES = 64 << 20
 """Most bytes of one such block, all rows together."""
