@@ -407,15 +407,25 @@ class TieredRuntime:
         """Whether an earlier step failed halfway."""
         return not self._health.is_sound
 
-    def forget_recording(self) -> None:
-        """A decode step was recorded, as far as that went, and none of it has run."""
+    def forget_recording(self, lengths: Sequence[int]) -> None:
+        """A decode step was recorded, as far as that went, and none of it has run.
+
+        Args:
+            lengths: of the layers before it.
+        """
+        assert self.device_steps is not None
+        for layer, length in zip(self.layers, lengths, strict=True):
+            layer.length = length
         self._health.heal()
         self._meter.take_back(self.batch)
+        self.device_steps.forget_recording()
 
     def replayed(self) -> None:
         """A CUDA graph has run one decode step of all layers: count it here too."""
         self._meter.begin(self.batch, decoding=True)
         self._meter.leave(1)
+        if self.device_steps is not None:
+            self.device_steps.replayed()
         for layer in self.layers:
             layer.length += 1
 

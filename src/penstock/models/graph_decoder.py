@@ -145,7 +145,7 @@ class GraphDecoder:
         """Record the step; nothing of it has run yet when this returns."""
         runtime = self._runtime
         self._ids, self._positions = ids.clone(), positions.clone()
-        lengths = [layer.length for layer in runtime.layers]
+        lengths = runtime.lengths
         options: dict[str, Any] = {"logits_to_keep": 1} if self._takes_last else {}
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -157,11 +157,7 @@ class GraphDecoder:
                 )  # fmt: skip
         except (RuntimeError, ValueError, TypeError) as error:
             self._failed = True
-            for layer, length in zip(runtime.layers, lengths, strict=True):
-                layer.length = length
-            runtime.forget_recording()
-            assert runtime.device_steps is not None
-            runtime.device_steps.forget_recording()
+            runtime.forget_recording(lengths)
             cache = self._cache()
             if cache is not None:
                 cache.forget_awaited()

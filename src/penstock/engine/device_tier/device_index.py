@@ -41,7 +41,6 @@ class StepClock:
             (plan.batch,), plan.sink_slots, dtype=torch.int32, device=device
         )
         """First unit of each row that may be selected: not padding, not a sink. [rows]"""
-
         self.finite: dict[int, Tensor] = {}
         """By layer, whether the keys of this pass are; looked at once, when it ends. bool []"""
 

@@ -64,6 +64,10 @@ class DeviceSteps:
         for layer in self._layers:
             layer.forget_recording()
 
+    def replayed(self) -> None:
+        """The step that began has run, as CUDA graphs that have advanced the clock."""
+        self._begun_at = None
+
     def settle(self, length: int) -> None:
         """Let the indexes tidy up, every so many steps; never while a CUDA graph is recorded."""
         if length % SETTLE_STEPS == 0:

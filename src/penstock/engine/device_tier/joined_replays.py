@@ -97,10 +97,7 @@ class _Recorded:
             self.has_failed = True
             self.fetches.clear()
             self.attentions.clear()
-        runtime.forget_recording()  # where it went well, too
-        steps.forget_recording()
-        for layer, length in zip(runtime.layers, lengths, strict=True):
-            layer.length = length
+        runtime.forget_recording(lengths)  # where it went well, too
 
     def _record_layer(self, runtime: TieredRuntime, number: int, pools: tuple[Any, Any]) -> None:
         if number in self.queries:
@@ -244,8 +241,6 @@ class JoinedReplays:
                 member.replayed()
             else:
                 member.mixed_up()
-            assert member.device_steps is not None
-            member.device_steps.forget_recording()
         self._members = []
 
 
