@@ -21,6 +21,7 @@ from penstock.models.loader import CausalLM, load
 from penstock.models.plain_model import (
     ARCHITECTURES,
     plain_cache,
+    random_adapter,
     random_model,
     share_weights,
     vocabulary_size,
@@ -78,6 +79,9 @@ def measure(
     model: CausalLM, prompt: Prompt, args: argparse.Namespace, progress: Progress
 ) -> list[Row]:
     """Every way in turn; a row each."""
+    # Random weights have none that is kept, and would fit one to every prompt.
+    fits_none = args.model in ARCHITECTURES and args.policy == "kvswap"
+    adapter = random_adapter(model) if fits_none else None
     plain, tiered = share_weights(model), share_weights(model)
     ways = [PLAIN, *args.memory]
     rows: dict[str, Row] = {
@@ -98,7 +102,7 @@ def measure(
                     with TieredCache(
                         tiered, args.policy, way, args.disk, max_tokens=prompt.tokens + 64,
                         batch_size=prompt.rows, exact=args.exact, prompt_tokens=prompt.tokens,
-                        must_tier=True,
+                        must_tier=True, adapter=adapter,
                     ) as cache:  # fmt: skip
                         done = prompt.read(tiered, cache)
                         row |= _memory_of(cache, cache.plan)

@@ -1,5 +1,8 @@
 """The device tier does what the engine that the host drives does, and keeps its books in order."""
 
+import contextlib
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +115,47 @@ def test_the_engines_agree(name: str) -> None:
     finally:
         for runtime in runtimes:
             runtime.close()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(POLICIES[name] for name in ("quest", "arkvale", "kvswap", "kvswap-shared")),
+        KVSwap(reuse_tokens=96, rank=8, predict=False, slot_bits=8, **BUDGET),
+    ],
+)
+def test_prompts_stream_through_the_slots(policy: SelectionPolicy) -> None:
+    """What slots and windows held before a prompt, and what it left in them, changes nothing."""
+    with (
+        contextlib.closing(make_runtime(policy)) as host,
+        contextlib.closing(make_runtime(policy, device_tier=True)) as device,
+    ):
+        feed = Feed(host, device, padding=(0, 0))
+        for count in (64, 70, 1, 1, 1, 65, 1, 1, 66, 71, 1, 1, 1):
+            for wanted, found in zip(*feed.step(count), strict=True):
+                assert (wanted - found).abs().max().item() < 5e-5, feed.length
+            if count > 1:  # slots in 8 bits lend nothing there, and what they hold is attended to
+                for each in host.layers:
+                    each.forget_slots()
+        layer = device.layers[0]
+        assert isinstance(layer, DeviceLayer)
+        assert layer.setup.workspace.times_lent == 8  # by two layers, in each pass with a past
+
+
+def test_a_closed_runtime_holds_no_memory() -> None:
+    """Not even until the garbage collector comes: a GPU's memory is wanted at once."""
+    runtime = make_runtime(POLICIES["kvswap"], device_tier=True)
+    Feed(runtime).step(PROMPT_TOKENS)
+    layer = runtime.layers[0]
+    assert isinstance(layer, DeviceLayer)
+    parts = [weakref.ref(each) for each in (layer, layer.pool, layer.host.units)]
+    del layer
+    gc.disable()
+    try:
+        runtime.close()
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_shared_pools_after_a_crop_and_rows_that_change_places() -> None:

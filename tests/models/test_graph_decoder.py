@@ -24,7 +24,6 @@ POLICIES: dict[str, SelectionPolicy] = {
     "arkvale": ArkVale(group_tokens=8, **BUDGET),
     "kvswap": KVSwap(**BUDGET),
     "kvswap-keep": KVSwap(keep=3, **BUDGET),
-    "kvswap-shared": KVSwap(reuse_tokens=0, **BUDGET),
     "louiskv-ahead": LouisKV(tau=0.9, cluster_tokens=8, predict=True, **BUDGET),
     "louiskv-whole": LouisKV(tau=0.9, cluster_tokens=8, full_layers=1, **BUDGET),
     "quest-whole": Quest(group_tokens=8, full_layers=2, **BUDGET),

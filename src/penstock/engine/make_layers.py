@@ -8,7 +8,7 @@ from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
 from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.device_tier.device_layer import DeviceLayer, DeviceSetup
-from penstock.engine.device_tier.device_pool import DevicePool
+from penstock.engine.device_tier.device_pool import make_pools
 from penstock.engine.device_tier.whole_layer import WholeLayer
 from penstock.engine.device_tier.workspace import Workspace
 from penstock.engine.layer import Layer
@@ -57,19 +57,18 @@ def device_layers(
         shape: of a row.
     """
     whole = 0 if settings.exact else policy.whole_layers
+    count = 2 if plan.shared_pools else settings.shape.num_layers - whole
+    pools, memory = make_pools(count, plan, shape, settings.device)
     setup = DeviceSetup(
         shape=shape, plan=plan, device=settings.device, clock=clock,
-        workspace=Workspace(plan, shape, settings.device),
+        workspace=Workspace(plan, shape, memory),
     )  # fmt: skip
     size = (plan.batch, settings.max_tokens, clock)
     layers: list[Layer] = [WholeLayer(i, shape, *size) for i in range(whole)]
-    pools: list[DevicePool | None] = [None, None]
-    if plan.shared_pools:
-        pools = [DevicePool(plan, shape, settings.device) for _ in range(2)]
     for i in range(whole, settings.shape.num_layers):
         index = None
         if policy.retrieves and not settings.exact:
             request = index_request(i, settings, plan, shape, rows_per_sequence)
             index = policy.make_device_index(request)
-        layers.append(DeviceLayer(i, setup, index, pools[i % 2]))
+        layers.append(DeviceLayer(i, setup, index, pools[(i - whole) % count]))
     return layers

@@ -573,6 +573,6 @@ class TieredRuntime:
             self._health.is_closed = True
             parts = [*self.layers, self._writer, self._store]
             closers = [part.close for part in parts if part is not None]
-            self.layers = []
+            self.layers, self.device_steps = [], None
             close_all(*closers, self._release_memory)
             self._setup = None

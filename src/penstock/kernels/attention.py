@@ -63,6 +63,18 @@ def attention_block(
     return _plain(query, keys, values, scaling, key_mask, causal, softcap)
 
 
+def keeps_no_logits(query: Tensor, *, masked: bool, softcap: float | None) -> bool:
+    """Whether `attention_block` needs no memory that grows with its keys.
+
+    Args:
+        query: [batch, num_heads, queries, head_dim]
+        masked: whether there is a mask over the keys.
+    """
+    if softcap is not None:
+        return False
+    return query.device.type == "cpu" or (not masked and _flash_on_cuda(query))
+
+
 def _of_one_width(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one block, the narrower ones with zeros behind them.
 

@@ -135,9 +135,18 @@ class KeyTurns:
                 if len(cos) > 1:
                     cos, sin = cos.repeat(len(keys), 1), sin.repeat(len(keys), 1)
                 return turn_query(keys.flatten(0, 1), cos, sin).view(keys.shape)
+            if places % self.block_tokens == keys.shape[1] % self.block_tokens == 0:
+                return self._whole_blocks(keys, places // self.block_tokens)
             places = torch.arange(places, places + keys.shape[1], device=keys.device)
         cos, sin = self._of(places)
         return turned_back(keys, cos, sin, interleaved=self.rotation.interleaved)
+
+    def _whole_blocks(self, keys: Tensor, first: int) -> Tensor:
+        """`keys` from the start of a block to the end of another; no place is looked up."""
+        by_block = keys.view(len(keys), -1, self.block_tokens, *keys.shape[2:])
+        table = self.table[first : first + by_block.shape[1], None, None].to(keys.device)
+        cos, sin = table.chunk(2, dim=-1)
+        return turned_back(by_block, cos, sin, interleaved=self.rotation.interleaved).flatten(1, 2)
 
     def _is_whole(self, head_dim: int) -> bool:
         """Whether all of a head turns, by halves, as `turn_query` does it."""
@@ -282,5 +291,7 @@ def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Te
         one, two = turning.chunk(2, dim=-1)
     parts = (one * cos + two * sin, two * cos - one * sin)
     turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    if 2 * pairs == x.shape[-1]:
+        return turned.to(x.dtype)
     rest = x[..., 2 * pairs :].expand(*turned.shape[:-1], -1)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # a scorer process has no use for torch, and should start at 
 
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
-_TOUCHED_BYTES = 256 << 20
-"""Memory of at least so much is written to by all threads before CUDA pins it on one."""
+_TOUCHED_BYTES = 16 << 20
+"""Memory of at least so much is written to by all threads before CUDA pins it on one: 32 times
+64 MiB took 0.15 s for 0.75 (16 cores)."""
 
 
 class AlignedBuffer:
@@ -111,7 +112,7 @@ class _Pages(mmap.mmap):
         if not torch.cuda.is_available():
             return False
         if num_bytes >= _TOUCHED_BYTES:
-            torch.from_numpy(np.frombuffer(self, dtype=np.uint8))[::_PAGE_BYTES].zero_()
+            torch.from_numpy(np.frombuffer(self, dtype=np.uint8)).zero_()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
         self._registered = address

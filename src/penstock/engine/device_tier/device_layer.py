@@ -1,7 +1,8 @@
 """DeviceLayer: a layer whose decode step is a fixed row of launches on the device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from penstock.engine.layer import Layer
 from penstock.engine.policy import SelectionPolicy
 from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.token_pool import CodedPool, copy_rows
+from penstock.kernels.attention import keeps_no_logits
 from penstock.kernels.device.append import append_token, store_tokens
 from penstock.kernels.device.slots import gather_units, plan_slots
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
@@ -66,21 +68,19 @@ class DeviceLayer(Layer):
     reads_back: ClassVar[bool] = False
 
     def __init__(
-        self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None,
-        pool: DevicePool | None = None,
-    ) -> None:  # fmt: skip
+        self, layer_idx: int, setup: DeviceSetup, index: DeviceIndex | None, pool: DevicePool
+    ) -> None:
         """Allocate the layer.
 
         Args:
             index: None for methods that attend to everything.
-            pool: one that other layers use too, where the plan says so; None: the layer's own.
+            pool: one that other layers use too, where the plan says so.
         """
         plan, shape, device = setup.plan, setup.shape, setup.device
         self.layer_idx, self.setup, self.index = layer_idx, setup, index
         self.length = self._touched = 0
         self.host = HostMemory(plan, shape, device)
-        self._slots = pool or DevicePool(plan, shape, device)
-        self._shares_slots = pool is not None
+        self._slots, self._shares_slots = pool, plan.shared_pools
         self.pool = self._slots.tokens
         self.unit_in, self.slot_of = self._slots.unit_in, self._slots.slot_of
         mask = self.pool.mask[:, self.pool.slot_places :]
@@ -100,10 +100,16 @@ class DeviceLayer(Layer):
         traffic = torch.zeros_like(self._slots.lists.traffic)
         self.lists = replace(self._slots.lists, traffic=traffic)
         self._may_step = self._emptied = self._in_flight = False
+        self._window_is_old = False
+        """Whether tokens have come that the window has not."""
+        self._times_lent = 0
         self._begun: Tensor | None = None
         self._landed: torch.cuda.Event | None = None
+        self._written: torch.cuda.Event | None = None
+        """Behind which host memory has all tokens of passes."""
         if device.type == "cuda":
-            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made: Any = torch.cuda
+            self._landed, self._written = made.Event(), made.Event()
         self._fit = IndexFit()
         self._counted = torch.zeros(2, dtype=torch.int64)
         self.observer: Observer | None = None
@@ -124,12 +130,16 @@ class DeviceLayer(Layer):
         if self.index is not None:
             self._fit.check(self.index, self.length + call.query.shape[2], decoding=False)
             self._fit.keep(self.index, call.query)
+        workspace = self.setup.workspace
+        if keeps_no_logits(call.query, masked=call.visible is not None, softcap=call.softcap):
+            workspace.lend(call.query.shape[2], self._end_unit)
+        past = workspace.stream(self.host, self._end_unit, self._written)
         total = AttentionSum(call)
         mask = None
         if call.visible is not None:
             mask = additive_mask(call.visible[:, self.length :], call.query.dtype)
         total.add(call.keys, call.values, mask, causal=call.query.shape[2] > 1)
-        self._stream(total, call.visible)
+        self._add_past(total, past, call.visible)
         self.append(call.keys, call.values, call.visible)
         return total.result()
 
@@ -141,6 +151,7 @@ class DeviceLayer(Layer):
         if not self.index.ready:
             self._make_index(self.index)
         if not self._may_step:
+            self._bring_up_window()
             self.index.begin_decode(self.length, self.setup.clock)
             kept = self.index.kept() if self._emptied else None
             if kept is not None:
@@ -223,7 +234,7 @@ class DeviceLayer(Layer):
         self._fit.hand_queries(index)
         index.fit(sample, positions)
         self._fit.tokens = closed * group_tokens or self.length
-        for first, end, tokens in self.setup.workspace.stream(self.host.units, closed):
+        for first, end, tokens in self.setup.workspace.stream(self.host, closed, self._written):
             index.take(tokens[:, : (end - first) * group_tokens, 0], first * group_tokens)
 
     def _select(self, index: DeviceIndex, query: Tensor) -> None:
@@ -295,11 +306,17 @@ class DeviceLayer(Layer):
         seen.scatter_(1, positions.masked_fill(~shown, -1) % seen.shape[1], True)
         return seen[:, : self.length]
 
-    def _stream(self, total: AttentionSum, visible: Tensor | None) -> None:
+    @property
+    def _end_unit(self) -> int:
+        """Units that have begun."""
+        return -(-self.length // self.setup.plan.group_tokens)
+
+    def _add_past(
+        self, total: AttentionSum, past: Iterator[tuple[int, int, Tensor]], visible: Tensor | None
+    ) -> None:
         """Add all tokens that are there to a softmax."""
         group_tokens = self.setup.plan.group_tokens
-        end_unit = -(-self.length // group_tokens)
-        for first, end, tokens in self.setup.workspace.stream(self.host.units, end_unit):
+        for first, end, tokens in past:
             count = min(end * group_tokens, self.length) - first * group_tokens
             mask = None
             if visible is not None:
@@ -333,12 +350,28 @@ class DeviceLayer(Layer):
                 self.index.see_start(units)
             self.window.set_start_units(first // group_tokens, int(units.max()))
         store_tokens(keys, values, self.host.tokens, start)
+        if self._written is not None:
+            self._written.record()
         self._index_keys(keys)
-        self._touched = start + keys.shape[2]
-        self.window.write_many(keys, values, start)
-        self.length = start + keys.shape[2]
-        self.window.refresh(self.length, visible)
-        self._may_step = False
+        self.length = self._touched = start + keys.shape[2]
+        self.window.see(visible)
+        self._window_is_old, self._may_step = True, False
+
+    def _bring_up_window(self) -> None:
+        """Read sinks and window back from host memory, and take lent slots back, after a pass.
+
+        So a prompt's chunks write neither, and the slots' memory is free for it to stream through.
+        """
+        workspace = self.setup.workspace
+        if self._times_lent != workspace.times_lent:
+            workspace.give_back()
+            self._join()
+            self._slots.forget()
+            self._emptied, self._times_lent = True, workspace.times_lent
+        elif not self._window_is_old:
+            return
+        self.window.read_back(self.host.tokens_there, self.length)
+        self._window_is_old = False
 
     def _refuse_gaps(self, visible: Tensor, first: Tensor) -> None:
         positions = torch.arange(visible.shape[1], device=visible.device)
@@ -363,8 +396,7 @@ class DeviceLayer(Layer):
             return
         closed = keys.transpose(1, 2)[:, : last * group_tokens - start]
         if start % group_tokens:
-            positions = torch.arange(first * group_tokens, start, device=keys.device)
-            unclosed = self.window.tokens[:, self.window.window_places(positions), 0]
+            unclosed = self.host.tokens_there[:, first * group_tokens : start, 0]
             closed = torch.cat([unclosed, closed], dim=1)
         self.setup.clock.finite[self.layer_idx] = torch.isfinite(closed).all()
         self.index.take(closed, first * group_tokens)
@@ -398,13 +430,8 @@ class DeviceLayer(Layer):
         length = min(length, self.length)
         _wait(self.setup.device)
         self._empty_slots()
-        group_tokens = self.setup.plan.group_tokens
         self.length = self._touched = length
-        first = self.window.first_window_unit(length) * group_tokens
-        tokens = self.host.tokens[:, first:length].to(self.setup.device)
-        places = self.window.window_places(torch.arange(first, length, device=tokens.device))
-        self.window.tokens[:, places] = tokens
-        self.window.refresh_cropped(length)
+        self._window_is_old = True
         if self.index is not None:
             self.index.crop(length)
         self._fit.crop(length)
@@ -417,9 +444,8 @@ class DeviceLayer(Layer):
         self.length = other.length
         places = max(1, self.length)
         copy_rows(self.host.tokens[:, :places], other.host.tokens[:, :places], rows.cpu())
-        copy_rows(self.window.tokens, other.window.tokens, rows)
-        copy_rows(self.window.mask, other.window.mask, rows)
         self.window.take_rows_from(other.window, rows)
+        self._window_is_old = True
         self._empty_slots()
         if self.index is not None and other.index is not None:
             self.index.take_rows_from(other.index, rows)
@@ -431,7 +457,8 @@ class DeviceLayer(Layer):
         """Forget every token."""
         self.length = self._touched = 0
         self._empty_slots()
-        self.window.mask.fill_(NEGATIVE_INFINITY)
+        self.window.see(None)
+        self._window_is_old = True
         self.lists.traffic.zero_()
         self._counted.zero_()
         self._fit.reset()

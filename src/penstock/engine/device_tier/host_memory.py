@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.core.errors import StoreFullError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SlotPlan
+from penstock.kernels.device.host_view import host_view
 from penstock.storage.pinned_memory import pinned_memory
 
 
@@ -39,3 +40,5 @@ class HostMemory:
             plan.batch, -1, 2, shape.num_kv_heads, shape.head_dim
         )
         """[rows, units * group_tokens, 2, kv_heads, head_dim]"""
+        self.tokens_there: Tensor = host_view(self.tokens, device)
+        """The tokens as operations of the device see them, in the order of its stream."""

@@ -170,6 +170,31 @@ class RollingWindow:
         self._visible = visible
         self.show_sinks(length)
 
+    def see(self, visible: Tensor | None) -> None:
+        """Know of padding that is to be hidden; `read_back` comes before the next use.
+
+        Args:
+            visible: as in `refresh`.
+        """
+        self._visible = visible
+
+    def read_back(self, tokens: Tensor, length: int) -> None:
+        """Fill sinks and window from where all tokens are, and rebuild the mask.
+
+        Args:
+            tokens: [batch, at least `length`, *token_size]
+            length: tokens in the sequence, at least 1.
+        """
+        first, device = self.first_window_unit(length) * self.group_tokens, tokens.device
+        places = self.window_places(torch.arange(first, length, device=device))
+        self.tokens[:, places] = tokens[:, first:length]
+        if self.sink_slots:
+            offsets = torch.arange(self._window_start, device=device)
+            positions = self._start_unit[:, None] * self.group_tokens + offsets
+            rows = torch.arange(len(self.tokens), device=device)[:, None]
+            self.tokens[:, : self._window_start] = tokens[rows, positions.clamp(max=length - 1)]
+        self.refresh_cropped(length)
+
     def refresh_cropped(self, length: int) -> None:
         """Rebuild the mask after the sequence was cut to `length` tokens."""
         visible = None

@@ -224,6 +224,8 @@ class LowRankIndex(KeyIndex):
     def see_start(self, first_unit: NDArray[np.int64]) -> None:
         """Padding has no share of a softmax, and does not turn keys: an adapter's basis is of keys
         whose blocks begin with the text."""
+        if self._start is None and not first_unit.any():
+            return
         start = torch.from_numpy(first_unit).to(self._device)
         self._start = start if first_unit.any() else None
         if self._turns is not None and self._row_turn is not None:
@@ -364,7 +366,9 @@ class LowRankIndex(KeyIndex):
         """Keys as the basis knows them; `first_token` as `KeyTurns.keys` has it."""
         if self._turns is None:
             return keys
-        return self._turns.keys(self._from_start(keys), first_token)
+        if self._start is not None or isinstance(first_token, Tensor):
+            keys = self._from_start(keys)
+        return self._turns.keys(keys, first_token)
 
     def _from_start(self, x: Tensor) -> Tensor:
         """Keys or queries as if each row's text began at the first position."""
