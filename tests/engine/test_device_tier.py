@@ -145,7 +145,9 @@ def test_prompts_stream_through_the_slots(policy: SelectionPolicy) -> None:
 def test_a_closed_runtime_holds_no_memory() -> None:
     """Not even until the garbage collector comes: a GPU's memory is wanted at once."""
     runtime = make_runtime(POLICIES["kvswap"], device_tier=True)
-    Feed(runtime).step(PROMPT_TOKENS)
+    feed = Feed(runtime)
+    feed.step(PROMPT_TOKENS)
+    feed.step()
     layer = runtime.layers[0]
     assert isinstance(layer, DeviceLayer)
     parts = [weakref.ref(each) for each in (layer, layer.pool, layer.host.units)]
@@ -154,6 +156,7 @@ def test_a_closed_runtime_holds_no_memory() -> None:
     try:
         runtime.close()
         assert [part() for part in parts] == [None] * 3
+        assert runtime.stats.decode.units_wanted == 2 * 2 * 6  # layers, rows, groups
     finally:
         gc.enable()
 

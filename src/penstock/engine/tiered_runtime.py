@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -573,6 +574,8 @@ class TieredRuntime:
             self._health.is_closed = True
             parts = [*self.layers, self._writer, self._store]
             closers = [part.close for part in parts if part is not None]
-            self.layers, self.device_steps = [], None
+            steps, self.layers, self.device_steps = self.device_steps, [], None
+            if steps is not None:  # which hold the layers, and know what was not asked for yet
+                closers.insert(0, partial(steps.count_into, self.stats.decode))
             close_all(*closers, self._release_memory)
             self._setup = None
