@@ -103,7 +103,7 @@ class Run:
         """
         for name in ("limit", "keep", "config", "prefill", "tasks", "samples", "seed", "threads",
                      "prompt_threads", "parallel", "recall_model", "coded"):  # fmt: skip
-            mine = getattr(self.args, name)
+            mine = shown_value(self.args, name)
             its = former.settings.get(name, mine)  # an older result does not say all
             if mine != its:
                 raise ConfigError(f"cannot resume: the result was made with --{name} {its}")
@@ -238,11 +238,17 @@ def child_environment(threads: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def shown_value(args: argparse.Namespace, name: str) -> Any:
+    """An option's value as a result has it: a model by its name, without its place."""
+    value = getattr(args, name, None)
+    return Path(value).name if name == "recall_model" else value
+
+
 def public_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """The options that differ from their defaults, without places."""
     shown = ["python benchmarks/peers/run.py"]
     for action in parser._actions:
-        value = getattr(args, action.dest, None)
+        value = shown_value(args, action.dest)
         if action.dest in HIDDEN or value is None or value == action.default:
             continue
         name = action.option_strings[-1]
@@ -334,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(arguments)
     args.store.mkdir(parents=True, exist_ok=True)
-    settings = {name: value for name, value in vars(args).items() if name not in HIDDEN}
+    settings = {name: shown_value(args, name) for name in vars(args) if name not in HIDDEN}
     limits = Limits(memory_bytes=0, timeout_s=0, cgroup=args.memory_cgroup)
     settings["memory_limit"] = limits.how
     result = Result.begin("peers", [], settings, seed=args.seed, store=str(args.store))

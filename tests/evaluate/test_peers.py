@@ -248,6 +248,15 @@ def test_a_whole_row_with_a_pretended_peer(
     assert "--samples 2" in capsys.readouterr().err
 
 
+def test_a_models_place_is_not_told() -> None:
+    run = module("run")
+    parser = run.make_parser()
+    args = parser.parse_args(["--recall-model=/home/me/models/small", "--samples=3"])
+    assert run.public_command(parser, args).endswith("--recall-model small --samples 3")
+    assert run.shown_value(args, "recall_model") == "small"
+    assert run.shown_value(parser.parse_args([]), "recall_model") == "recall"
+
+
 def test_rows_at_once_have_cores_of_their_own() -> None:
     lanes = module("lanes")
     cores = lanes.parse_cores("3-6,9")
