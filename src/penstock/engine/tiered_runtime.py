@@ -64,13 +64,13 @@ class TieredRuntime:
         self._setup: LayerSetup | None = None
         self._writer: Writer | None = None
         self._reservations: list[Reservation] = []
+        self.device_steps: DeviceSteps | None = None
+        """What the layers of the device tier share, once there are some."""
         try:
             self.policy, self.plan = self._plan(batch)
         except BaseException:
             self.close()
             raise
-        self.device_steps: DeviceSteps | None = None
-        """What the layers of the device tier share, once there are some."""
         self.verifying = False
         """Whether passes of several tokens check drafts, and are no prompt's."""
         self._ledger = MemoryLedger(self._limit())
