@@ -19,14 +19,21 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 pytestmark = pytest.mark.gpu
 
 ALL, TOLERANCE = 10**6, 1e-4
-ROUNDED = {"kvswap": 0.2, "infinigen-star": 0.2, "infinigen-star-reuse": 0.2, "hillinfer": 0.2}
+ROUNDED = {"kvswap": 0.2, "infinigen-star": 0.2, "infinigen-star-reuse": 0.2, "hillinfer": 0.2,
+           "hillinfer-on-host": 0.2}  # fmt: skip
 """Logits may differ by so much where codes are rounded, with a basis that is fitted on the device
 or for tokens that happen to be cold: another unit may win. The tokens may not."""
 PROMPT_TOKENS, NEW_TOKENS, PADDING = 210, 24, (0, 29)
 
 
+ON_HOST = "hillinfer-on-host"
+NAMES = (*POLICIES, ON_HOST)
+
+
 def make(name: str, **wanted: Any) -> SelectionPolicy:
     """A policy with the options that it knows."""
+    if name == ON_HOST:
+        return replace(make("hillinfer", **wanted), host_memory="64MiB")  # type: ignore[call-arg]
     known = POLICIES[name].__dataclass_fields__
     return POLICIES[name](**{key: value for key, value in wanted.items() if key in known})
 
@@ -75,7 +82,7 @@ def on_gpu() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_full_budget_is_full_attention(
     name: str, store: str, on_gpu: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -88,7 +95,7 @@ def test_a_full_budget_is_full_attention(
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("name", ["hillinfer", "kvswap"])
+@pytest.mark.parametrize("name", ["hillinfer", ON_HOST, "kvswap"])
 def test_on_a_stream_of_the_callers(
     name: str, store: str, on_gpu: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -105,7 +112,7 @@ def test_on_a_stream_of_the_callers(
     assert apart(found, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_small_selection_is_the_one_of_a_cpu(
     name: str, on_cpu: PreTrainedModel, on_gpu: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ class TestSlotsIn8Bits(PolicyContract):
 
 
 class TestHillInfer(PolicyContract):
-    policies = (HillInfer(near=False),)
+    policies = (HillInfer(near=False), HillInfer(near=False, host_memory="64MiB"))
 
     # What is selected is hot: with everything selected, decode steps read nothing.
     test_it_goes_on_after_a_failed_read = None  # type: ignore[assignment]

@@ -68,6 +68,9 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
         HillInfer(alpha=0.1, rule="products", devices=2), {"limit_bytes": FULL_BYTES},
     ),
     "near-local": (HillInfer(alpha=0.1, near=False), {"limit_bytes": FULL_BYTES}),
+    "near-host": (
+        HillInfer(alpha=0.1, near=False, host_memory=FULL_BYTES // 4), {"limit_bytes": FULL_BYTES},
+    ),
     "measured-ranks": (
         KVSwap(rank=24, index_bits=8), {"limit_bytes": FULL_BYTES // 3, "adapter": MEASURED},
     ),
@@ -109,8 +112,9 @@ def step(runtime: TieredRuntime, count: int) -> None:
 
 def near_temporary_bytes(policy: HillInfer, plan: SlotPlan) -> int:
     """Choices, logits and masks of HillInfer; the shared memory stays."""
-    places = plan.num_slots + policy.window_tokens + policy.sink_tokens + 2
-    choice = HotCold.scratch_bytes(plan.batch, plan.num_slots)
+    hot = plan.host_slots or plan.num_slots
+    places = hot + policy.window_tokens + policy.sink_tokens + 2
+    choice = HotCold.scratch_bytes(plan.batch, hot)
     logits = NearIndex.scratch_bytes(plan.batch, 8, places, MAX_TOKENS)
     codes = 0
     if not policy.near:

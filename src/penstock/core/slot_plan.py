@@ -61,6 +61,9 @@ class SlotPlan:
     host_bytes: int = 0
     """Pinned host memory that reads pass through on their way to a GPU, or (device tier) where all
     of KV is; beside the budget, which is for the memory of the cache's device."""
+    host_slots: int = 0
+    """Slots of a row in the host's memory, whose tokens the host scores for a GPU (HillInfer); the
+    GPU's `num_slots` then hold one selection. 0: there are none."""
     pool_bytes: int
     """Slots, sinks and windows of all layers and rows, in bytes."""
     predictor_bytes: int = 0

@@ -57,6 +57,8 @@ class RetrievalLayer(LayerCache):
         plan = setup.plan
         self.policy, self.index = policy, index
         self.table = SlotTable(plan.batch, plan.num_slots, plan.max_units)
+        self.slot_pool = self.pool
+        """What the table's slots are of."""
         self.replacement = policy.make_replacement(plan.batch, plan.num_slots)
         self._compact = compact
         self._may_use_kernel = compact is None and setup.shape.is_even
@@ -188,20 +190,20 @@ class RetrievalLayer(LayerCache):
         """Make the landed slots visible, padding excepted."""
         if self._slots_full and self._visible is None:
             return
-        device = self.pool.mask.device
+        device = self.slot_pool.mask.device
         rows = torch.from_numpy(plan.rows).to(device)
         slots = torch.from_numpy(plan.slots).to(device)
         if self._visible is None:
-            self.pool.slot_mask[rows, slots] = 0.0
+            self.slot_pool.slot_mask[rows, slots] = 0.0
             self._slots_full = bool((self.table.unit_in >= 0).all())
             return
         group_tokens = self.setup.plan.group_tokens
         first = torch.from_numpy(plan.units).to(device) * group_tokens
         positions = first[:, None] + torch.arange(group_tokens, device=device)
         positions = positions.clamp(max=self._visible.shape[1] - 1)
-        shown = self._visible[rows[:, None], positions]
-        mask = torch.zeros(shown.shape, dtype=self.pool.mask.dtype, device=device)
-        self.pool.slot_mask[rows, slots] = mask.masked_fill_(~shown, NEGATIVE_INFINITY)
+        shown = self._visible.to(device)[rows[:, None], positions]
+        mask = torch.zeros(shown.shape, dtype=self.slot_pool.mask.dtype, device=device)
+        self.slot_pool.slot_mask[rows, slots] = mask.masked_fill_(~shown, NEGATIVE_INFINITY)
 
     # Attention --------------------------------------------------------------------------------
 
@@ -480,8 +482,8 @@ class RetrievalLayer(LayerCache):
         self._set_first_units(other._first_unit[rows_np])
         self._visible = None if other._visible is None else other._visible[rows]
         self._fit.take_rows_from(other._fit, rows)
-        if other is self and not self.setup.plan.shared_pools:
-            self.pool.take_rows(rows)
+        if other is self and (self.slot_pool is not self.pool or not self.setup.plan.shared_pools):
+            self.slot_pool.take_rows(rows.to(self.slot_pool.memory.device))
             self.table = self.table.copy_rows(rows_np)
             self.replacement = self.replacement.copy_rows(rows_np)
 

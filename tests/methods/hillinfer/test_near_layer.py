@@ -46,14 +46,18 @@ class Draw:
         return torch.randn(*size, SHAPE.head_dim, generator=self._generator)
 
 
+@pytest.mark.parametrize("host_memory", [None, "1MiB"])
 @pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize(("sinks", "padding"), [(0, 0), (4, 0), (0, 40), (4, 40)])
-def test_scores_are_shares_of_the_softmax(near: bool, sinks: int, padding: int) -> None:
+def test_scores_are_shares_of_the_softmax(
+    near: bool, sinks: int, padding: int, host_memory: str | None
+) -> None:
     draw, prompt = Draw(), 300
     keys, values = draw(2, 2, prompt), draw(2, 2, prompt)
     keys[:, :, :4] *= 4  # sinks weigh much, and so does what stands in the padding's place
     visible = torch.arange(prompt + 3) >= torch.tensor([0, padding])[:, None]
-    with runtime_of(2, 400, "memory", near=near, hot_tokens=60, sink_tokens=sinks) as runtime:
+    options = {"near": near, "hot_tokens": 60, "sink_tokens": sinks, "host_memory": host_memory}
+    with runtime_of(2, 400, "memory", **options) as runtime:
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> None:
             shown = visible[:, :length] if padding else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.engine.key_index import KeyIndex
+from penstock.engine.tiers.rolling_window import RollingWindow
 from penstock.engine.tiers.slot_table import ABSENT, SlotTable
 from penstock.engine.tiers.token_pool import TokenPool
 from penstock.kernels.pool_scores import key_logits, logit_sums, pool_logits
@@ -30,6 +31,8 @@ class Places(NamedTuple):
     table: SlotTable
     units: Callable[[], NDArray[np.int64]]
     """Where the units of all rows are, now. [rows, max_tokens]"""
+    kept: RollingWindow | None = None
+    """Sinks and window, where they are not in the pool."""
 
 
 class Measured(NamedTuple):
@@ -179,14 +182,19 @@ class NearIndex(KeyIndex):
     def _score(self, query: Tensor, num_units: int) -> Tensor:
         places, out = self._shown, self.scores
         moved = self._take_moved()
-        scoring = places.scorer.begin(places.layer, query.float().cpu().numpy(), num_units, moved)
+        at_host = query.float().cpu()
+        scoring = places.scorer.begin(places.layer, at_host.numpy(), num_units, moved)
         out[:, :num_units] = np.nan
         begun = time.perf_counter()
-        pool, scaling = places.pool, self.settings.scaling
+        pool, kept, scaling = places.pool, places.kept, self.settings.scaling
+        near = at_host if pool.memory.device.type == "cpu" else query
         if pool.shape.is_even:
-            logits, log_sums = pool_logits(query, pool.tokens, pool.mask, scaling)
+            logits, log_sums = pool_logits(near, pool.tokens, pool.mask, scaling)
         else:
-            logits, log_sums = key_logits(query, pool.keys, pool.mask, scaling)
+            logits, log_sums = key_logits(near, pool.keys, pool.mask, scaling)
+        if kept is not None:
+            seen = key_logits(query, kept.keys.transpose(1, 2), kept.mask, scaling)[1]
+            log_sums = torch.logaddexp(log_sums, seen.to(log_sums.device))
         host_s = time.perf_counter() - begun
         normalisers = None
         if self.settings.rule == "attention":

@@ -1,6 +1,7 @@
 """NearLayer: a layer with a hot and a cold pool, evaluated while the layer before computes."""
 
 import contextlib
+import math
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -70,6 +71,8 @@ class NearLayer(RetrievalLayer):
         self.pools = policy.make_pools(setup.plan.batch, setup.plan.max_units)
         """Who is hot because of what."""
         self.replacement = self.pools
+        self.slot_transfer = self.transfer
+        """Brings units into the table's slots."""
         self._attach()
         self._begun: Future[None] | None = None
         self._left: int | None = None
@@ -138,8 +141,12 @@ class NearLayer(RetrievalLayer):
             self._work.note(
                 measured, rows=self.setup.plan.batch, selected=asked, selected_hot=min(hot, asked),
                 alpha=min(1.0, asked / max(1, measured.hot_tokens + measured.cold_tokens)),
-                link=self._work.scorer.link_rate(),
+                link=self._work.scorer.link_rate(), host_link=self._host_link_rate(),
             )  # fmt: skip
+
+    def _host_link_rate(self) -> float:
+        """Tokens per second from the hot pool to where attention runs; infinite where they are."""
+        return math.inf
 
     def _leaving(self, end_unit: int) -> LeavingTokens:
         """Tokens before `end_unit` that only the window holds, where that is known."""
@@ -166,7 +173,7 @@ class NearLayer(RetrievalLayer):
             return selection
         rest = ~taken[leaving]
         tokens = np.unique(leaving.tokens[rest])
-        if valid.shape[1] + len(tokens) > self.setup.plan.num_slots:
+        if valid.shape[1] + len(tokens) > self.table.num_slots:
             most = self.setup.plan.max_units  # no room beside the selection: they are cold
             self.near.moved(_NONE, leaving.rows[rest] * most + leaving.tokens[rest])
             return selection
@@ -187,7 +194,7 @@ class NearLayer(RetrievalLayer):
         columns = np.arange(end_unit)
         scores[columns < self._first_unit[:, None]] = -np.inf
         count = max(self._work.capacity, selection.unit_ids.shape[1])
-        count = min(count, self.setup.plan.num_slots)
+        count = min(count, self.table.num_slots)
         ids = top_units(torch.from_numpy(scores), self._lowest_unit, count)
         valid = ids >= self._first_unit[:, None]
         return Selection(ids, None if valid.all() else valid)
@@ -196,7 +203,7 @@ class NearLayer(RetrievalLayer):
     def _pinned_tokens(self) -> int:
         """The newest tokens that stay hot (section 4.2: alpha * N)."""
         most = self._hill.wanted_tokens(self.length, self.setup.plan.selected_units)
-        return min(most, self.setup.plan.num_slots // 2)
+        return min(most, self.table.num_slots // 2)
 
     # The pools --------------------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class NearLayer(RetrievalLayer):
             self._copy_from_window(plan, here)
         cold = ~here
         units = self.setup.units.table[plan.rows[cold], plan.units[cold]]
-        slots = plan.rows[cold] * self.pool.slots_per_row + plan.slots[cold]
+        slots = plan.rows[cold] * self.slot_pool.slots_per_row + plan.slots[cold]
         return plan, self._read(units, slots)
 
     def _read(self, units: NDArray[np.int64], slots: NDArray[np.int64]) -> PendingRead | None:
@@ -234,11 +241,11 @@ class NearLayer(RetrievalLayer):
         if not len(units):
             return None
         self.transfer.drain()
-        size = self.transfer.max_units or len(units)
+        read, size = self.slot_transfer.read, self.slot_transfer.max_units or len(units)
         last = (len(units) - 1) // size * size
         for first in range(0, last, size):
-            self._land(self.transfer.read(units[first : first + size], slots[first : first + size]))
-        return self.transfer.read(units[last:], slots[last:])
+            self._land(read(units[first : first + size], slots[first : first + size]))
+        return read(units[last:], slots[last:])
 
     def _shed(self, admitted: Selection) -> NDArray[np.int64]:
         """Demote what is above the hot pool's size, where that has scaled_down."""
@@ -249,7 +256,8 @@ class NearLayer(RetrievalLayer):
         tokens = self.table.unit_in[rows, slots].astype(np.int64)
         self.table.slot_of[rows, tokens] = ABSENT
         self.table.unit_in[rows, slots] = ABSENT
-        self.pool.slot_mask[torch.from_numpy(rows), torch.from_numpy(slots)] = NEGATIVE_INFINITY
+        mask = self.slot_pool.slot_mask
+        mask[torch.from_numpy(rows), torch.from_numpy(slots)] = NEGATIVE_INFINITY
         self._slots_full = False
         return rows * self.setup.plan.max_units + tokens
 
@@ -258,7 +266,8 @@ class NearLayer(RetrievalLayer):
         rows = torch.from_numpy(plan.rows[here])
         places = self.window.window_places(torch.from_numpy(plan.units[here]))
         slots = torch.from_numpy(plan.slots[here])
-        self.pool.tokens[rows, slots] = self.window.tokens[rows, places]
+        tokens = self.slot_pool.tokens
+        tokens[rows, slots] = self.window.tokens[rows, places].to(tokens.device)
 
     @override
     def _finish_fetch(self) -> tuple[Selection, FetchPlan] | None:
@@ -291,8 +300,9 @@ class NearLayer(RetrievalLayer):
 
     def _attach(self) -> None:
         self.near.attach(Places(
-            self._work.scorer, self.layer_idx, self.pool, self.table,
+            self._work.scorer, self.layer_idx, self.slot_pool, self.table,
             lambda: self.setup.units.table,
+            self.window if self.slot_pool is not self.pool else None,
         ))  # fmt: skip
 
     def _map_anew(self) -> None:

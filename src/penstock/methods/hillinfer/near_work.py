@@ -1,5 +1,6 @@
 """NearWork: what the layers of a HillInfer cache share: a worker, the scorer, the split."""
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,7 +100,7 @@ class NearWork:
 
     def note(
         self, measured: Measured, *, rows: int, selected: int, selected_hot: int, alpha: float,
-        link: float,
+        link: float, host_link: float = math.inf,
     ) -> None:  # fmt: skip
         """Learn from one layer's step; solves the split again when it is due.
 
@@ -107,6 +108,8 @@ class NearWork:
             rows: of the batch.
             selected, selected_hot: tokens attended to, and those of them that were hot.
             link: tokens per second that come from the cold pool; 0: not known yet.
+            host_link: that come from the hot pool, and from the cold pool behind its own link;
+                infinite where attention runs beside it, 0: not known yet.
         """
         if self._fixed is not None:
             return
@@ -118,6 +121,8 @@ class NearWork:
             watch.note("device_scores", measured.cold_tokens, measured.device_s)
             if link:
                 watch.note("device_link", 1, 1 / link)
+            if 0 < host_link < math.inf:
+                watch.note("host_link", 1, 1 / host_link)
             weight = 0.05
             self._hot += weight * (selected_hot - self._hot)
             self._selected += weight * (selected - self._selected)
@@ -134,12 +139,14 @@ class NearWork:
             per_row = Rates(
                 host_scores=watch.rates.host_scores / rows,
                 device_scores=watch.rates.device_scores / rows,
-                device_link=watch.rates.device_link / rows or float("inf"),
+                device_link=watch.rates.device_link / rows or math.inf,
+                host_link=watch.rates.host_link / rows,
             )
             solved = partial(
                 solve, per_row, alpha, total,
                 hot_share_of_selected=self.hot_share,
                 seen_hot_tokens=measured.hot_tokens // rows, selects_jointly=True,
+                crosses_host_link=True,
             )  # fmt: skip
             best = solved(max_hot_tokens=self._most, min_hot_tokens=self._least)
             now = solved(max_hot_tokens=self.capacity, min_hot_tokens=self.capacity)

@@ -20,6 +20,7 @@ from penstock.engine.policy import IndexRequest, SelectionPolicy, StoreRequest, 
 from penstock.engine.retrieval_policy import BaselinePolicy, IndexSize
 from penstock.engine.sizing import largest_plan
 from penstock.kernels.key_rounding import KeyDtype
+from penstock.methods.hillinfer.host_pool import HostPoolLayer, host_pool_bytes
 from penstock.methods.hillinfer.hot_cold import DECAY_STEPS, HotCold, Placement
 from penstock.methods.hillinfer.index import NearIndex
 from penstock.methods.hillinfer.layer import NearLayer
@@ -55,7 +56,7 @@ class HillInfer(BaselinePolicy):
     (`near_storage`). Each step attends to the `alpha` most important of both; what of it was cold
     is promoted into slots, and as much demoted, by pinning and a hit table (`HotCold`). How many
     tokens are hot is solved from measured rates within the budget (`work_split`), again when they
-    drift.
+    drift. On a GPU the slots are the GPU's, or with `host_memory` the host's, as in the paper.
 
     Differences: the SmartSSD is a process on this machine; keys are cast to 8 or 4 bits once and
     not at every step; importance is by default the share of the softmax, added over query heads,
@@ -104,6 +105,10 @@ class HillInfer(BaselinePolicy):
     """Threads of each device, or of this process with near=false; 0: as OpenMP says."""
     block_tokens: int = 4096
     """Tokens of a score block."""
+    host_memory: int | str | None = None
+    """Beside a GPU, the paper's three tiers: memory of the host for the hot pool, which lies there
+    and is scored by the processor, while the GPU holds window and selection: bytes, or "2GiB".
+    None: the hot pool lies where attention runs. Without a GPU it is taken of the budget."""
     timeout_s: float = 10.0
     """Most seconds to wait for a device before it is given up."""
 
@@ -142,6 +147,11 @@ class HillInfer(BaselinePolicy):
             raise ConfigError("device_memory=... wants near=true, and must be above 0")
         if not 1 <= self.copies <= min(2, self.num_devices):
             raise ConfigError(f"copies={self.copies} must be 1, or 2 with two devices or more")
+        if self.host_memory is not None:
+            if self.attend == "hot":
+                raise ConfigError("host_memory=... wants attend=selected: the hot pool stays there")
+            if self._host_bytes < 1:
+                raise ConfigError(f"host_memory={self.host_memory} must be above 0")
         if self.devices != 1 and not self.near:
             raise ConfigError("devices=... wants near=true")
         if not 0 < self.timeout_s < math.inf:
@@ -161,6 +171,11 @@ class HillInfer(BaselinePolicy):
     @property
     def _device_bytes(self) -> int:
         bound = self.device_memory
+        return parse_bytes(bound) if isinstance(bound, str) else bound or 0
+
+    @property
+    def _host_bytes(self) -> int:
+        bound = self.host_memory
         return parse_bytes(bound) if isinstance(bound, str) else bound or 0
 
     def _key(self) -> bytes:
@@ -225,12 +240,32 @@ class HillInfer(BaselinePolicy):
         shared: bool,
     ) -> SlotPlan:  # fmt: skip
         held, scratch = size
+        host_slots = self._host_slots(request)
+        hot = host_slots or num_slots
         heads = request.shape.num_query_heads
-        places = num_slots + self.window_tokens + self.sink_tokens + 2
-        scratch += HotCold.scratch_bytes(request.batch, num_slots)
+        places = hot + self.window_tokens + self.sink_tokens + 2
+        scratch += HotCold.scratch_bytes(request.batch, hot)
         scratch += NearIndex.scratch_bytes(request.batch, heads, places, request.max_tokens)
         scratch += request.batch * places * request.shape.dtype.itemsize  # who is attended to
-        return super()._build(request, IndexSize(held, scratch), selected, num_slots, shared=shared)
+        size = IndexSize(held, scratch)
+        if not host_slots:
+            return super()._build(request, size, selected, num_slots, shared=shared)
+        plan = super()._build(request, size, selected, selected, shared=True)
+        taken = host_pool_bytes(request, host_slots)
+        if request.device_is_cpu:
+            return replace(plan, host_slots=host_slots, pool_bytes=plan.pool_bytes + taken)
+        return replace(plan, host_slots=host_slots, host_bytes=plan.host_bytes + taken)
+
+    def _host_slots(self, request: SizingRequest) -> int:
+        """Tokens of a row that `host_memory` holds, at most all of them; 0 without it."""
+        if self.host_memory is None:
+            return 0
+        none = host_pool_bytes(request, 0)
+        each = host_pool_bytes(request, 1) - none
+        most = request.max_tokens
+        if self.hot_tokens is not None or self.reuse_tokens is not None:
+            most = min(most, max(self.hot_tokens or 0, self.reuse_tokens or 0))
+        return max(0, min(most, (self._host_bytes - none) // each))
 
     @property
     @override
@@ -240,17 +275,39 @@ class HillInfer(BaselinePolicy):
     @override
     def _selections(self, request: SizingRequest) -> list[int]:
         if self.selected_tokens is not None:
-            return super()._selections(request)
-        if request.limit_bytes is None and self.alpha is None:
-            return [request.max_tokens]
-        alphas = ALPHAS if self.alpha is None else (self.alpha,)
-        return [max(1, math.ceil(alpha * request.max_tokens)) for alpha in alphas]
+            counts = super()._selections(request)
+        elif request.limit_bytes is None and self.alpha is None:
+            counts = [request.max_tokens]
+        else:
+            alphas = ALPHAS if self.alpha is None else (self.alpha,)
+            counts = [max(1, math.ceil(alpha * request.max_tokens)) for alpha in alphas]
+        return counts if self.host_memory is None else self._in_host(request, counts)
+
+    def _in_host(self, request: SizingRequest, counts: list[int]) -> list[int]:
+        """The counts that the host's hot pool has slots for.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        slots = self._host_slots(request)
+        fitting = [count for count in counts if count <= slots]
+        if not fitting and self.selected_tokens is None and self.alpha is None:
+            fitting = [slots] if slots >= math.ceil(ALPHAS[-1] * request.max_tokens) else []
+        if not fitting:
+            raise ConfigError(
+                f"host_memory={self.host_memory} makes {slots:,} hot tokens a row, and a step "
+                f"selects {min(counts):,}; give {host_pool_bytes(request, min(counts)):,} bytes or "
+                "more, and no hot_tokens below that"
+            )
+        return fitting
 
     @override
     def _grow(
         self, request: SizingRequest, size: IndexSize, selected: int, *, shared: bool
     ) -> SlotPlan:
         """As many slots as the budget holds: the solver may want fewer, and says so later."""
+        if self.host_memory is not None:
+            return self._build(request, size, selected, selected, shared=True)
         most = request.max_tokens
         if self.hot_tokens is not None or self.reuse_tokens is not None:
             most = max(selected, self.hot_tokens or 0, self.reuse_tokens or 0)
@@ -312,22 +369,22 @@ class HillInfer(BaselinePolicy):
     def make_layers(self, builder: LayerBuilder) -> Sequence[Layer]:
         """They share a worker and a scorer."""
         setup, plan, fixed = builder.setup, builder.setup.plan, self.hot_tokens
+        hot_slots = plan.host_slots or plan.num_slots
         scorer: Scorer
         if isinstance(setup.store, NearStore):
             setup.store.serve(plan.batch)
             scorer = setup.store.scorer
         else:
-            fixed = fixed or plan.num_slots  # no device scores beside this process
+            fixed = fixed or hot_slots  # no device scores beside this process
             settings = self.score_settings(builder.index_request(0))
             scorer = LocalScorer(settings, builder.num_layers)
         work = NearWork(
-            scorer, layers=builder.num_layers, most_hot=plan.num_slots,
+            scorer, layers=builder.num_layers, most_hot=hot_slots,
             least_hot=plan.selected_units, fixed=fixed,
         )  # fmt: skip
+        layer = HostPoolLayer if plan.host_slots else NearLayer
         return [
-            NearLayer(
-                i, setup, builder.pool(i), self, self.make_index(builder.index_request(i)), work
-            )
+            layer(i, setup, builder.pool(i), self, self.make_index(builder.index_request(i)), work)
             for i in builder.numbers
         ]
 
