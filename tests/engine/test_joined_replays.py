@@ -14,7 +14,6 @@ from penstock import KVSwap, TieredCache
 from penstock.engine.device_tier import joined_replays
 from penstock.engine.joined_runtime import JoinedRuntime
 from penstock.engine.tiered_runtime import TieredRuntime
-from penstock.generation.serving import steps as serving_steps
 from penstock.generation.serving.steps import Steps, next_logits
 from penstock.methods import Quest, SelectionPolicy
 from penstock.methods.baselines.arkvale import ArkVale
@@ -147,7 +146,6 @@ def test_graphs_say_what_caches_say_alone(name: str, monkeypatch: pytest.MonkeyP
             self.replays += 1
 
     monkeypatch.setattr(joined_replays, "Recording", Counted)
-    monkeypatch.setattr(serving_steps, "ALONE_BELOW", 2)
     compare(name, tiny_model("llama").cuda().eval(), made)
 
 

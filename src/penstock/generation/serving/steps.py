@@ -14,10 +14,6 @@ from penstock.models.joined_cache import JoinedCache, may_join
 from penstock.models.loader import CausalLM
 from penstock.models.weight_access import model_device
 
-ALONE_BELOW = 4
-"""Fewer caches than this are stepped one after another on a GPU's device tier: each one's step is a
-CUDA graph, and a joined one is launched layer by layer."""
-
 
 class Steps:
     """Steps caches of one model, those that may join in one forward pass."""
@@ -49,8 +45,8 @@ class Steps:
             joins = may_join(self._model, cache)
             sets.setdefault(alike if joins else number, []).append(number)
         for kind, numbers in [*sets.items()]:
-            if len(numbers) < ALONE_BELOW and _is_recorded(caches[numbers[0]]):
-                sets |= {number: [number] for number in sets.pop(kind)}
+            if len(numbers) == 1 and _is_recorded(caches[numbers[0]]):
+                sets[numbers[0]] = sets.pop(kind)  # its step alone is one CUDA graph
         found: dict[int, Tensor | Exception] = {}
         for kind, numbers in sets.items():
             part = [caches[number] for number in numbers], [tokens[number] for number in numbers]
