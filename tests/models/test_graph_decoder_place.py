@@ -74,9 +74,8 @@ def test_an_answer_of_an_llm_and_of_an_engine_is_recorded(recorded: list[int]) -
     assert recorded == steps
     recorded.clear()
     requests = [Request(prompt=IDS[0].tolist(), sampling=PARAMS) for _ in range(2)]
-    with Engine(llm, memory=None) as engine:
-        handles = [engine.submit(each) for each in requests]
-        both = [each.result().outputs[0].token_ids for each in handles]
+    with Engine(llm, memory=None) as engine:  # one after the other: what runs together joins
+        both = [engine.submit(each).result().outputs[0].token_ids for each in requests]
     assert sorted(recorded) == sorted([*steps, *steps])
     assert both == [answer.token_ids] * 2
     assert "forward" not in model.__dict__
