@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.byte_size import format_bytes
+from penstock.core.byte_size import format_bytes, parse_bytes
 from penstock.core.errors import ConfigError
 from penstock.evaluate.options import read_options
 from penstock.evaluate.progress import Progress
@@ -26,6 +26,7 @@ from penstock.generation.prompts import encode
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.request import Request
+from penstock.models.kv_shapes import kv_shape
 from penstock.models.loader import LoadedModel, load
 from penstock.models.plain_model import (
     ARCHITECTURES,
@@ -34,11 +35,17 @@ from penstock.models.plain_model import (
     vocabulary_size,
 )
 from research.serving.clients import at_once, one_by_one
+from research.serving.llama_server import served
 from research.serving.paged import paged
 from research.serving.reopened import reopened
 from research.verified.program import begun, text_of
 
 Row = dict[str, Any]
+BESIDE = {
+    "transformers": ("paged", "transformers' continuous batching"),
+    "llama.cpp": ("llama_server", "llama.cpp's server"),
+}
+"""What may run beside the engine: its key in a row, and its name."""
 _DRAWN = 1 << 17
 """Token ids that stand for the text of a model without a tokenizer."""
 
@@ -60,12 +67,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--alone", type=int, default=3, help="at least so many are timed one after another")
     add("--reopen", type=int, default=0, metavar="TOKENS",
         help="also reopen a conversation of so many after a restart")  # fmt: skip
-    add("--beside", choices=["transformers"], help="its continuous batching, on the same prompts")
+    add("--beside", choices=["transformers", "llama.cpp"],
+        help="transformers' continuous batching, or llama.cpp's server, on the same prompts"
+    )  # fmt: skip
+    add("--llama-server", type=Path, metavar="PROGRAM")
+    add("--gguf", type=Path, metavar="FILE", help="the model as llama.cpp reads it")
+    add("--weights", choices=["int8", "int4"], help="packed into so many bits")
     add("--threads", type=int, help="default: torch's own choice")
     add("--disk", default="auto")
     add("--device", default="cpu")
     add("--dtype", default="bfloat16")
-    return read_options(parser, arguments, seed=False)
+    args = read_options(parser, arguments, seed=False)
+    if args.beside == "llama.cpp" and None in (args.llama_server, args.gguf):
+        raise ConfigError("--beside llama.cpp wants --llama-server PROGRAM and --gguf FILE")
+    return args
 
 
 def requests_of(ids: Sequence[int], count: int, args: argparse.Namespace) -> list[Request]:
@@ -133,11 +148,12 @@ def table(figures: Row) -> str:
     )
     lines = [head, format_table(header, cells)]
     lines.extend(
-        f"{row['clients']} clients, transformers' continuous batching: "
+        f"{row['clients']} clients, {what}: "
         f"{other['tokens_per_s']:.2f} tokens/s, first token {other['first_token_p50_s']:.1f} / "
         f"{other['first_token_p99_s']:.1f} s, peak {format_bytes(other['peak_bytes'])}"
         for row in figures["rows"]
-        if (other := row.get("paged")) is not None
+        for key, what in BESIDE.values()
+        if (other := row.get(key)) is not None
     )
     if (again := figures.get("reopened")) is not None:
         lines.append(
@@ -215,18 +231,28 @@ class Load:
                 sitting.keep(self.figures())
 
     def _beside(self, sitting: Sitting) -> None:
+        args, model = self._args, self._loaded.model
+        key = BESIDE[args.beside][0]
         for clients, row in self._rows.items():
-            if "paged" in row or sitting.time_is_up():
+            if key in row or sitting.time_is_up():
                 continue
-            requests = requests_of(self._ids, clients, self._args)
-            row["paged"] = paged(self._loaded.model, requests, self._args.answer)
+            requests = requests_of(self._ids, clients, args)
+            if args.beside == "transformers":
+                row[key] = paged(model, requests, args.answer)
+            else:
+                prompts = [list(each.prompt) for each in requests]
+                row[key] = served(
+                    args.llama_server, args.gguf, prompts, args.answer,
+                    shape=kv_shape(args.model), limit_bytes=parse_bytes(args.memory),
+                    threads=torch.get_num_threads(),
+                )  # fmt: skip
             sitting.keep(self.figures())
 
 
 def _settings(args: argparse.Namespace) -> Row:
     """What rows of one result have in common."""
     return {
-        "model": Path(args.model).name, "policy": args.policy, "dtype": args.dtype,
+        "model": Path(args.model).name, "policy": args.policy, "dtype": args.weights or args.dtype,
         "threads": torch.get_num_threads(), "memory": args.memory, "tokens": args.tokens,
         "answer": args.answer, "running": args.running, "chunk": args.chunk,
     }  # fmt: skip
@@ -247,5 +273,5 @@ def run(arguments: Sequence[str]) -> Result:
         model = random_model(args.model, max_positions=positions, device=args.device)
         loaded = LoadedModel(model=model, tokenizer=None, name=args.model)
     else:
-        loaded = load(args.model, dtype=args.dtype, device=args.device)
+        loaded = load(args.model, dtype=args.dtype, weights=args.weights, device=args.device)
     return sit(Sitting(result, args), Load(loaded, args), args)
