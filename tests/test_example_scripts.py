@@ -55,13 +55,15 @@ def test_a_folder_of_files_answers_and_is_read_once(run: Run) -> None:
         assert f"{file}: {secret}   [prefilled 581 tokens; " in printed
     changed = Path("notes/monday.txt")
     changed.write_text(changed.read_text().replace("sharp wheel", "open island"))
+    Path("notes/tuesday.txt").unlink()
     printed, _ = run("folder_of_files.py", "notes")
     assert "monday.txt: open island   [prefilled" in printed
     assert "friday.txt: quick potato   [opened" in printed
 
 
 def test_a_chat_goes_on_where_it_was(run: Run) -> None:
-    told, _ = run("chat_that_survives.py")
+    opening = 20 * "The grass is green . The sky is blue . The sun is yellow . Here we go . "
+    told, _ = run("chat_that_survives.py", "--opening", opening)
     assert "\nquick potato\n" in told
     asked, _ = run("chat_that_survives.py")
     assert "\nsharp wheel\n" in asked

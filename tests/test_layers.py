@@ -53,14 +53,21 @@ def place(path: Path) -> Path:
 
 @cache
 def imported_names(source: str) -> set[str]:
-    """Every absolute name imported anywhere, lazy and typing-only imports included."""
+    """Every absolute name imported anywhere, lazy and typing-only imports included.
+
+    Imports stand in blocks: no expression is looked through for them.
+    """
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    blocks: list[ast.AST] = [ast.parse(source)]
+    while blocks:
+        node = blocks.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            blocks += getattr(node, name, [])
     return names
 
 

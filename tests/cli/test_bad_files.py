@@ -25,18 +25,18 @@ PROMPT = ("--prompt", "The grass is green .")
 LEAST: dict[str, tuple[object, ...]] = {
     "generate": ("recall", *PROMPT, "--disk", "memory", "--max-new-tokens", 2),
     "chat": ("talks", "--disk", "memory", "--max-new-tokens", 2, "--memory", "1/2"),
-    "search": ("recall", *PROMPT, "--beams", 2, "--max-new-tokens", 2, "--disk", "memory"),
-    "calibrate": ("recall", "--text", __file__, "-o", "made.safetensors"),
-    "tune": ("recall", "--max-context", 512, "--disk", "nvme", "-o", "made.json"),
-    "doc add": ("recall", "good.txt", "--name", "d", "--library", ".", "--disk", "memory"),
+    "search": ("talks", *PROMPT, "--beams", 2, "--max-new-tokens", 2, "--disk", "memory"),
+    "calibrate": ("talks", "--text", __file__, "-o", "made.safetensors"),
+    "tune": ("talks", "--max-context", 512, "--disk", "nvme", "-o", "made.json"),
+    "doc add": ("talks", "good.txt", "--name", "d", "--library", ".", "--disk", "memory"),
     "doc ask": ("d", "What ?", "--library", "."),
     "doc verify": ("d", "--library", "."),
     "doc ls": (), "doc gc": (), "doc show": ("d",), "doc rm": ("d",), "doc key": ("made.key",),
     "fetch": ("prose-1", "--from", "none"),
-    "serve": ("recall", "--port", 0, "--check", "--disk", "memory", "--memory", "64MiB"),
+    "serve": ("talks", "--port", 0, "--check", "--disk", "memory", "--memory", "64MiB"),
 }  # fmt: skip
-"""The least that a command with a file among its parameters can be given; "talks" is a model with a
-chat template."""
+"""The least that a command with a file among its parameters can be given; "talks" is a model of two
+layers with a chat template."""
 TEXTS = ("prompt_file", "text", "file", "messages")
 """Any text will do for these."""
 WRITTEN = ("trace", "tree", "output", "save_tables", "to", "library", "sessions")
@@ -157,13 +157,22 @@ def share_of(states: tuple[str, ...], command: str, name: str) -> list[str]:
     return [state for state in states if state in PLACES or state in mine]
 
 
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "talks"
+    tiny_chat_model(folder=folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("command", "name", "option"), TAKERS, ids=lambda value: str(value).replace(" ", "-")
 )
 def test_bad_files(
-    command: str, name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command: str, name: str, option: str, talks: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks").symlink_to(talks)
     (tmp_path / "good.txt").write_text("The grass is green . " * 40)
     files = bad_files(tmp_path)
     states = wanted(name) or tuple(files)
@@ -171,8 +180,6 @@ def test_bad_files(
         states = ("folder", "binary", "pipe", "endless", "empty")
     if command in ("doc ask", "doc verify") and name == "adapter":
         return  # looked at once there is a document: see the tests of documents
-    if command == "chat":
-        tiny_chat_model(folder=tmp_path / "talks")
     for state in states if name in (*TEXTS, *WRITTEN) else share_of(states, command, name):
         before = files[state].read_bytes() if files[state].is_file() else b""
         with soon(300):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from penstock.cli.main import app
 
 FRANCE = "What is the capital of France?"
-OPTIONS = ("--dtype", "float32", "--max-new-tokens", "10")
+OPTIONS = ("--dtype", "float32", "--max-new-tokens", "7")
 CHAT = (*OPTIONS, "--memory", "14MiB", "--max-context", "1024")
 NOTES = "\n".join(f"On day {n} the ship had {n * 7 % 90} sacks of salt." for n in range(1, 23))
 """More tokens than a step selects at this budget."""

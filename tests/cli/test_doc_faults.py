@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.models import loader
+from penstock.testing.tiny_chat import tiny_chat_model
 
 SENTENCES = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 TEXT = f"{SENTENCES}There and back again . " * 5
@@ -80,7 +81,7 @@ def ask(library: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = loader.load("recall", dtype="float32")
+    loaded = tiny_chat_model()
     monkeypatch.setattr(loader, "load", lambda *_, **options: loaded)
 
 

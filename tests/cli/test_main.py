@@ -227,7 +227,7 @@ def test_version() -> None:
 
 
 def test_calibrate_says_what_it_did(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(PROMPT * 100)
+    (tmp_path / "text").write_text(PROMPT * 30)
     adapter = tmp_path / "adapter.safetensors"
     result = run(
         "calibrate", "recall", "--text", tmp_path / "text", "--output", adapter, "--rank", 64

@@ -16,14 +16,17 @@ import pytest
 
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
+from penstock.testing.tiny_chat import tiny_chat_model
 
 TOP = Path(__file__).parents[2]
-PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 12
+PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 9 + "Who ?"
 PROGRAM = """
 import json, os, sys
 from tests.other_systems import import_libraries, simulate
-folder, prompt, *systems = sys.argv[1:]
+folder, model, prompt, *systems = sys.argv[1:]
 import_libraries()
+import cryptography.hazmat.primitives.ciphers.aead, transformers.convert_slow_tokenizer
+import transformers.models.llama.modeling_llama
 for system in systems:
     if os.fork() == 0:
         folder = f"{folder}-{system}"
@@ -47,8 +50,8 @@ set_defaults()
 run = CliRunner().invoke
 
 def answer(*words):
-    done = run(app, ["generate", "--prompt", prompt, "--max-new-tokens", "8", "--dtype", "float32",
-                     "--chunk", "64", *words, "--json"])
+    done = run(app, ["generate", model, "--prompt", prompt, "--max-new-tokens", "6", "--raw",
+                     "--chunk", "256", *words, "--json"])
     assert done.exit_code == 0, (words, done.output)
     said = json.loads(done.stdout)
     return {name: said[name] for name in ("token_ids", "store", "process_peak_bytes")} | {
@@ -71,7 +74,7 @@ found = {
     "sealed": answer("--disk", folder, "--memory", "1/2", "--seal"),
     "left": os.listdir(folder),
     "aio": refusal(find_calls),
-    "documents": run(app, ["doc", "add", "recall", __file__, "--name",
+    "documents": run(app, ["doc", "add", model, __file__, "--name",
                            "x", "--library", folder + "-library"]).stderr,
     "near": refusal(lambda: penstock.TieredCache(
         tiny_model("llama"), "hillinfer", "1/2", "memory", max_tokens=400, must_tier=True)),
@@ -81,27 +84,34 @@ print(json.dumps(found), flush=True)
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[bool, list[int]]:
-    """Tokens of this system, by a selection and exactly, in float32."""
-    params = SamplingParams(temperature=0, max_tokens=8)
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of two layers in float32."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_chat_model(folder=folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def answers(model: str) -> dict[bool, list[int]]:
+    """Tokens of this system, by a selection and exactly."""
+    params = SamplingParams(temperature=0, max_tokens=6)
     found = {}
     for exact in (False, True):
-        llm = LLM("recall", memory="1/2", store="memory", exact=exact, dtype="float32",
-                  prefill_chunk_size=64)  # fmt: skip
+        llm = LLM(model, memory="1/2", store="memory", exact=exact, prefill_chunk_size=256)
         [output] = llm.generate(PROMPT, params)
         found[exact] = list(output.token_ids)
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the program found, by system: one process imports the libraries, and forks another for
     each."""
     program = (top := tmp_path_factory.mktemp("systems")) / "program.py"
     program.write_text(PROGRAM)
     systems = ("darwin", "win32")
     done = subprocess.run(
-        [sys.executable, str(program), str(top / "disk"), PROMPT, *systems],
+        [sys.executable, str(program), str(top / "disk"), model, PROMPT, *systems],
         capture_output=True, text=True, check=False, cwd=TOP, env=_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """`penstock tune`: what a person sees, the file, and bad input in one line."""
 
 import json
-import random
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +10,11 @@ from typer.testing import CliRunner
 from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
-from penstock.evaluate.tasks.recall import make_sample
-from penstock.models.loader import load
+from penstock.testing.tiny_chat import tiny_chat_model
 from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
 
 RUN = CliRunner()
-QUICK = ["tune", "recall", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
+QUICK = ["tune", "talks", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +32,24 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    tokenizer = load("recall").tokenizer
-    assert tokenizer is not None
-    vocabulary = tokenizer.get_vocab()
-    sample = make_sample("two_walkers", 1400, random.Random("tune"), vocabulary)
-    path.write_text(f"{sample.prompt} {sample.answer}")
+@pytest.fixture(autouse=True)
+def _here(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of two layers, "talks"."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_chat_model(folder=folder / "talks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(models: Path) -> Path:
+    """Of 1,400 characters and more, a token each."""
+    path = models / "text.txt"
+    path.write_text("".join(f"On day {n} the ship had {n * 7 % 90} sacks . " for n in range(45)))
     return path
 
 

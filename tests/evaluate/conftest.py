@@ -1,16 +1,20 @@
 """Tokenizers for the English tasks, made here or bundled: nothing is downloaded."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import penstock.models
+from penstock.devices.measure import Cell, measure_reads
+from penstock.evaluate import decode_loop, read_burst, throughput
 from penstock.evaluate.tasks.english.filler import prose
 from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
+from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}\n{% endfor %}"
@@ -63,3 +67,21 @@ def any_tokenizer(request: pytest.FixtureRequest) -> TextTokenizer:
         return Letters()
     tokenizer: TextTokenizer = request.getfixturevalue(request.param)
     return tokenizer
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are timed for less: the figures need not be good."""
+
+    def few_reads(*args: Any, seconds_per_cell: float, **more: Any) -> Iterator[Cell]:
+        return measure_reads(*args, seconds_per_cell=0.0, **more)
+
+    def few_cells(
+        store: str, *, file_bytes: int, seconds_per_cell: float
+    ) -> DirectoryMeasurement:
+        return measure_directory(store, file_bytes=file_bytes, seconds_per_cell=0.0)
+
+    monkeypatch.setattr(read_burst, "ROUNDS", 1)
+    monkeypatch.setattr(read_burst, "measure_reads", few_reads)
+    monkeypatch.setattr(decode_loop, "WARM_STEPS", 1)
+    monkeypatch.setattr(throughput, "measure_directory", few_cells)

@@ -73,8 +73,8 @@ def test_bad_settings(text: str, message: str) -> None:
 
 def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
     samples = [
-        *draw_samples(loaded, "multi_query", 0, 1, tokens=420, seed=1),
-        *draw_samples(loaded, "single_essay", 0, 1, tokens=350, seed=1),
+        *draw_samples(loaded, "single_noise", 0, 1, tokens=300, seed=1),
+        *draw_samples(loaded, "single_essay", 0, 1, tokens=250, seed=1),
     ]  # of different lengths: one is padded
     question = ask(loaded, samples)
     assert int(question.batch.attention_mask.sum()) < question.batch.attention_mask.numel()
@@ -90,7 +90,7 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
 
 
 WHOLE = (
-    "--tokens=280,300", "--samples=2", "--batch=2", "--tasks=single_essay,multi_value",
+    "--tokens=280,300", "--samples=2", "--batch=2", "--tasks=single_essay,single_noise",
     "--settings=full,kvswap@1/2,kvswap@1/999", "--disk=memory",
 )  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_an_interrupted_run_is_taken_up(
 ) -> None:
     out = tmp_path / "half.json"
     arguments = [
-        "--tokens=300", "--samples=3", "--batch=1", "--tasks=single_essay", "--disk=memory",
+        "--tokens=220", "--samples=3", "--batch=1", "--tasks=single_essay", "--disk=memory",
         "--settings=full,kvswap@1/2", f"--out={out}",
     ]  # fmt: skip
     real, calls = answer, 0
@@ -149,7 +149,7 @@ def test_an_interrupted_run_is_taken_up(
         accuracy.run([*arguments, "--resume", "--seed=1"])
     with pytest.raises(ConfigError, match=r"cannot resume.*dtype=None, not bfloat16"):
         accuracy.run([*arguments, "--resume", "--dtype=bfloat16"])
-    with pytest.raises(ConfigError, match="kvswap@1/2, single_essay, 300 tokens, which"):
+    with pytest.raises(ConfigError, match="kvswap@1/2, single_essay, 220 tokens, which"):
         accuracy.run([*arguments[:4], "--settings=full", arguments[-1], "--resume"])
     assert json.loads(out.read_text())["figures"]["cells"] == whole
 
@@ -169,7 +169,7 @@ def test_workers_answer_as_one_process_does(
     out = tmp_path / "spread.json"
     spread = accuracy.run([*WHOLE, "--workers=2", f"--out={out}"]).figures["cells"]
     told = capsys.readouterr().err.splitlines()
-    for task in ("single_essay", "multi_value"):
+    for task in ("single_essay", "single_noise"):
         ours = [line for line in told if task in line]
         assert "the prompts are being read" in ours[0]
         assert "took" in ours[-2]
@@ -262,11 +262,11 @@ def test_long_answers_end_where_they_cannot_be_right_any_more(loaded: LoadedMode
 
 def test_files_are_tasks_too(tmp_path: Path) -> None:
     data = tmp_path / "own.jsonl"
-    sample = draw_samples(load(), "single_essay", 0, 1, tokens=300, seed=3)[0]
+    sample = draw_samples(load(), "single_essay", 0, 1, tokens=200, seed=3)[0]
     record = {"context": sample.prompt, "question": "", "answers": [sample.answer]}
     data.write_text(json.dumps(record) + "\n")
     result = accuracy.run(
-        [f"--data={data}", "--samples=5", "--tokens=400", "--settings=full", "--disk=memory"]
+        [f"--data={data}", "--samples=5", "--tokens=220", "--settings=full", "--disk=memory"]
     )
     assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
 
@@ -274,10 +274,10 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
 def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
     """A file with fewer samples than a batch; then more samples than half a batch, gone on with."""
     data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
-    samples = draw_samples(load(), "single_essay", 0, 2, tokens=280, seed=3)
+    samples = draw_samples(load(), "single_essay", 0, 2, tokens=200, seed=3)
     records = [{"context": s.prompt, "question": "", "answers": [s.answer]} for s in samples]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    arguments = ["--tokens=400", "--batch=5", "--settings=full", "--disk=memory", f"--out={out}"]
+    arguments = ["--tokens=220", "--batch=5", "--settings=full", "--disk=memory", f"--out={out}"]
     of_file = [*arguments, f"--data={data}", "--samples=5"]
     for more in ([], ["--resume"]):
         result = accuracy.run([*of_file, *more])

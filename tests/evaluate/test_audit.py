@@ -279,7 +279,7 @@ def test_rows_count_until_they_end() -> None:
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load().tokenizer
     assert tokenizer is not None
-    [sample] = GeneratedTasks(tokenizer).draw("multi_value", 0, 1, tokens=700, seed=1)
+    [sample] = GeneratedTasks(tokenizer).draw("multi_value", 0, 1, tokens=400, seed=1)
     path = tmp_path_factory.mktemp("prompts") / "prompt.txt"
     path.write_text(sample.prompt)
     return path
@@ -300,7 +300,7 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert document["kind"] == "audit"
     assert str(prompt_file) not in last
     figures = document["figures"]
-    assert figures["prompt_tokens"] == [700]
+    assert figures["prompt_tokens"] == [400]
     assert figures["steps"] == figures["counted_steps"] == 5
     assert figures["layers"] == list(range(8))
     full, kvswap, quest, refused = figures["policies"]

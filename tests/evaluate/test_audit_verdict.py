@@ -95,7 +95,7 @@ def run(*arguments: object) -> Any:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "mine.txt"
-    path.write_text("The grass is green . The sky is blue . The door is open . " * 60)
+    path.write_text("The grass is green . The sky is blue . The door is open . " * 40)
     return path
 
 

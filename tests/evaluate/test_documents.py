@@ -16,7 +16,7 @@ from research.figures.chart import draw
 
 matplotlib.use("Agg")
 SMALL = [
-    "--lengths", "768", "--memory", "2/3", "--questions", "2", "--rounds", "1",
+    "--lengths", "512", "--memory", "2/3", "--questions", "2", "--rounds", "1",
     "--gigabytes", "0.01", "--units", "4096",
 ]  # fmt: skip
 

@@ -47,7 +47,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(model: Path, out: Path, *more: str) -> list[str]:
     return [
-        "--suite=real", f"--model={model}", "--lengths=1400", "--samples=2", "--disk=memory",
+        "--suite=real", f"--model={model}", "--lengths=1000", "--samples=2", "--disk=memory",
         "--tasks=aggregation,fidelity_prose", "--fractions=1/2", f"--output={out}", *more,
     ]  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_run_and_a_policy_more(
     assert len(at[QUEST, "aggregation"]["agreement"]) == 2
     assert at[OURS, "aggregation"] == ours
     printed = capsys.readouterr().out
-    assert "toy: prompts of 1,400 tokens, 1 tasks of 2 samples" in printed
+    assert "toy: prompts of 1,000 tokens, 1 tasks of 2 samples" in printed
     assert printed.count("kvswap@1/999") == 1
     assert "  refused: the smallest budget that would do is" in printed
     assert picture.read_text().startswith("<?xml")

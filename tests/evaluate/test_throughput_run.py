@@ -12,7 +12,7 @@ import penstock.models
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.devices.presets import PRESETS
-from penstock.evaluate import decode_loop, read_burst, throughput
+from penstock.evaluate import throughput
 from penstock.evaluate.accuracy_settings import parse_settings
 from penstock.evaluate.prefill_run import as_figures, run_prefill
 from penstock.evaluate.process_memory import anonymous_bytes, cached_file_bytes
@@ -34,29 +34,15 @@ from penstock.models.plain_model import (
     share_weights,
     tokens_of,
 )
-from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 from penstock.workloads.recorded_stream import Recording
 from penstock.workloads.selection_streams import OverlapStream
 from penstock.workloads.synthetic_kv import SyntheticKV
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
 SHAPE = KVShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
 )  # fmt: skip
 RECALL = Path(penstock.models.__file__).parent / "recall"
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disks are timed for less: the figures need not be good."""
-    monkeypatch.setattr(read_burst, "ROUNDS", 1)
-    monkeypatch.setattr(decode_loop, "WARM_STEPS", 1)
-
-    def quick(store: str, *, file_bytes: int, seconds_per_cell: float) -> DirectoryMeasurement:
-        return measure_directory(
-            store, file_bytes=file_bytes, seconds_per_cell=seconds_per_cell / 10
-        )
-
-    monkeypatch.setattr(throughput, "measure_directory", quick)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +64,7 @@ def test_a_run_measures_every_row_and_saves_it(
 ) -> None:
     out = tmp_path / "results" / "toy.json"
     arguments = [
-        "--config=tiny", "--context=2200", "--batch=1", "--memory=1/2", "--steps=2", "--rounds=2",
+        "--config=tiny", "--context=1300", "--batch=1", "--memory=2/3", "--steps=1", "--rounds=2",
         "--devices=real,emmc", "--prefill-tokens=128", "--prefill-chunks=64", "--json",
         "--prefill-rounds=1", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
         "--methods=quest,loki:key_ratio=0.25",
@@ -98,9 +84,9 @@ def test_a_run_measures_every_row_and_saves_it(
         if row["is_floor"]:  # and more, beside the rows on a device
             assert len(row["rounds_ms"]) >= 2
         else:
-            assert [len(steps) for steps in row["rounds_ms"]] == [2, 2]
+            assert [len(steps) for steps in row["rounds_ms"]] == [1, 1]
         assert len(row["floors_ms"]) == (2 if row["name"] in on_disk else 0)
-    full_context = 2200 * SHAPE.num_layers * SHAPE.token_bytes
+    full_context = 1300 * SHAPE.num_layers * SHAPE.token_bytes
     assert rows["flexgen"]["figures"]["read_bytes_per_token"] > 0.9 * full_context
     assert rows["kvswap, no reuse"]["figures"]["hit_rate"] == 0
     overlap = rows["kvswap, 77 % overlap"]["figures"]
@@ -142,7 +128,7 @@ def test_a_folder_and_a_recording_can_be_measured(
         source={"model": "toy", "task": "drift"},
     ).save(played)  # fmt: skip
     throughput.run([
-        f"--config={tiny_folder}", "--context=2200", "--batch=2", "--memory=1/2", "--steps=3",
+        f"--config={tiny_folder}", "--context=1300", "--batch=2", "--memory=1/2", "--steps=2",
         "--rounds=2", "--devices=real", "--rows=kvswap;flexgen", "--methods=infinigen-star-reuse",
         "--prefill-tokens=0", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
         "--stream", str(played),

@@ -9,6 +9,8 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.evaluate import throughput
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 
 def test_what_was_measured_is_kept_when_prefill_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

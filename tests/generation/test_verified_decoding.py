@@ -29,8 +29,8 @@ PROMPTS = [
     torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(count)).tolist()
     for count in (131, 90)
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.5, seed=11, max_tokens=11, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.5, seed=11, max_tokens=9, ignore_eos=True)
 KEPT = [name for name, policy in POLICIES.items() if not policy.drops and policy.retrieves]
 
 
@@ -112,7 +112,7 @@ def test_any_draft_anywhere(
 ) -> None:  # fmt: skip
     """Random lengths of drafts and answers, policies, stores, chunks and batches."""
     name = data.draw(st.sampled_from(["kvswap", "quest", "louiskv", "infinigen"]))
-    drafts, most = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 11))
+    drafts, most = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
     store = data.draw(st.sampled_from(["memory", "host", str(tmp_path)]))
     if not policy_of(name).device_tier and store == "host":
         store = "memory"
@@ -130,7 +130,7 @@ def test_the_cache_goes_on_as_if_nothing_had_been_drafted(
 ) -> None:
     """Store, window, pending units, index and slots: the next step under the policy is that of a
     cache that was fed the answer without drafts; so is an exact pass."""
-    prompt, steps = PROMPTS[0], 24
+    prompt, steps = PROMPTS[0], 17
 
     def made() -> TieredCache:
         return TieredCache(
@@ -181,16 +181,16 @@ def chatty() -> Any:
 
 TEXT = "In the beginning there was a word, and the word was not yet a token of any model at all. "
 REQUESTS: dict[str, dict[str, Any]] = {
-    "logprobs": {"logprobs": 3, "prompt_logprobs": 1, "max_tokens": 20},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 1, "max_tokens": 14},
     "stop strings": {"stop": ["a", "e", "Q"], "max_tokens": 60, "temperature": 1.2, "seed": 1},
     "end tokens": {"stop_token_ids": list(range(20, 45)), "max_tokens": 60, "temperature": 1.5,
                    "seed": 2, "min_tokens": 3},
-    "several answers": {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 19},
+    "several answers": {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 13},
     "best of": {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 5, "max_tokens": 14},
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3,
-                  "max_tokens": 24},
+                  "max_tokens": 16},
     "top k, p": {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 0.8, "seed": 3,
-                 "max_tokens": 24},
+                 "max_tokens": 16},
     "one token": {"max_tokens": 1},
     "two tokens": {"max_tokens": 2},
 }  # fmt: skip
@@ -243,7 +243,7 @@ def test_an_answer_that_is_stopped_leaves_all_but_its_last_token(model: PreTrain
 
 
 def test_a_listener_that_raises_leaves_a_cache_that_goes_on(model: PreTrainedModel) -> None:
-    llm, params = LLM(model, verify=6), replace(GREEDY, max_tokens=30)
+    llm, params = LLM(model, verify=6), replace(GREEDY, max_tokens=16)
     left = 7
 
     def stop() -> bool:

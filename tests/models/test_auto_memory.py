@@ -15,7 +15,7 @@ from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import tiny_model
 
 LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200, 300]
-LONG = [1, 17, 64, 300]
+LONG = [1, 64, 300]
 """Of a policy that starts processes for each cache."""
 
 

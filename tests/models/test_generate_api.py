@@ -23,6 +23,9 @@ POLICIES: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
 NEVER = VOCABULARY + 7
 """An end token that no model here can produce (older transformers choke on None)."""
 
+REMOVED = (1, 3, 9, 40)
+"""Tokens by crops."""
+
 each_policy = pytest.mark.parametrize("name", POLICIES)
 
 
@@ -55,37 +58,89 @@ def plain(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-@each_policy
-def test_sampling_with_a_seed(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+def play(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits behind rows that were repeated, decoded apart, reordered and selected."""
+    with torch.no_grad():
+        model(ids, **cache_argument(model, cache))
+        cache.batch_repeat_interleave(2)
+        tokens = torch.tensor([[5], [6], [7], [8]])
+        for _ in range(6):
+            logits = model(tokens, **cache_argument(model, cache)).logits
+            tokens = logits[:, -1:].argmax(-1)
+        cache.reorder_cache(torch.tensor([2, 2, 0, 3]))
+        for _ in range(6):
+            logits = model(tokens, **cache_argument(model, cache)).logits
+            tokens = logits[:, -1:].argmax(-1)
+        cache.batch_select_indices(torch.tensor([3, 1]))
+        last: torch.Tensor = model(tokens[[3, 1]], **cache_argument(model, cache)).logits
+    return last
+
+
+@pytest.fixture(scope="module")
+def assistant() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def repeated(ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([ids[:1, :30], ids[:1, :30], ids[:1, :9]], dim=1)
+
+
+@pytest.fixture(scope="module")
+def expected_of(
+    model: PreTrainedModel, assistant: PreTrainedModel, ids: torch.Tensor, repeated: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What each test that runs on several policies gets of a plain cache."""
+    found = {
+        "beams": run(model, plain(model), ids, num_beams=3),
+        "lookup": run(model, plain(model), repeated, prompt_lookup_num_tokens=4),
+        "assisted": run(model, plain(model), ids[:1], assistant_model=assistant),
+        "steps": play(model, plain(model), ids),
+    }
+    for remove in REMOVED:
+        kept = ids[:, : 70 - remove]
+        found[f"crop {remove}"] = run(model, plain(model), kept, max_new_tokens=8)
     torch.manual_seed(3)
-    expected = run(model, plain(model), ids, do_sample=True, top_p=0.9)
+    found["sampled"] = run(model, plain(model), ids, do_sample=True, top_p=0.9)
+    return found
+
+
+@each_policy
+def test_sampling_with_a_seed(
+    name: str, model: PreTrainedModel, ids: torch.Tensor, expected_of: dict[str, torch.Tensor]
+) -> None:
     torch.manual_seed(3)
     with tiered(model, name, 2) as cache:
-        assert torch.equal(expected, run(model, cache, ids, do_sample=True, top_p=0.9))
+        found = run(model, cache, ids, do_sample=True, top_p=0.9)
+    assert torch.equal(expected_of["sampled"], found)
 
 
 @each_policy
-def test_token_beam_search(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
-    expected = run(model, plain(model), ids, num_beams=3)
+def test_token_beam_search(
+    name: str, model: PreTrainedModel, ids: torch.Tensor, expected_of: dict[str, torch.Tensor]
+) -> None:
     with tiered(model, name, 6) as cache:
-        assert torch.equal(expected, run(model, cache, ids, num_beams=3))
+        assert torch.equal(expected_of["beams"], run(model, cache, ids, num_beams=3))
 
 
 @each_policy
-def test_prompt_lookup_crops(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_prompt_lookup_crops(
+    name: str, model: PreTrainedModel, repeated: torch.Tensor, expected_of: dict[str, torch.Tensor]
+) -> None:
     """Assisted decoding verifies several tokens at once and crops the refused ones."""
-    repeated = torch.cat([ids[:1, :30], ids[:1, :30], ids[:1, :9]], dim=1)
-    expected = run(model, plain(model), repeated, prompt_lookup_num_tokens=4)
     with tiered(model, name, 1) as cache:
-        assert torch.equal(expected, run(model, cache, repeated, prompt_lookup_num_tokens=4))
+        found = run(model, cache, repeated, prompt_lookup_num_tokens=4)
+    assert torch.equal(expected_of["lookup"], found)
 
 
 @each_policy
-def test_assistant_model(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
-    assistant = tiny_model("llama", seed=1)
-    expected = run(model, plain(model), ids[:1], assistant_model=assistant)
+def test_assistant_model(
+    name: str, model: PreTrainedModel, assistant: PreTrainedModel, ids: torch.Tensor,
+    expected_of: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
     with tiered(model, name, 1) as cache:
-        assert torch.equal(expected, run(model, cache, ids[:1], assistant_model=assistant))
+        found = run(model, cache, ids[:1], assistant_model=assistant)
+    assert torch.equal(expected_of["assisted"], found)
 
 
 def test_streamer(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -107,10 +162,12 @@ def test_streamer(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 @each_policy
-@pytest.mark.parametrize("remove", [1, 3, 9, 40])
-def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("remove", REMOVED)
+def test_crop_then_go_on(
+    name: str, remove: int, model: PreTrainedModel, ids: torch.Tensor,
+    expected_of: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
     """After a crop, within the window or far beyond it, decoding goes on as if never cropped."""
-    expected = run(model, plain(model), ids[:, : 70 - remove], max_new_tokens=8)
     with tiered(model, name, 2) as cache, torch.no_grad():
         model(ids, **cache_argument(model, cache))
         model(ids[:, :1], **cache_argument(model, cache))
@@ -119,32 +176,16 @@ def test_crop_then_go_on(name: str, remove: int, model: PreTrainedModel, ids: to
         # generate() feeds what the cache does not hold: give it back the last token
         cache.crop(-1)
         actual = run(model, cache, ids[:, : 70 - remove], max_new_tokens=8)
-    assert torch.equal(expected, actual)
+    assert torch.equal(expected_of[f"crop {remove}"], actual)
 
 
 @each_policy
-def test_step_wise_rows(name: str, model: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_step_wise_rows(
+    name: str, model: PreTrainedModel, ids: torch.Tensor, expected_of: dict[str, torch.Tensor]
+) -> None:
     """Repeat, decode apart, select and reorder rows: as on a DynamicCache."""
-
-    def play(cache: Any) -> torch.Tensor:
-        with torch.no_grad():
-            model(ids, **cache_argument(model, cache))
-            cache.batch_repeat_interleave(2)
-            tokens = torch.tensor([[5], [6], [7], [8]])
-            for _ in range(6):
-                logits = model(tokens, **cache_argument(model, cache)).logits
-                tokens = logits[:, -1:].argmax(-1)
-            cache.reorder_cache(torch.tensor([2, 2, 0, 3]))
-            for _ in range(6):
-                logits = model(tokens, **cache_argument(model, cache)).logits
-                tokens = logits[:, -1:].argmax(-1)
-            cache.batch_select_indices(torch.tensor([3, 1]))
-            last: torch.Tensor = model(tokens[[3, 1]], **cache_argument(model, cache)).logits
-        return last
-
-    expected = play(plain(model))
     with tiered(model, name, 4) as cache:
-        assert torch.allclose(expected, play(cache), atol=1e-4)
+        assert torch.allclose(expected_of["steps"], play(model, cache, ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("none", [torch.tensor([], dtype=torch.long), torch.zeros(2).bool()])

@@ -40,11 +40,11 @@ def test_no_librarys_error_comes_out(name: str, store: str, where: str, bad: flo
         return keys
 
     model.model.layers[1].self_attn.k_proj.register_forward_hook(spoil)
-    ids = torch.arange(3, 73)[None]
+    ids = torch.arange(3, 77)[None]
     with TieredCache(model, policy, store=store, max_tokens=128, must_tier=True) as cache:
         try:
             logits = model(ids, **cache_argument(model, cache)).logits[:, -1]
-            for _ in range(12):
+            for _ in range(8):
                 out = model(ids[:, :1], **cache_argument(model, cache))
                 logits = out.logits[:, -1]
         except CacheStateError as error:

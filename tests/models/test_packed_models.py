@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 from penstock import LLM, KVSwap, SamplingParams, TieredCache, load
 from penstock.core.errors import ConfigError, DocumentMismatchError
 from penstock.models.cache_argument import cache_argument
+from penstock.models.calibration_text import code, dialogue, prose
 from penstock.models.fingerprint import fingerprint
 from penstock.models.identity import ModelIdentity, require_same, weights_of
 from penstock.models.model_config import read_config
@@ -46,8 +48,15 @@ IDS = torch.arange(3, 43)[None]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kept, "weights_cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "_PIECE_TOKENS", 64)
+    shorten_texts(monkeypatch)
     return tmp_path / "cache"
+
+
+def shorten_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are short, and there is no text behind what is cut into them."""
+    monkeypatch.setattr(calibration, "_PIECE_TOKENS", 64)
+    for text in (prose, code, dialogue):
+        monkeypatch.setattr(calibration, text.__name__, partial(str, text()[:1000]))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "chat"
     tiny_chat_model(folder=folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the folder is kept in either form."""
+    place = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "weights_cache", lambda: place)
+        shorten_texts(patch)
+        for weights in ("int8", "int4"):
+            load(folder, weights=weights)
+    return place
+
+
+@pytest.fixture
+def was_packed(packed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder was packed before."""
+    monkeypatch.setattr(kept, "weights_cache", lambda: packed)
 
 
 class Display:
@@ -167,6 +194,7 @@ def test_without_room_to_keep_it_works(folder: Path, cache: Path) -> None:
     assert packed_modules(loaded.model)
 
 
+@pytest.mark.usefixtures("was_packed")
 def test_answers_are_those_of_the_packed_model(folder: Path) -> None:
     llm = LLM(folder, quantization="int4", policy="kvswap", memory=1.0, store="memory")
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -184,6 +212,7 @@ def test_what_cannot_be(folder: Path) -> None:
         load(folder, weights="int5")
 
 
+@pytest.mark.usefixtures("was_packed")
 def test_an_identity_names_the_bits(folder: Path) -> None:
     identities = {}
     for weights in (None, "int8", "int4"):
@@ -200,6 +229,7 @@ def test_an_identity_names_the_bits(folder: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("was_packed")
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_predictions_are_made_by_the_packed_layer(folder: Path, weights: str) -> None:
     model = load(folder, weights=weights).model

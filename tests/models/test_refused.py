@@ -64,13 +64,14 @@ def test_nothing_stays_of_a_refused_call(family: str, tiers: str) -> None:
     ) as cache:  # fmt: skip
         for first in (True, False):  # before any call was right, and afterwards
             for name, refused in REFUSALS.items():
-                if not first or "row" not in name:
-                    if not first:
-                        run(model, cache, IDS[:, :HELD])
-                    with pytest.raises(PenstockError):
-                        refused(model, cache)
-                    held = {layer.get_seq_length() for layer in cache.layers}
-                    assert held == {0 if first else HELD}, name
+                if first and "row" in name:
+                    continue
+                if not first:
+                    run(model, cache, IDS[:, :HELD])
+                with pytest.raises(PenstockError):
+                    refused(model, cache)
+                held = {layer.get_seq_length() for layer in cache.layers}
+                assert held == {0 if first else HELD}, name
                 if first:
                     run(model, cache, IDS[:, :HELD])
                 found = run(model, cache, IDS[:, HELD:LENGTH])[:, -1]

@@ -21,7 +21,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 GROUP = 8
 DOCUMENT = 150  # the last group holds 6 tokens
 QUESTION = 11
-NEW = 14
+NEW = 10
 MAX_TOKENS = 256
 SWAP = KVSwap(group_tokens=GROUP, window_tokens=16, selected_tokens=48, rank=32, index_bits=8)
 
@@ -179,33 +179,47 @@ def test_the_index_is_the_same_kept_or_made_from_the_keys(index: bool) -> None:
     assert (logits(expected)[0] - logits(got)[0]).abs().max() <= 1e-4
 
 
+MEAN = replace(SWAP, tail="mean")
+
+
+@pytest.fixture(scope="module")
+def summed_past(llama: PreTrainedModel) -> StoredPast:
+    """With the sum of values."""
+    return stored_by(llama, MEAN)
+
+
+@pytest.fixture(scope="module")
+def summed_answer(llama: PreTrainedModel) -> Any:
+    return fresh(llama, MEAN, ids(QUESTION, seed=3))
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "of an older document"])
-def test_the_sum_of_values_is_kept_or_made_from_the_values(kept: bool) -> None:
-    model, policy = tiny_model("llama"), replace(SWAP, tail="mean")
-    question = ids(QUESTION, seed=3)
-    expected = fresh(model, policy, question)
-    past = stored_by(model, policy)
+def test_the_sum_of_values_is_kept_or_made_from_the_values(
+    kept: bool, llama: PreTrainedModel, summed_past: StoredPast, summed_answer: Any
+) -> None:
+    question, past, expected = ids(QUESTION, seed=3), summed_past, summed_answer
     older = [dict(past.index_state(layer) or {}) for layer in range(past.shape.num_layers)]
     assert all(state.pop(VALUE_SUM).any() for state in older)
     if not kept:
         past = replace(past, index_state=lambda layer: older[layer])
-    with open_cache(model, policy, past=past) as cache:
-        got = ask(model, cache, question)
+    with open_cache(llama, MEAN, past=past) as cache:
+        got = ask(llama, cache, question)
         read_bytes = cache.stats.decode.read_bytes
     assert torch.equal(expected.sequences, got.sequences)
     assert (logits(expected) - logits(got)).abs().max() <= 1e-5
-    with open_cache(model, policy, past=stored_by(model, policy)) as cache:
-        ask(model, cache, question)
+    with open_cache(llama, MEAN, past=summed_past) as cache:
+        ask(llama, cache, question)
         more = read_bytes - cache.stats.decode.read_bytes
     assert (more == 0) if kept else (more >= DOCUMENT // GROUP * past.unit_bytes)
 
 
-def test_a_sum_of_values_does_not_trouble_who_wants_none() -> None:
-    model, question = tiny_model("llama"), ids(QUESTION, seed=3)
-    past = stored_by(model, replace(SWAP, tail="mean"))
-    with open_cache(model, SWAP, past=past) as cache:
-        got = ask(model, cache, question)
-    assert torch.equal(fresh(model, SWAP, question).sequences, got.sequences)
+def test_a_sum_of_values_does_not_trouble_who_wants_none(
+    llama: PreTrainedModel, summed_past: StoredPast
+) -> None:
+    question = ids(QUESTION, seed=3)
+    with open_cache(llama, SWAP, past=summed_past) as cache:
+        got = ask(llama, cache, question)
+    assert torch.equal(fresh(llama, SWAP, question).sequences, got.sequences)
 
 
 def test_exact_mode_and_flexgen() -> None:
@@ -221,9 +235,10 @@ def test_exact_mode_and_flexgen() -> None:
         assert torch.equal(expected.sequences, got.sequences)
 
 
-def test_forks_do_not_see_each_other_and_the_past_stays_as_it_was() -> None:
-    model = tiny_model("llama")
-    past = stored_by(model, SWAP)
+def test_forks_do_not_see_each_other_and_the_past_stays_as_it_was(
+    llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
+    model, past = llama, llama_past
     before = [past.read(layer, 0, past.num_groups) for layer in range(past.shape.num_layers)]
     questions = [ids(QUESTION, seed=seed) for seed in (5, 6, 7)]
     alone = []
@@ -241,9 +256,10 @@ def test_forks_do_not_see_each_other_and_the_past_stays_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_one_cache_is_cropped_back_and_asked_again() -> None:
-    model = tiny_model("llama")
-    past = stored_by(model, SWAP)
+def test_one_cache_is_cropped_back_and_asked_again(
+    llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
+    model, past = llama, llama_past
     with open_cache(model, SWAP, past=past) as cache:
         first = ask(model, cache, ids(QUESTION, seed=5)).sequences
         cache.crop(DOCUMENT)
@@ -253,9 +269,10 @@ def test_one_cache_is_cropped_back_and_asked_again() -> None:
     assert torch.equal(first, again)
 
 
-def test_a_batch_of_questions_shares_the_units() -> None:
-    model = tiny_model("llama")
-    past = stored_by(model, SWAP)
+def test_a_batch_of_questions_shares_the_units(
+    llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
+    model, past = llama, llama_past
     questions = torch.cat([ids(QUESTION, seed=seed) for seed in (5, 6, 7)])
     with open_cache(model, SWAP, past=past, batch_size=3) as cache:
         together = ask(model, cache, questions)
@@ -265,9 +282,10 @@ def test_a_batch_of_questions_shares_the_units() -> None:
         assert torch.equal(alone, together.sequences[row])
 
 
-def test_reset_forgets_the_past_and_never_writes_over_it() -> None:
-    model = tiny_model("llama")
-    past = stored_by(model, SWAP)
+def test_reset_forgets_the_past_and_never_writes_over_it(
+    llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
+    model, past = llama, llama_past
     before = past.read(0, 0, past.num_groups)
     with open_cache(model, SWAP, past=past) as cache:
         cache.reset()
@@ -276,10 +294,11 @@ def test_reset_forgets_the_past_and_never_writes_over_it() -> None:
     assert torch.equal(before, past.read(0, 0, past.num_groups))
 
 
-def test_a_part_of_the_past_and_then_more_of_it() -> None:
+def test_a_part_of_the_past_and_then_more_of_it(
+    llama: PreTrainedModel, llama_past: StoredPast
+) -> None:
     """What a repair does: tokens of a damaged range are computed again, the rest is shared."""
-    model = tiny_model("llama")
-    past = stored_by(model, SWAP)
+    model, past = llama, llama_past
     start, end = 5 * GROUP, 9 * GROUP
     shorter = replace(past, index_state=lambda layer: None)
     with open_cache(model, SWAP, exact=True, past=None) as cache:
@@ -294,10 +313,9 @@ def test_a_part_of_the_past_and_then_more_of_it() -> None:
     assert (whole - mended).abs().max() <= 1e-5
 
 
-def test_another_shape_is_refused() -> None:
-    past = stored_by(tiny_model("llama"), SWAP)
+def test_another_shape_is_refused(llama_past: StoredPast) -> None:
     with pytest.raises(ConfigError, match="head_dim=12"):
-        open_cache(tiny_model("qwen3"), SWAP, past=past)
+        open_cache(tiny_model("qwen3"), SWAP, past=llama_past)
 
 
 def test_an_index_of_other_settings_is_refused() -> None:

@@ -60,6 +60,7 @@ def together(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.mark.parametrize(("family", "calls"), [("llama", 6), ("gemma2", 4)])
 def test_caches_open_and_close_under_running_forwards(family: str, calls: int) -> None:
+    """Each thread makes half of the calls, from another one on."""
     model = tiny_model(family)
     before = model.config._attn_implementation
     numbers = range(calls)
@@ -68,14 +69,14 @@ def test_caches_open_and_close_under_running_forwards(family: str, calls: int) -
     assert tiered[2] == plain[2]  # of the policy full
 
     def many(job: Callable[[Any, int], list[int]], first: int) -> list[list[int]]:
-        return [job(model, (first + i) % calls) for i in numbers]
+        return [job(model, (first + i) % calls) for i in numbers[: calls // 2]]
 
     def checked(job: Callable[[Any, int], list[int]], right: list[list[int]], first: int) -> bool:
-        return many(job, first) == [right[(first + i) % calls] for i in numbers]
+        return many(job, first) == [right[(first + i) % calls] for i in numbers[: calls // 2]]
 
     jobs: list[Callable[[], Any]] = []
     jobs += [partial(checked, with_cache, tiered, 5 * i) for i in range(THREADS - 2)]
-    jobs += [partial(checked, generate, plain, 7 * i) for i in range(2)]
+    jobs += [partial(checked, generate, plain, calls // 2 * i) for i in range(2)]
     assert together(jobs) == [True] * THREADS
     assert model.config._attn_implementation == before
     assert not any("penstock" in name for name in model.__dict__)
@@ -116,9 +117,9 @@ def test_seeds_belong_to_their_call() -> None:
 
     def draw(seed: int) -> list[list[int]]:
         params = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, max_tokens=8, seed=seed)
-        return [llm.generate([prompt(9)[0].tolist()], params)[0].token_ids for _ in range(4)]
+        return [llm.generate([prompt(9)[0].tolist()], params)[0].token_ids for _ in range(3)]
 
-    alone = [draw(seed) for seed in range(6)]
-    assert len({str(each) for each in alone}) == 6
-    assert together([partial(draw, seed) for seed in range(6)]) == alone
+    alone = [draw(seed) for seed in range(4)]
+    assert len({str(each) for each in alone}) == 4
+    assert together([partial(draw, seed) for seed in range(4)]) == alone
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -336,27 +336,29 @@ def texts_search(bundled: LoadedModel, settings: SearchParams, **watched: Any) -
 
 
 def test_a_delimiter_ends_a_step(bundled: LoadedModel) -> None:
-    settings = params(step_tokens=9, max_new_tokens=18, delimiter=" .", temperature=2.0)
+    settings = params(step_tokens=6, max_new_tokens=12, delimiter=" .", temperature=2.0)
     output = texts_search(bundled, settings, delimiter=" .")
     ended = [node for node in output.tree if node.text.endswith(" .")]
     assert len(ended) > 3
     for node in output.tree:
         inside = node.text[:-2] if node.text.endswith(" .") else node.text
         assert " ." not in inside.strip()
-        whole = len(node.token_ids) == 9 or node.num_tokens == 18
+        whole = len(node.token_ids) == 6 or node.num_tokens == 12
         assert node.text.endswith(" .") or whole
     assert len({node.num_tokens for node in output.tree.of_step(1)}) > 1
 
 
 def test_beams_of_different_lengths_all_end_at_the_limit(bundled: LoadedModel) -> None:
-    settings = params(step_tokens=8, max_new_tokens=12, delimiter=" .", temperature=0.9)
+    settings = params(
+        beams=4, step_tokens=8, max_new_tokens=12, delimiter=" .", temperature=0.9
+    )  # fmt: skip
     output = texts_search(bundled, settings, delimiter=" .")
     assert {len(beam.token_ids) for beam in output.beams} == {12}
     assert all(node.num_tokens <= 12 for node in output.tree)
 
 
 def test_a_stop_text_finishes_a_beam_before_it(bundled: LoadedModel) -> None:
-    settings = params(step_tokens=4, max_new_tokens=24, temperature=1.5, beams=4, seed=3)
+    settings = params(step_tokens=4, max_new_tokens=16, temperature=1.5, beams=4, seed=3)
     output = texts_search(bundled, settings, stop_texts=[" . The"])
     stopped = [beam for beam in output.beams if beam.finish_reason == "stop"]
     assert stopped

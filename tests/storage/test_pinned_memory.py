@@ -55,10 +55,10 @@ def test_sizes_are_a_little_more_than_what_is_asked_for() -> None:
 
 
 def test_all_of_it_can_be_written(driver: Driver) -> None:
-    memory = pinned_memory(300 << 20)
-    assert memory.shape == (300 << 20,)
+    memory = pinned_memory(75 << 20)
+    assert memory.shape == (75 << 20,)
     assert memory.dtype == torch.uint8
-    assert list(driver.held.values()) == [pinned_bytes(300 << 20)]
+    assert list(driver.held.values()) == [pinned_bytes(75 << 20)]
     memory[:: 1 << 20].fill_(7)
     assert int(memory[-(1 << 20) :].max()) == 7
 
@@ -103,7 +103,7 @@ def test_what_fits_nobody_goes_back_before_more_is_pinned(driver: Driver) -> Non
 
 @pytest.mark.gpu
 def test_a_gpu_reads_and_writes_it_in_place() -> None:
-    memory = pinned_memory(300 << 20)
+    memory = pinned_memory(75 << 20)
     assert memory.is_pinned()
     memory.fill_(3)
     there = memory.to("cuda", non_blocking=True)

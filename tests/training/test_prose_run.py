@@ -112,12 +112,12 @@ def test_glances_are_at_what_is_held_back(finished: Path) -> None:
 
 
 class Clock:
-    """In place of `time`: every look at it takes 20 ms; busy machines are not short of steps."""
+    """In place of `time`: every look at it takes 30 ms; busy machines are not short of steps."""
 
     now = 0.0
 
     def perf_counter(self) -> float:
-        self.now += 0.02
+        self.now += 0.03
         return self.now
 
 

@@ -239,7 +239,7 @@ def test_for_real(
     toy = (FOLDER / "configs" / "toy.toml").read_text().replace("_tokens = 2048", "_tokens = 512")
     long.write_text(toy.replace("= 0.5", "= 0.001", 1))
     path, out = recipe(tmp_path, long), tmp_path / "run"
-    text = path.read_text()
+    text = path.read_text().replace("minutes = 0.02", "minutes = 0.01")
     path.write_text(text.replace("minutes = 0.03", "minutes = 2"))
     words = [str(path), "--out", str(out), "--device", "cpu", "--workers", "0"]
     checkpoint = out / "1-long-seed-3" / "checkpoint.pt"
@@ -251,7 +251,7 @@ def test_for_real(
         assert process.wait() == retrain.STOPPED, process.errors()
         assert "the same command goes on" in process.errors()
 
-    path.write_text(text.replace("minutes = 0.03", "minutes = 0.05"))
+    path.write_text(text.replace("minutes = 0.03", "minutes = 0.02"))
     here(monkeypatch)
     assert retrain.main(words) == 0
     done = capfd.readouterr().out

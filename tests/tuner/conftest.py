@@ -7,6 +7,8 @@ import pytest
 
 from penstock.devices.presets import NVME
 from penstock.engine.adapter import LowRankAdapter
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import settings_of
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
@@ -54,3 +56,11 @@ def gridded(monkeypatch: pytest.MonkeyPatch, make_task: MakeTask) -> MakeTask:
     """Tasks over two lengths and two batches."""
     monkeypatch.setattr(tuning_task, "SHORTEST_CONTEXT", 2048)
     return lambda **fields: make_task(**{"max_context": 4096, "max_batch": 2, **fields})
+
+
+@pytest.fixture
+def sparse(gridded: MakeTask, monkeypatch: pytest.MonkeyPatch) -> MakeTask:
+    """The same grid with every seventh setting, where it does not matter which ones there are."""
+    some = [*settings_of(KVSwap)][::7]
+    monkeypatch.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
+    return gridded

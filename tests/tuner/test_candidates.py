@@ -18,6 +18,8 @@ from penstock.tuner.lookup_tables import CAPACITIES, LookupTables, TableEntry
 from penstock.tuner.tuning_task import TuningTask
 
 CONTEXT = 2048
+SOME = [s for s in settings_of(KVSwap) if isinstance(s, KVSwap)][::4]
+"""For tests to which it does not matter which settings there are."""
 MakeTask = Callable[..., TuningTask]
 
 
@@ -60,7 +62,7 @@ def test_plans_are_those_of_the_engine(
     task = make_task(store=store_of(kind, tmp_path))
     task = task if with_adapter else make_task(store=task.store, adapter=None)
     limit = budget(task, share, batch)
-    found, _ = found_at(task, batch, limit)
+    found, _ = found_at(task, batch, limit, SOME)
     assert len(found) > 10
     for each in every(12, found):
         with TieredCache(
@@ -103,7 +105,7 @@ def test_layers_that_are_not_predicted_take_no_copies(make_task: MakeTask) -> No
     assert task.adapter is not None
     late = type(task.adapter)(task.adapter.layers, task.adapter.fingerprint, 0, (0.1,) * 3)
     task = make_task(adapter=late)
-    found, _ = found_at(task, 1, budget(task, 0.9))
+    found, _ = found_at(task, 1, budget(task, 0.9), SOME)
     assert {each.plan.predictor_bytes for each in found} == {0}
     assert found[0].work.true_query_layers == {0, 1, 2}
     with TieredCache(
@@ -119,9 +121,9 @@ def test_no_more_components_than_the_adapter_has(make_task: MakeTask) -> None:
     assert task.adapter is not None
     layers = [layer.truncated(rank) for layer in task.adapter.layers]
     lean = LowRankAdapter(layers, task.adapter.fingerprint, 0)
-    every_rank = {each.policy.rank or 0 for each in found_at(task, 1, budget(task, 0.5))[0]}
+    every_rank = {each.policy.rank or 0 for each in found_at(task, 1, budget(task, 0.5), SOME)[0]}
     assert max(every_rank) > rank
-    found, _ = found_at(make_task(adapter=lean), 1, budget(task, 0.5))
+    found, _ = found_at(make_task(adapter=lean), 1, budget(task, 0.5), SOME)
     assert {each.policy.rank for each in found} == {r for r in every_rank if r <= rank}
 
 
@@ -172,11 +174,11 @@ def test_more_memory_loses_nothing_that_was_chosen_by_hand(make_task: MakeTask) 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_least_budget_is_the_least(make_task: MakeTask, batch: int) -> None:
     task = make_task()
-    found, least = found_at(task, batch, 1000)
+    found, least = found_at(task, batch, 1000, SOME)
     assert found == []
     assert least is not None
-    assert found_at(task, batch, least - 1)[0] == []
-    found, larger = found_at(task, batch, least)
+    assert found_at(task, batch, least - 1, SOME)[0] == []
+    found, larger = found_at(task, batch, least, SOME)
     assert found
     assert larger is None or larger > least
 
@@ -208,7 +210,7 @@ class AskedTables:
 def test_tables_are_asked_about_what_was_planned(make_task: MakeTask) -> None:
     tables = AskedTables([])
     task = make_task(tables=tables)
-    found, _ = found_at(task, 1, budget(task, 0.35))
+    found, _ = found_at(task, 1, budget(task, 0.35), SOME)
     with_reuse = [each for each in found if each.capacity_tokens]
     without = [each for each in found if not each.capacity_tokens]
     assert with_reuse

@@ -12,7 +12,6 @@ from penstock.core.errors import BudgetError
 from penstock.devices.presets import EMMC, NVME
 from penstock.devices.profile import DeviceProfile
 from penstock.methods.kvswap.policy import KVSwap
-from penstock.methods.search_space import settings_of
 from penstock.models.model_shape import inspect_model
 from penstock.tuner import kvswap_search
 from penstock.tuner.block_profile import BlockProfile, Work, work_of
@@ -122,14 +121,6 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[TuningTask, Machine], 
 PlugIn = Callable[[TuningTask, Machine], None]
 
 
-@pytest.fixture
-def sparse(gridded: MakeTask, monkeypatch: pytest.MonkeyPatch) -> MakeTask:
-    """The same grid with every fourth setting, where it does not matter which ones there are."""
-    some = [*settings_of(KVSwap)][::4]
-    monkeypatch.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
-    return gridded
-
-
 def searched(task: TuningTask) -> KVSwapSearch:
     search = KVSwapSearch(task)
     search.spread()
@@ -192,7 +183,8 @@ def test_of_two_that_differ_in_rank_alone_the_lighter_is_taken_unless_it_is_clea
     )
     task, machine = make_task(max_context=4096), Machine(free)
     plug_in(task, machine)
-    found_policies = [each.policy for each in KVSwapSearch(task).spots[0].found]
+    search = KVSwapSearch(task)
+    found_policies = [each.policy for each in search.spots[0].found]
     least = min(each.rank or 0 for each in found_policies if each.index_bits == 8)
 
     class Unlucky(Decode):
@@ -210,7 +202,8 @@ def test_of_two_that_differ_in_rank_alone_the_lighter_is_taken_unless_it_is_clea
         return made
 
     machine.__class__ = type("Unlucky", (Machine,), {"__call__": called})
-    search = searched(task)
+    search.spread()
+    search.solve()
     [found] = search.found
     pick = found.best.candidate
     twin = lighter_twin(pick, good_ones(found.spot, task.floor))
@@ -221,8 +214,8 @@ def test_of_two_that_differ_in_rank_alone_the_lighter_is_taken_unless_it_is_clea
     assert twin.policy.rank == least
 
 
-def test_a_grid_is_solved_from_its_corners(gridded: MakeTask, plug_in: PlugIn) -> None:
-    task, machine = gridded(max_context=8192, max_batch=3), Machine(CPU, noise=0.01)
+def test_a_grid_is_solved_from_its_corners(sparse: MakeTask, plug_in: PlugIn) -> None:
+    task, machine = sparse(max_context=8192, max_batch=3), Machine(CPU, noise=0.01)
     plug_in(task, machine)
     search = searched(task)
     places = [(each.spot.batch, each.spot.context) for each in search.found]

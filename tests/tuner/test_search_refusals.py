@@ -14,17 +14,17 @@ from penstock.tuner.tuning_task import TuningTask
 MakeTask = Callable[..., TuningTask]
 
 
-def test_the_budget_that_is_named_would_do(gridded: MakeTask) -> None:
+def test_the_budget_that_is_named_would_do(sparse: MakeTask) -> None:
     """And a little less would not."""
     with pytest.raises(BudgetError, match="nothing fits") as caught:
-        KVSwapSearch(gridded(limit_bytes=300_000))
+        KVSwapSearch(sparse(limit_bytes=300_000))
     needed = caught.value.needed_bytes
     assert needed is not None
     assert f"({needed} bytes)" in str(caught.value)
     with pytest.raises(BudgetError):
-        KVSwapSearch(gridded(limit_bytes=int(needed * 0.99)))
+        KVSwapSearch(sparse(limit_bytes=int(needed * 0.99)))
     try:
-        KVSwapSearch(gridded(limit_bytes=needed, floor=float("inf")))
+        KVSwapSearch(sparse(limit_bytes=needed, floor=float("inf")))
     except BudgetError as error:
         pytest.fail(f"{needed:,} bytes were to be enough: {error}")
 

@@ -12,6 +12,8 @@ import pytest
 import penstock
 from penstock.core.errors import BudgetError, ConfigError, StorageError
 from penstock.evaluate.tasks.recall import make_sample
+from penstock.methods.kvswap.policy import KVSwap
+from penstock.methods.search_space import settings_of
 from penstock.methods.tuned_config import TunedConfig
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
@@ -32,7 +34,7 @@ def _short() -> Iterator[None]:
             patched.setattr(module, "WARM_STEPS", 1)
         for module in (fetch_survey, kvswap_search):
             patched.setattr(module, "ROUNDS", 2)
-        patched.setattr(kvswap_search, "POINTS", 3)
+        patched.setattr(kvswap_search, "POINTS", 2)
         patched.setattr(kvswap_search, "CHECKS", 2)
         patched.setattr(kvswap_search, "CORNER_POINTS", 2)
         patched.setattr(kvswap_search, "FINALISTS", 2)
@@ -40,6 +42,9 @@ def _short() -> Iterator[None]:
         patched.setattr(pace, "_PASSES", 1)
         patched.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
         patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
+        patched.setattr("penstock.tuner.tune.MOST_TEXTS", 1)
+        some = [*settings_of(KVSwap)][::8]
+        patched.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
         yield
 
 

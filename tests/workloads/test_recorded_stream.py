@@ -29,7 +29,7 @@ from penstock.workloads.recorded_stream import (
 from penstock.workloads.selection_streams import NOTHING, Step, StreamedIndex, streamed, units_of
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-STEPS = 6
+STEPS = 4
 REPLACED = sorted(name for name, p in POLICIES.items() if p.retrieves and not p.drops)
 Chosen = list[list[tuple[Step, NDArray[np.int64]]]]
 """Of each layer and step, what was asked for and the units. [rows, wanted]"""
@@ -263,7 +263,7 @@ def test_a_recording_plays_on_four_times_the_context(model: CausalLM) -> None:
 def test_every_method_plays_a_recording(name: str, model: CausalLM) -> None:
     """Units of any size, rows of any number; the overlap stays where the recorded units suffice."""
     policy = streamed(POLICIES[name](), RecordedStream(recording=drifting(rows=2)))
-    chosen = decode(model, policy, 4400, batch=2)
+    chosen = decode(model, policy, 3300, batch=2)
     assert len(chosen) == 3
     for steps in chosen:
         assert len(steps) == STEPS

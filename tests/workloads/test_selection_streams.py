@@ -35,7 +35,7 @@ from penstock.workloads.selection_streams import (
 )
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-CONTEXT, STEPS = 1400, 4
+CONTEXT, STEPS = 1400, 3
 RANKS = {"louiskv": "begin_step", "dynakv": "_scores"}
 """What an index is asked at every step, where it is not `score`."""
 SLOTS: dict[str, Any] = {

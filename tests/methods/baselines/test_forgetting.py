@@ -1,5 +1,6 @@
 """Methods that drop tokens: exact if nothing is dropped, and the dead stay dead."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from penstock import TieredCache
 from penstock.core.errors import ConfigError
@@ -70,11 +71,23 @@ def prompts(batch: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(model: Any, cache: Any, inputs: dict[str, Tensor], tokens: int = 12) -> Any:
+def generate(model: Any, cache: Any, inputs: dict[str, Tensor], tokens: int = 9) -> Any:
     return model.generate(
         **inputs, **cache_argument(model, cache), max_new_tokens=tokens, do_sample=False,
         pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
+
+
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@functools.cache
+def plain_answer(family: str) -> Any:
+    """What the model answers to three prompts without Penstock."""
+    model = model_of(family)
+    return generate(model, DynamicCache(config=model.config), prompts(3))
 
 
 @pytest.mark.parametrize("policy", [SnapKV(window_queries=8), H2O(), RaaS()])
@@ -113,11 +126,10 @@ def test_a_padded_row_forgets_what_it_does_alone(policy: ForgettingPolicy, token
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_exact_when_everything_is_kept(family: str, policy: type[ForgettingPolicy]) -> None:
-    model, inputs = tiny_model(family), prompts(3)
-    expected = generate(model, DynamicCache(config=model.config), inputs)
+    model, expected = model_of(family), plain_answer(family)
     chosen = policy(window_tokens=8, selected_tokens=10**6)
     with TieredCache(model, chosen, store="memory", max_tokens=160, batch_size=3) as cache:
-        actual = generate(model, cache, inputs)
+        actual = generate(model, cache, prompts(3))
         assert not cache.plan.is_resident
         assert cache.report().used_bytes <= cache.report().limit_bytes
     assert torch.equal(expected.sequences, actual.sequences)

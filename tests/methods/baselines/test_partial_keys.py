@@ -1,5 +1,6 @@
 """Loki, InfiniGen and LeoAM: exact on whole models, priced right, needles found, rows moved."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 CLASSES: list[type[BaselinePolicy]] = [Loki, InfiniGen, InfiniGenStar, InfiniGenStarReuse, LeoAM]
 PADDING = (0, 37, 61)
-PROMPT_TOKENS, NEW_TOKENS = 90, 12
+PROMPT_TOKENS, NEW_TOKENS = 90, 9
 
 
 def prompts() -> dict[str, Tensor]:
@@ -45,6 +46,22 @@ def generate(model: PreTrainedModel, cache: Any, **kwargs: Any) -> Any:
     )  # fmt: skip
 
 
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@functools.cache
+def plain_answer(family: str, beams: int = 1) -> Any:
+    """What the model answers without Penstock."""
+    model = model_of(family)
+    return generate(model, DynamicCache(config=model.config), **beams_of(beams))
+
+
+def beams_of(count: int) -> dict[str, int]:
+    return {} if count == 1 else {"num_beams": count}
+
+
 def changes(policy_class: type[BaselinePolicy]) -> dict[str, int]:
     return {"group_tokens": 4} if policy_class is LeoAM else {}
 
@@ -59,12 +76,10 @@ def policy_of(policy_class: type[BaselinePolicy], **options: Any) -> BaselinePol
 def test_selecting_all_equals_the_plain_model(
     family: str, policy_class: type[BaselinePolicy], beams: int
 ) -> None:
-    model = tiny_model(family)
-    options: dict[str, Any] = {} if beams == 1 else {"num_beams": beams}
-    expected = generate(model, DynamicCache(config=model.config), **options)
+    model, expected = model_of(family), plain_answer(family, beams)
     policy = policy_of(policy_class, selected_tokens=10**6)
     with TieredCache(model, policy, store="memory", max_tokens=160, batch_size=3 * beams) as cache:
-        actual = generate(model, cache, **options)
+        actual = generate(model, cache, **beams_of(beams))
         assert cache.stats.decode.units_wanted > 0
         report = cache.report()
         assert report.used_bytes <= report.limit_bytes
@@ -75,8 +90,7 @@ def test_selecting_all_equals_the_plain_model(
 
 @pytest.mark.parametrize("policy_class", CLASSES)
 def test_selecting_few_changes_the_answer(policy_class: type[BaselinePolicy]) -> None:
-    model = tiny_model("llama")
-    expected = generate(model, DynamicCache(config=model.config))
+    model, expected = model_of("llama"), plain_answer("llama")
     policy = policy_of(policy_class, selected_tokens=8, window_tokens=4)
     with TieredCache(model, policy, store="memory", max_tokens=160, batch_size=3) as cache:
         actual = generate(model, cache)

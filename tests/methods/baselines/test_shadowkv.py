@@ -1,5 +1,6 @@
 """ShadowKV: exact when it selects all at full rank, by hand, its outliers, and its price."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,18 @@ def generate(model: PreTrainedModel, cache: Any, **changes: Any) -> Any:
     )  # fmt: skip
 
 
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@functools.cache
+def plain_answer(family: str) -> Any:
+    """What the model answers without Penstock."""
+    model = model_of(family)
+    return generate(model, DynamicCache(config=model.config))
+
+
 @pytest.mark.parametrize(
     ("family", "landmark_units", "reuse_tokens"),
     covering(["llama", "qwen2", "gpt_neox", "opt"], [1, 3], [None, 0]),
@@ -112,9 +125,8 @@ def generate(model: PreTrainedModel, cache: Any, **changes: Any) -> Any:
 def test_equals_the_plain_model(family: str, landmark_units: int, reuse_tokens: int | None) -> None:
     """Keys of at most 48 components have their full rank; gpt_neox rotates a part of its heads,
     opt nothing."""
-    model = tiny_model(family)
+    model, expected = model_of(family), plain_answer(family)
     policy = ShadowKV(**ALL, landmark_units=landmark_units, reuse_tokens=reuse_tokens)
-    expected = generate(model, DynamicCache(config=model.config))
     with TieredCache(model, policy, store="memory", max_tokens=160, batch_size=3) as cache:
         actual = generate(model, cache)
         assert cache.stats.decode.read_bytes > 0
@@ -126,8 +138,7 @@ def test_equals_the_plain_model(family: str, landmark_units: int, reuse_tokens: 
 @pytest.mark.parametrize("changes", [{"rank": 3}, {"selected_tokens": 16}])
 def test_low_rank_and_small_selections_show(changes: dict[str, int]) -> None:
     """The check has teeth: keys are rebuilt, and what is not selected is not attended to."""
-    model = tiny_model("llama")
-    expected = generate(model, DynamicCache(config=model.config))
+    model, expected = model_of("llama"), plain_answer("llama")
     policy = ShadowKV(**{**ALL, **changes}, outlier_chunks=0)
     with TieredCache(model, policy, store="memory", max_tokens=160, batch_size=3) as cache:
         actual = generate(model, cache)
@@ -137,7 +148,7 @@ def test_low_rank_and_small_selections_show(changes: dict[str, int]) -> None:
 
 
 def test_beams() -> None:
-    model = tiny_model("llama")
+    model = model_of("llama")
     expected = generate(model, DynamicCache(config=model.config), num_beams=2)
     with TieredCache(model, ShadowKV(**ALL), store="memory", max_tokens=160, batch_size=6) as cache:
         actual = generate(model, cache, num_beams=2)

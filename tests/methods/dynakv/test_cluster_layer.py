@@ -121,7 +121,7 @@ def check_bytes(runtime: TieredRuntime) -> None:
 def test_every_byte_is_where_the_layout_says(store: str, update: str) -> None:
     runtime, script = make(batch=2, store=store, update=update), Script(batch=2)
     script.run(runtime, 60)
-    for step in range(46 if store == "memory" else 16):
+    for step in range(31 if store == "memory" else 16):
         script.run(runtime, 1)
         if step % 15 == 0:
             check_bytes(runtime)
@@ -152,7 +152,7 @@ def test_reordered_rows_go_on_in_the_order_of_tokens() -> None:
     laid_out, in_order = make(batch=3), make(batch=3, layout="tokens")
     a, b = Script(batch=3), Script(batch=3)
     orders = {5: [1, 0, 2], 9: [0, 0, 1], 30: [2, 1, 0]}
-    for step, tokens in enumerate((70, *[1] * 40, 20, *[1] * 10)):
+    for step, tokens in enumerate((70, *[1] * 34, 20, *[1] * 6)):
         if step in orders:
             for runtime in (laid_out, in_order):
                 runtime.select_rows(torch.tensor(orders[step]))
@@ -201,7 +201,7 @@ def test_a_virtual_cache_gives_the_same_from_two_pools(reuse: int | None, num_la
         make(virtual=on, reuse_tokens=reuse, num_layers=num_layers) for on in (True, False)
     )
     a, b = Script(), Script()
-    for tokens in (90, *[1] * 30, 30, *[1] * 12):
+    for tokens in (90, *[1] * 20, 30, *[1] * 8):
         for one, other in zip(a.run(virtual, tokens), b.run(own, tokens), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert virtual.plan.shared_pools

@@ -62,9 +62,15 @@ def answers(
     return out
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    return answers()
+
+
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_the_answer_goes_on_without_a_device(kind: str, key: Path) -> None:
-    expected = answers()
+def test_the_answer_goes_on_without_a_device(
+    kind: str, key: Path, expected: list[np.ndarray]
+) -> None:
     with contextlib.ExitStack() as stack:
         hosts = [
             stack.enter_context(DeviceHost(KEY, disk=str(key.parent)))
@@ -75,12 +81,12 @@ def test_the_answer_goes_on_without_a_device(kind: str, key: Path) -> None:
             if hosts:
                 hosts[0].close()
             else:  # a killed one is started again
-                process = store.devices[0].process_id
+                process, store.devices[0].timeout_s = store.devices[0].process_id, 0.5
                 assert process is not None
                 os.kill(process, signal.SIGSTOP)
 
         found = answers(
-            fail, copies=2, timeout_s=3.0, device_key=f"file:{key}",
+            fail, copies=2, device_key=f"file:{key}",
             devices=",".join(f"tcp://{host.address}" for host in hosts) or 2,
         )  # fmt: skip
     for one, other in zip(found, expected, strict=True):
@@ -89,11 +95,10 @@ def test_the_answer_goes_on_without_a_device(kind: str, key: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["killed", "empty", "frozen"])
 def test_a_host_that_comes_back_is_filled_from_the_other(
-    kind: str, key: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, key: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the other one may fail: what it held, and what was written since, is there."""
     monkeypatch.setattr(refill, "FIRST_S", 0.05)
-    expected = answers()
     disk = str(key.parent)
     with contextlib.ExitStack() as stack:
         first, second = (

@@ -130,7 +130,7 @@ def test_what_the_index_gets_wrong_is_learnt_from_probes(off: float, with_left: 
     hold as often as they say."""
     by, errors, bars, naive = meter(0.8), [], [], []
     random = torch.Generator().manual_seed(4)
-    for step in range(400):
+    for step in range(250):
         true, kept = drawn(seed=step, spread=1.2)
         said = true + 0.7 * torch.randn(true.shape, generator=random) - off
         chosen = by.choose(said, kept, np.zeros(ROWS, dtype=np.int64), 80)
@@ -176,7 +176,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(model: Any, policy: Any, **options: Any) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
     options = {"memory": None, "store": "memory", **options}
     return LLM(model, policy=policy, **options).generate(prompts(), params)
 
@@ -304,11 +304,11 @@ def test_estimates_are_near_what_steps_attend_to(model: PreTrainedModel) -> None
     policy = replace(POLICY, reuse_tokens=64)
     with TieredCache(model, policy, None, "memory", max_tokens=200, must_tier=True) as cache:
         run = MassSteps(model, cache)
-        run.prefill(ids[:, :100], 64)
-        for at in range(100, 141):
+        run.prefill(ids[:, :114], 64)
+        for at in range(114, 141):
             run.decode(ids[:, at : at + 1])
         figures = run.figures()
-    assert figures["steps"] == 41
+    assert figures["steps"] == 27
     assert 0.5 < figures["true_mass"] < 0.999
     assert figures["mean_absolute_error"] < 0.05
     assert figures["held_by_bars"] > 0.5

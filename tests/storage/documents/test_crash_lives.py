@@ -40,7 +40,7 @@ from penstock.testing.document_state import DocumentState, read_state, state_of
 FOLDER = Path("/disk/document")
 KEY = bytes(range(32))
 SHAPE = Shape(layers=2, unit_bytes=3000)
-NUM_LIVES = 100
+NUM_LIVES = 60
 SHORT_LIFE_SEED = 7
 """Of two sessions with three commits."""
 GONE, UNFINISHED = "gone", "unfinished"
