@@ -120,7 +120,7 @@ def test_a_saved_chat_goes_on_as_if_nothing_had_been(
         return [chat.ask(each, GREEDY).output.token_ids for each in questions]
 
     with begin(loaded, policy=policy, memory=memory) as chat:
-        chat.attach(FILE * 4)
+        chat.attach(FILE * 2)
         ask(chat, QUESTIONS[:3])
         written = chat.save(tmp_path / "trip")
         assert chat.folder == tmp_path / "trip"

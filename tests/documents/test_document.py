@@ -1,6 +1,7 @@
 """A stored document answers as the cache that it was made of, and says when it cannot."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,22 @@ def fresh(model: Any, document: Document, question: list[int], text: list[int] =
         )  # fmt: skip
     new: list[int] = out[0, tokens.shape[1] :].tolist()
     return new
+
+
+@pytest.fixture(scope="module")
+def stored(
+    model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A document that nobody changes, and what it answers."""
+    path = tmp_path_factory.mktemp("stored") / "d"
+    with create(model, path) as document:
+        return path, answers(document)
+
+
+@pytest.fixture
+def copied(stored: tuple[Path, list[list[int]]], tmp_path: Path) -> tuple[Path, list[list[int]]]:
+    """The same in a place of its own, to be spoilt."""
+    return Path(shutil.copytree(stored[0], tmp_path / "d")), stored[1]
 
 
 def test_answers_are_those_of_a_fresh_cache(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -198,16 +215,18 @@ def test_what_texts_share_is_not_prefilled_again(
         assert answers(second, QUESTIONS[:1]) == answers(alone, QUESTIONS[:1])
 
 
-def test_the_same_text_again_is_a_copy(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_the_same_text_again_is_a_copy(
+    model: PreTrainedModel, copied: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
     seen: list[int] = []
     with (
-        create(model, tmp_path / "a") as first,
+        Document.open(model, copied[0], settings=SETTINGS) as first,
         create(
             model, tmp_path / "b", begins_as=first, on_tokens=lambda n, _: seen.append(n)
         ) as second,
     ):
         assert seen == [len(TEXT)]
-        assert answers(second) == answers(first)
+        assert answers(second) == copied[1]
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
@@ -291,12 +310,11 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("unit", [0, 7, 25])
 def test_a_damaged_unit_is_prefilled_again(
-    unit: int, model: PreTrainedModel, tmp_path: Path
+    unit: int, model: PreTrainedModel, copied: tuple[Path, list[list[int]]]
 ) -> None:
-    with create(model, tmp_path / "d") as document:
-        expected = answers(document)
-    flip(tmp_path / "d" / "kv-1.units", unit * 4096 + 100)
-    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
+    path, expected = copied
+    flip(path / "kv-1.units", unit * 4096 + 100)
+    with Document.open(model, path, settings=SETTINGS) as document:
         outputs = document.ask(QUESTIONS[:2], GREEDY)
         assert [output.token_ids for output in outputs] == expected
         tokens = 8 if unit < 25 else len(TEXT) - 25 * 8
@@ -304,17 +322,18 @@ def test_a_damaged_unit_is_prefilled_again(
         assert outputs[0].run.restored_tokens == len(TEXT) - tokens
         assert outputs[1].run.recomputed_tokens == 0, "it was mended for good"
         assert not document.verify()
-    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
+    with Document.open(model, path, settings=SETTINGS) as document:
         assert answers(document) == expected
 
 
-def test_many_damaged_units_of_many_layers(model: PreTrainedModel, tmp_path: Path) -> None:
-    with create(model, tmp_path / "d") as document:
-        expected = answers(document)
+def test_many_damaged_units_of_many_layers(
+    model: PreTrainedModel, copied: tuple[Path, list[list[int]]]
+) -> None:
+    path, expected = copied
     for layer, unit in ((0, 3), (0, 4), (1, 4), (2, 11), (2, 25)):
-        flip(tmp_path / "d" / f"kv-{layer}.units", unit * 4096)
+        flip(path / f"kv-{layer}.units", unit * 4096)
     seen: list[tuple[int, int]] = []
-    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
+    with Document.open(model, path, settings=SETTINGS) as document:
         recovery = document.recover(on_tokens=lambda *each: seen.append(each))
         assert recovery.recomputed_tokens == 3 * 8 + 3
         assert seen[-1] == (27, 27)
@@ -322,11 +341,12 @@ def test_many_damaged_units_of_many_layers(model: PreTrainedModel, tmp_path: Pat
         assert answers(document) == expected
 
 
-def test_a_file_that_was_cut_is_prefilled_again(model: PreTrainedModel, tmp_path: Path) -> None:
-    with create(model, tmp_path / "d") as document:
-        expected = answers(document)
-    os.truncate(tmp_path / "d" / "kv-2.units", 20 * 4096 + 5)
-    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
+def test_a_file_that_was_cut_is_prefilled_again(
+    model: PreTrainedModel, copied: tuple[Path, list[list[int]]]
+) -> None:
+    path, expected = copied
+    os.truncate(path / "kv-2.units", 20 * 4096 + 5)
+    with Document.open(model, path, settings=SETTINGS) as document:
         [first, *_] = document.ask(QUESTIONS[:1], GREEDY)
         assert first.run.recomputed_tokens == len(TEXT) - 20 * 8
         assert answers(document) == expected
@@ -388,13 +408,13 @@ def test_a_damaged_blob_is_made_again(family: str, name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("pattern", ["blob-*-tokens", "seals-*", "manifest.json"])
 def test_damage_that_cannot_be_mended_is_said(
-    pattern: str, model: PreTrainedModel, tmp_path: Path
+    pattern: str, model: PreTrainedModel, copied: tuple[Path, list[list[int]]]
 ) -> None:
-    create(model, tmp_path / "d").close()
-    [path] = (tmp_path / "d").glob(pattern)
+    folder, _ = copied
+    [path] = folder.glob(pattern)
     flip(path, path.stat().st_size // 2)
     with pytest.raises((DocumentDamagedError, DocumentError)):
-        ask_anew(model, tmp_path / "d")
+        ask_anew(model, folder)
 
 
 def test_settings_are_checked() -> None:

@@ -1,5 +1,6 @@
 """A shelf: what texts share is found, limits hold, and what is asked and written is noted."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,12 +82,19 @@ def flip(path: Path, offset: int) -> None:
 # What texts share ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def three(shelf: DocumentLibrary, model: PreTrainedModel) -> DocumentLibrary:
-    """Texts that begin with 40, 120 and 80 tokens of `TEXT`."""
+@pytest.fixture(scope="module")
+def stored_three(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that nobody changes."""
+    shelf = DocumentLibrary(tmp_path_factory.mktemp("three"), SETTINGS)
     for name, shared in (("forty", 40), ("most", 120), ("some", 80)):
         add(shelf, model, name, [*TEXT[:shared], *ids(30, seed=shared)], shares=False)
-    return shelf
+    return shelf.documents.root
+
+
+@pytest.fixture
+def three(stored_three: Path, tmp_path: Path) -> DocumentLibrary:
+    """Texts that begin with 40, 120 and 80 tokens of `TEXT`."""
+    return DocumentLibrary(shutil.copytree(stored_three, tmp_path / "library"), SETTINGS)
 
 
 def test_the_longest_beginning_is_taken(three: DocumentLibrary, model: PreTrainedModel) -> None:
@@ -164,14 +172,21 @@ def limit_disk(shelf: DocumentLibrary, spare_bytes: int) -> None:
     shelf.documents.set_limits(LibrarySettings(max_disk_bytes=used + spare_bytes))
 
 
-@pytest.fixture
-def asked(shelf: DocumentLibrary, model: PreTrainedModel) -> DocumentLibrary:
-    """Three documents, asked in another order than they were added, and room for half of one."""
+@pytest.fixture(scope="module")
+def stored_asked(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that nobody changes."""
+    shelf = DocumentLibrary(tmp_path_factory.mktemp("asked"), SETTINGS)
     add_alone(shelf, model, "a", "b", "c")
     for name in "bca":
         ask(shelf, model, name)
     limit_disk(shelf, entries(shelf)["a"].size_bytes // 2)
-    return shelf
+    return shelf.documents.root
+
+
+@pytest.fixture
+def asked(stored_asked: Path, tmp_path: Path) -> DocumentLibrary:
+    """Three documents, asked in another order than they were added, and room for half of one."""
+    return DocumentLibrary(shutil.copytree(stored_asked, tmp_path / "library"), SETTINGS)
 
 
 def test_what_was_asked_least_recently_goes(asked: DocumentLibrary, model: PreTrainedModel) -> None:

@@ -24,7 +24,7 @@ from penstock.testing.tiny_chat import tiny_chat_model
 
 KEY = bytes(range(32))
 FIRST = [3 + place * place % 89 for place in range(2000)]
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path, memory: s
     with sessions(llm, tmp_path) as kept, Engine(llm, memory=memory, sessions=kept) as engine:
         assert ask(engine, FIRST).usage.cached_tokens == 0
         further = ask(engine, second)
-        assert further.usage.cached_tokens == len(FIRST) + 11
+        assert further.usage.cached_tokens == len(FIRST) + 5
         if memory == "64MiB":  # all is attended to; else what is chosen depends on the index's fit
             assert further.outputs[0].token_ids == fresh.outputs[0].token_ids
         other = ask(engine, second, salt="another user's")
@@ -69,7 +69,7 @@ def test_a_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path, memory: s
         assert len(kept) == 3, "the second turn has the first one's place"
         with Engine(llm, memory=memory, sessions=kept) as engine:
             later = ask(engine, [*third, *before.outputs[0].token_ids, 7, 8, 9])
-            assert later.usage.cached_tokens == len(third) + 11
+            assert later.usage.cached_tokens == len(third) + 5
         assert engine.stats().used_bytes == 0
 
 
@@ -162,7 +162,7 @@ def test_a_conversation_behind_a_document_stores_what_follows_it(
         assert first.usage.cached_tokens == len(text), "not of the document that was there before"
         second = [*turn, *first.outputs[0].token_ids, *range(20, 60)]
         further = asked(second)
-        assert further.usage.cached_tokens == len(text) + len(turn) + 11
+        assert further.usage.cached_tokens == len(text) + len(turn) + 5
         edited = [*second[:250], *range(30, 50)]
         again = asked(edited)
         assert again.usage.cached_tokens == len(text) + 250
@@ -170,7 +170,7 @@ def test_a_conversation_behind_a_document_stores_what_follows_it(
             fresh = asked(prompt, is_kept=False)
             assert made.outputs[0].token_ids == fresh.outputs[0].token_ids
         third = [*second, *further.outputs[0].token_ids, 7, 8]
-        assert asked(third).usage.cached_tokens == len(text) + len(second) + 11
+        assert asked(third).usage.cached_tokens == len(text) + len(second) + 5
         assert asked(third, "another user's").usage.cached_tokens == len(text)
         stored = size_bytes(place)
         with sessions(llm, kept_in) as kept:

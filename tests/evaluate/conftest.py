@@ -76,9 +76,7 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def few_reads(*args: Any, seconds_per_cell: float, **more: Any) -> Iterator[Cell]:
         return measure_reads(*args, seconds_per_cell=0.0, **more)
 
-    def few_cells(
-        store: str, *, file_bytes: int, seconds_per_cell: float
-    ) -> DirectoryMeasurement:
+    def few_cells(store: str, *, file_bytes: int, seconds_per_cell: float) -> DirectoryMeasurement:
         return measure_directory(store, file_bytes=file_bytes, seconds_per_cell=0.0)
 
     monkeypatch.setattr(read_burst, "ROUNDS", 1)

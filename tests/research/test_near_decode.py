@@ -45,14 +45,14 @@ LENGTH, TOKEN_BYTES, LAYERS = 512, 1024, 4
 METHODS = ("full", "h2o", "leoam", OURS, PLAIN, f"{OURS}:devices=2")
 SMALL = (
     "--devices=ufs", "--alphas=0.2", f"--lengths={LENGTH}", "--memory=9/10", "--steps=4",
-    "--rounds=2", "--warm=6", "--sizes=3", f"--methods={';'.join(METHODS)}",
+    "--rounds=2", "--warm=3", "--sizes=3", f"--methods={';'.join(METHODS)}",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def result_file(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result_file(four_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("near") / "small.json"
-    decode.run([*SMALL, f"--model={shallow}", f"--split-lengths={LENGTH}", f"--out={out}"])
+    decode.run([*SMALL, f"--model={four_layers}", f"--split-lengths={LENGTH}", f"--out={out}"])
     return out
 
 
@@ -64,7 +64,7 @@ def test_rows(result_file: Path) -> None:
     document = json.loads(result_file.read_text())
     assert document["kind"] == "near_storage.decode"
     found = document["figures"]
-    assert (found["model"], found["disk"]) == ("shallow", None)
+    assert (found["model"], found["disk"]) == ("four", None)
     rows = of(found["rows"], MAIN)
     assert [without_budget(row["method"]) for row in rows] == [*METHODS, OURS, PLAIN]
     assert [row["hot"] for row in rows] == [0] * len(METHODS) + [205, 205]
@@ -144,7 +144,7 @@ def test_its_figures(result_file: Path, tmp_path: Path) -> None:
 
 
 def test_it_goes_on(
-    result_file: Path, shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    result_file: Path, four_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     former, out = Result.load(result_file), tmp_path / "again.json"
     few = [*METHODS[:2], OURS, PLAIN]
@@ -156,7 +156,7 @@ def test_it_goes_on(
     kept = of(former.figures["rows"], SPLIT)
     former.save(out)
     asked = [f"--methods={';'.join(few[:2])}", f"--split-lengths={LENGTH}"]
-    arguments = [*SMALL, f"--model={shallow}", *asked, f"--out={out}", "--resume"]
+    arguments = [*SMALL, f"--model={four_layers}", *asked, f"--out={out}", "--resume"]
     again = decode.run([*arguments, "--json"])
     said = capsys.readouterr()
     *_, last = said.out.splitlines()
@@ -174,13 +174,13 @@ def test_it_goes_on(
 
 
 def test_slow_rows_and_rows_that_fail(
-    shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    four_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the sky is blue . the grass is green . " * 80)
     result = decode.run([
         *SMALL, "--split-lengths=", "--methods=full;hillinfer@1KiB", "--hot-share=0",
-        "--row-seconds=1e-6", f"--prompt-file={path}", f"--model={shallow}",
+        "--row-seconds=1e-6", f"--prompt-file={path}", f"--model={four_layers}",
     ])  # fmt: skip
     assert str(tmp_path) not in json.dumps(result.as_dict())
     slow, failed = result.figures["rows"]
@@ -190,7 +190,7 @@ def test_slow_rows_and_rows_that_fail(
     result.save(tmp_path / "out.json")
     path.write_text("the grass is green . the sky is blue . " * 80)
     again = [*SMALL, "--hot-share=0", f"--prompt-file={path}", f"--out={tmp_path}/out.json",
-             f"--model={shallow}"]  # fmt: skip
+             f"--model={four_layers}"]  # fmt: skip
     with pytest.raises(ConfigError, match="digest="):
         decode.run([*again, "--resume"])
 

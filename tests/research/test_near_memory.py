@@ -14,13 +14,13 @@ from tests.research.drawn_figures import figures_drawn
 
 
 def test_rows_hold_what_their_processes_hold(
-    shallow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    four_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, text = tmp_path / "memory.json", tmp_path / "text.txt"
     text.write_text("the sky is blue . the grass is green . " * 80)
     memory.run([
-        f"--model={shallow}", f"--text={text}", "--lengths=512", "--budgets=9/10", "--alpha=0.2",
-        "--steps=2", "--rounds=2", "--warm=2", f"--output={out}",
+        f"--model={four_layers}", f"--text={text}", "--lengths=512", "--budgets=9/10",
+        "--alpha=0.2", "--steps=2", "--rounds=2", "--warm=2", f"--output={out}",
     ])  # fmt: skip
     assert "HillInfer, INT4 codes" in capsys.readouterr().out
     document = json.loads(out.read_text())
@@ -45,9 +45,9 @@ def test_kvswap_selects_what_a_user_gets() -> None:
     assert near.policy.selected_tokens == 410  # type: ignore[attr-defined]
 
 
-def test_bad_input_is_refused(shallow: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused(four_layers: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the sky is blue .")
-    few = [f"--model={shallow}", f"--text={tmp_path / 'text.txt'}", "--lengths=512"]
+    few = [f"--model={four_layers}", f"--text={tmp_path / 'text.txt'}", "--lengths=512"]
     with pytest.raises(PromptError, match="give more --text"):
         memory.run(few)
     with pytest.raises(ConfigError, match="--alpha"):

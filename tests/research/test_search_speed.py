@@ -33,9 +33,10 @@ from research.search.variants import (
 )
 from tests.research.drawn_figures import figures_drawn
 
+TOKENS = 64
 SMALL = (
     "--config=tiny", "--layers=2", "--beams=8", "--steps=16,32", "--prompt-tokens=32",
-    "--tokens=96", "--memory=1200KiB",
+    f"--tokens={TOKENS}", "--memory=900KiB",
 )  # fmt: skip
 SCHEDULED = [name for name in VARIANTS if name not in (BASELINE, IN_MEMORY)]
 CASE = SearchCase(beams=8, width=2, step_tokens=32, prompt_tokens=32, new_tokens=96)
@@ -85,8 +86,9 @@ def test_every_variant_runs_every_step(whole: Path) -> None:
     for row in rows:
         assert "error" not in row, row
         assert row["way"] == "whole"
-        assert [entry["step"] for entry in row["steps"]] == list(range(96 // row["step_tokens"]))
-        assert sum(entry["tokens"] for entry in row["steps"]) == 96
+        steps = [entry["step"] for entry in row["steps"]]
+        assert steps == list(range(TOKENS // row["step_tokens"]))
+        assert sum(entry["tokens"] for entry in row["steps"]) == TOKENS
         assert not row["request"]["is_interpolated"]
         assert row["request"]["seconds"] >= sum(entry["seconds"] for entry in row["steps"])
         for entry in row["steps"]:
@@ -159,12 +161,12 @@ def test_a_run_is_gone_on_with(
 @pytest.mark.usefixtures("reserving")
 def test_places_load_what_the_whole_search_loads_there(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "places.json"
-    speed.run([*SMALL, "--steps=16", "--lengths=64,112", f"--out={out}"])
+    speed.run([*SMALL, "--steps=16", "--lengths=64,80", f"--out={out}"])
     ran = {row["variant"]: row for row in rows_of(whole) if row["step_tokens"] == 16}
     for row in rows_of(out):
         assert row["way"] == "places", row
         assert row["request"]["is_interpolated"]
-        assert [entry["length"] for entry in row["steps"]] == [32, 64, 112]
+        assert [entry["length"] for entry in row["steps"]] == [32, 64, 80]
         every = {entry["step"]: entry for entry in ran[row["variant"]]["steps"]}
         for entry in (*row["steps"], *row["moved"]):
             assert entry["loaded_bytes"] == every[entry["step"]]["loaded_bytes"], row["variant"]
@@ -180,7 +182,7 @@ def test_places_load_what_the_whole_search_loads_there(whole: Path, tmp_path: Pa
 @pytest.mark.usefixtures("reserving")
 def test_a_layerwise_step_is_cut_to_whole_blocks(tmp_path: Path) -> None:
     out = tmp_path / "cut.json"
-    speed.run([*SMALL, "--steps=32", "--lengths=96", "--variants=layerwise",
+    speed.run([*SMALL, "--steps=32", "--lengths=64", "--variants=layerwise",
                "--row-seconds=0.0001", f"--out={out}"])  # fmt: skip
     [row] = rows_of(out)
     assert [entry["tokens"] for entry in row["steps"]] == [32, 16]

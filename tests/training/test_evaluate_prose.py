@@ -255,7 +255,7 @@ def test_evaluation_and_card(
     out = run / "evaluation.json"
     words = [str(run / "model"), "--corpus", str(corpus), "--window", "1024", "--tokens",
              "100,1024", "--tasks", "single_2,state_tracking", "--samples", "3", "--generate", "1",
-             "--dtype", "float32", "--out", str(out)]  # fmt: skip
+             "--generate-most", "60", "--dtype", "float32", "--out", str(out)]  # fmt: skip
     assert evaluate_prose.main([*words, "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     assert "512 to 1,024" in printed

@@ -123,14 +123,14 @@ def test_closing_leaves_no_thread_and_no_process() -> None:
 
 def test_a_process_killed_while_it_hands_over_is_reported() -> None:
     """Its batch is larger than the pipe, so that it is killed with half of it written."""
-    large = replace(toy(), micro_batch_tokens=1 << 16)
+    large = replace(toy(), micro_batch_tokens=1 << 17)
     with (
         BatchStream(large, VOCABULARY, first=0, last=40, workers=1) as stream,
         Feed(stream, pin=False, ahead=1) as feed,
     ):
         found = iter(feed)
         next(found)
-        time.sleep(1)  # all that waits is full, and the process writes on
+        time.sleep(2)  # all that waits is full, and the process writes on
         for process in stream._processes:
             process.kill()
             process.join()

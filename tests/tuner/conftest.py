@@ -60,7 +60,7 @@ def gridded(monkeypatch: pytest.MonkeyPatch, make_task: MakeTask) -> MakeTask:
 
 @pytest.fixture
 def sparse(gridded: MakeTask, monkeypatch: pytest.MonkeyPatch) -> MakeTask:
-    """The same grid with every seventh setting, where it does not matter which ones there are."""
-    some = [*settings_of(KVSwap)][::7]
+    """The same grid with every tenth setting, where it does not matter which ones there are."""
+    some = [*settings_of(KVSwap)][::10]
     monkeypatch.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
     return gridded

@@ -1,6 +1,5 @@
 """The survey's counts against the engine's own, and its rankings against an index of each size."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,23 +13,15 @@ from penstock.methods.kvswap.index import LowRankIndex
 from penstock.models.bundled_adapter import find_adapter
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
-from penstock.tuner import fetch_survey
 from penstock.tuner.calibration_texts import calibration_tokens
-from penstock.tuner.engine_run import STEPS, EngineRun, StepFigures, Workpiece
+from penstock.tuner.engine_run import ROUNDS, STEPS, EngineRun, StepFigures, Workpiece
 from penstock.tuner.fetch_survey import Fetches, FetchSetting, Rankings, regrouped_scores, survey
 from penstock.tuner.text_document import TextDocument
 from penstock.workloads.prefilled import PrefilledText
 
-CONTEXT, ROUNDS = 1600, 3
+CONTEXT = 1600
 LOOKING = KVSwap(group_tokens=1, selected_tokens=400, reuse_tokens=400, rank=48, index_bits=8)
 """What the survey decodes with."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fetch_survey, "ROUNDS", ROUNDS)
-        yield
 
 
 @pytest.fixture(scope="module")

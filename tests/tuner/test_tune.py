@@ -43,7 +43,7 @@ def _short() -> Iterator[None]:
         patched.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
         patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
         patched.setattr("penstock.tuner.tune.MOST_TEXTS", 1)
-        some = [*settings_of(KVSwap)][::8]
+        some = [*settings_of(KVSwap)][::10]
         patched.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
         yield
 

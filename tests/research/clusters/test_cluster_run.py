@@ -28,11 +28,11 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def ran(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+def ran(four_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """The result's file, and what a run said on stdout and stderr."""
     out = tmp_path_factory.mktemp("clusters") / "clusters-small.json"
     with redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as progress:
-        program.run([*SMALL, f"--model={shallow}", f"--out={out}", "--json"])
+        program.run([*SMALL, f"--model={four_layers}", f"--out={out}", "--json"])
     return out, said.getvalue(), progress.getvalue()
 
 
@@ -46,7 +46,7 @@ def test_a_run(result_file: Path) -> None:
     assert document["kind"] == "clusters"
     assert document["command"].startswith("python -m research.clusters --prompt=160")
     found = document["figures"]
-    assert (found["model"], found["output"], found["output_tokens"]) == ("shallow", "ring_walk", 72)
+    assert (found["model"], found["output"], found["output_tokens"]) == ("four", "ring_walk", 72)
     assert 150 <= found["prompt_tokens"] <= 160
     assert found["layers"] == list(range(4))
     assert found["entry_bytes"] == 2 * 64 * 2

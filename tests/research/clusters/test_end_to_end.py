@@ -70,8 +70,8 @@ def test_rows(result_file: Path) -> None:
         assert sum(row["round_ms"]) / 2 == pytest.approx(row["mean_ms"])
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["mean_ms"])
         assert row["prompt_tokens"] <= row["length"] - 8
-        # 4 layers of 4 heads want as many tokens each; what they miss is useful.
-        missed = (1 - row["hit_rate"]) * 4 * 4 * selected
+        # 2 layers of 4 heads want as many tokens each; what they miss is useful.
+        missed = (1 - row["hit_rate"]) * 2 * 4 * selected
         assert row["useful_bytes"] == pytest.approx(missed * 2 * 64 * 2)
         assert row["read_bytes"] >= row["useful_bytes"] > 0
         assert row["read_kib"] * 1024 * row["reads"] == pytest.approx(row["read_bytes"])
@@ -192,8 +192,8 @@ def write_text(folder: Path) -> str:
     return f"--prompt-file={path}"
 
 
-def test_a_text_on_the_real_disk(tmp_path: Path) -> None:
-    few = [*SMALL, f"--devices={DISK}", "--methods=dynakv"]
+def test_a_text_on_the_real_disk(shallow: Path, tmp_path: Path) -> None:
+    few = [*SMALL, f"--model={shallow}", f"--devices={DISK}", "--methods=dynakv"]
     result = end_to_end.run([*few, "--lengths=200", write_text(tmp_path)])
     assert str(tmp_path) not in json.dumps(result.as_dict())
     assert result.settings["text"] == "file"
@@ -210,12 +210,12 @@ def test_a_text_on_the_real_disk(tmp_path: Path) -> None:
 
 
 def test_caches_of_several_sizes(
-    shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    four_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(end_to_end, "REUSES", (0.0, 1.0, 8.0))
     result = end_to_end.run([
-        *SMALL, f"--model={shallow}", "--lengths=", "--cache-length=224", "--steps=2", "--warm=1",
-        write_text(tmp_path), f"--out={tmp_path}/text.json",
+        *SMALL, f"--model={four_layers}", "--lengths=", "--cache-length=224", "--steps=2",
+        "--warm=1", write_text(tmp_path), f"--out={tmp_path}/text.json",
     ])  # fmt: skip
     caches = result.figures["rows"]
     assert not any("error" in row for row in caches)

@@ -17,7 +17,7 @@ from research.clusters.replay import (
 )
 from research.clusters.run import mean_length
 
-PROMPT, OUTPUT, DIM = 96, 400, 8
+PROMPT, OUTPUT, DIM = 96, 200, 8
 SETTINGS = Settings(cluster_tokens=12, top=0.15)
 
 

@@ -59,7 +59,7 @@ def test_boundaries_and_pages_follow_the_stream(tmp_path: Path) -> None:
     """LouisKV retrieves once a segment; ArkVale's pages overlap the more the queries do."""
     common = [
         "--config", "tiny", "--on", "cpu", "--patterns", "700/120", "--batches", "2", "--steps",
-        "16", "--step-seconds", "1000", "--methods",
+        "8", "--step-seconds", "1000", "--methods",
         f"louiskv:{OPTIONS};arkvale:{OPTIONS}",
     ]  # fmt: skip
     hits = []
@@ -84,7 +84,7 @@ def test_stated_shares_are_what_is_found(tmp_path: Path) -> None:
     turn, step = 0.2, 0.9
     common = [
         "--config", "tiny", "--on", "cpu", "--patterns", "900/200", "--batches", "2", "--steps",
-        "25", "--step-seconds", "1000", "--sameness", "0.95", "--stays", f"{turn}/{step}",
+        "10", "--step-seconds", "1000", "--sameness", "0.95", "--stays", f"{turn}/{step}",
         "--segment", "5",
         "--methods", f"louiskv:{OPTIONS};arkvale:{OPTIONS};louiskv:predict=true,{OPTIONS}",
     ]  # fmt: skip
