@@ -60,7 +60,6 @@ class HostPool:
             pages.tensor, setup.shape, batch=plan.batch, num_slots=plan.host_slots, kept_slots=0,
             group_tokens=plan.group_tokens,
         )  # fmt: skip
-        # Whole words: a byte at a time crosses the bus slowly.
         self._there = host_view(pages.tensor, device).view(plan.batch, plan.host_slots, -1)
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
         self._rate = 0.0
@@ -81,6 +80,7 @@ class HostPool:
         numbers = numbers.to(self.device)
         to = target.memory.view(len(slots), target.slots_per_row, -1)
         begun = self._begin()
+        # Whole words: a byte at a time crosses the bus slowly.
         word = torch.int64 if to.shape[2] % 8 == 0 else torch.uint8
         for row, each in enumerate(numbers):
             from_row, to_row = self._there[row].view(word), to[row, :count].view(word)
