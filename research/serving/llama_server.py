@@ -17,6 +17,7 @@ import numpy as np
 from penstock.core.byte_size import format_bytes
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.shape import KVShape
+from research.serving.paged import seen_from_outside
 
 Row = dict[str, Any]
 CACHE_TYPES = {"f16": 1.0, "q8_0": 34 / 64, "q4_0": 18 / 64}
@@ -136,13 +137,7 @@ def served(
             raise PenstockError(f"llama.cpp has not answered every request in full: {said}")
     first = [client.token_s[0] - client.start_s for client in clients]
     between = np.concatenate([np.diff(client.token_s) for client in clients])
-    return {
-        "seconds": seconds, "new_tokens": answer * len(clients),
-        "tokens_per_s": answer * len(clients) / seconds,
-        "first_token_p50_s": float(np.percentile(first, 50)),
-        "first_token_p99_s": float(np.percentile(first, 99)),
-        "between_p50_s": float(np.percentile(between, 50)),
-        "between_p99_s": float(np.percentile(between, 99)),
+    return seen_from_outside(seconds, answer, first, between) | {
         "peak_bytes": peak_bytes, "cache_type": kind, "cache_tokens": tokens,
         "cache_bytes": int(shape.full_cache_bytes(1, tokens) * CACHE_TYPES[kind]),
     }  # fmt: skip

@@ -6,12 +6,34 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError
 from penstock.generation.serving.request import Request
 from penstock.models.loader import CausalLM
 
 Row = dict[str, Any]
+
+
+def seen_from_outside(
+    seconds: float, answer: int, first_s: Sequence[float], between_s: NDArray[np.float64]
+) -> Row:
+    """What clients of another program saw.
+
+    Args:
+        seconds: that all answers took together.
+        answer: tokens of each.
+        first_s: until each client's first token.
+        between_s: between two tokens, of all clients.
+    """
+    new = answer * len(first_s)
+    return {
+        "seconds": seconds, "new_tokens": new, "tokens_per_s": new / seconds,
+        "first_token_p50_s": float(np.percentile(first_s, 50)),
+        "first_token_p99_s": float(np.percentile(first_s, 99)),
+        "between_p50_s": float(np.percentile(between_s, 50)),
+        "between_p99_s": float(np.percentile(between_s, 99)),
+    }  # fmt: skip
 
 
 def paged(model: CausalLM, requests: Sequence[Request], answer: int) -> Row:
@@ -42,13 +64,7 @@ def paged(model: CausalLM, requests: Sequence[Request], answer: int) -> Row:
     seconds = max(each.timestamps[-1] for each in outputs) - started_s
     first = [each.timestamps[0] - each.created_time for each in outputs]
     between = np.concatenate([np.diff(each.timestamps) for each in outputs])
-    return {
-        "seconds": seconds, "new_tokens": answer * len(outputs),
-        "tokens_per_s": answer * len(outputs) / seconds,
-        "first_token_p50_s": float(np.percentile(first, 50)),
-        "first_token_p99_s": float(np.percentile(first, 99)),
-        "between_p50_s": float(np.percentile(between, 50)),
-        "between_p99_s": float(np.percentile(between, 99)),
+    return seen_from_outside(seconds, answer, first, between) | {
         "peak_bytes": torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0,
         "attention": model.config._attn_implementation,
     }  # fmt: skip
