@@ -26,8 +26,8 @@ from penstock.generation.prompts import encode
 from penstock.generation.sampling import SamplingParams
 from penstock.generation.serving.engine import Engine
 from penstock.generation.serving.request import Request
-from penstock.models.kv_shapes import kv_shape
 from penstock.models.loader import LoadedModel, load
+from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import (
     ARCHITECTURES,
     random_adapter,
@@ -243,7 +243,7 @@ class Load:
                 prompts = [list(each.prompt) for each in requests]
                 row[key] = served(
                     args.llama_server, args.gguf, prompts, args.answer,
-                    shape=kv_shape(args.model), limit_bytes=parse_bytes(args.memory),
+                    shape=inspect_model(model).kv, limit_bytes=parse_bytes(args.memory),
                     threads=torch.get_num_threads(),
                 )  # fmt: skip
             sitting.keep(self.figures())

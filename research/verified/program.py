@@ -186,13 +186,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def begun(kind: str, arguments: Sequence[str], args: argparse.Namespace) -> Result:
     """A result whose settings and command have names of files, and no folders."""
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "json")}
-    texts = args.text or []
-    settings |= {"model": Path(args.model).name, "text": [each.name for each in texts]}
+    settings |= {"model": Path(args.model).name, "text": args.text or []}
     if args.disk not in ("auto", "memory", "host", *PRESETS):
         settings["disk"] = "folder"
-    for each in texts:
-        arguments = without_path(arguments, "--text", str(each))
+    for name, value in settings.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Path):
+                option = f"--{name.replace('_', '-')}"
+                arguments = without_path(arguments, option, str(each))
+        settings[name] = _without_folders(value)
     return Result.begin(kind, arguments, settings, seed=0, store=args.disk, package="research")
+
+
+def _without_folders(value: Any) -> Any:
+    """A setting as a result keeps it: of files their names."""
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return value.name if isinstance(value, Path) else value
 
 
 def run(arguments: Sequence[str]) -> Result:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.shape import KVShape
+from penstock.evaluate.result import Result
 from research.serving.llama_server import cache_type, served
 from research.serving.program import run
 
@@ -76,6 +77,24 @@ def test_every_request_is_answered_in_full(tmp_path: Path) -> None:
             program(short, missing=1), tmp_path / "m.gguf", prompts, 5, shape=SHAPE,
             limit_bytes=FULL, threads=1, port=free_port(),
         )  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what a process holds")
+def test_a_run_keeps_what_it_said_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "__kwdefaults__", {"port": free_port()})
+    out = tmp_path / "result.json"
+    report = run([
+        "--model", "tiny", "--clients", "2", "--tokens", "30", "40", "--answer", "3",
+        "--memory", "8MiB", "--disk", "memory", "--beside", "llama.cpp", "--gguf",
+        str(tmp_path / "m.gguf"), "--llama-server", str(program(tmp_path)), "--output", str(out),
+    ])  # fmt: skip
+    [row] = Result.load(out).figures["rows"]
+    assert row["llama_server"]["new_tokens"] == row["together"]["new_tokens"] == 6
+    assert report.settings["llama_server"] == "llama-server"
+    assert report.settings["gguf"] == "m.gguf"
+    assert str(tmp_path) not in out.read_text()
 
 
 def test_the_finest_cache_that_fits_is_taken() -> None:

@@ -6,6 +6,7 @@ memory. Packed ones are taken as they lie in a file.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -180,8 +181,15 @@ def _replace_ends(model: Any, form_of: Any, dtype: torch.dtype, *, ready: bool) 
 
 def _reads(parent: nn.Module, name: str) -> bool:
     """Whether a module's code reads the weight of its part of a name."""
+    kind: Any = type(parent)
+    source = _source(kind)
+    return source is None or f"self.{name}.weight" in source
+
+
+@cache
+def _source(kind: type) -> str | None:
+    """The code of a class, if it can be had; `inspect` takes milliseconds to find it."""
     try:
-        source = inspect.getsource(type(parent))
+        return inspect.getsource(kind)
     except (OSError, TypeError):
-        return True
-    return f"self.{name}.weight" in source
+        return None
