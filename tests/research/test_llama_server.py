@@ -70,6 +70,7 @@ def test_every_request_is_answered_in_full(tmp_path: Path) -> None:
     assert "--parallel 2" in seen
     assert "--cache-type-k q4_0" in seen
     assert "--threads 3" in seen
+    assert "-fa on" in seen
     short = tmp_path / "short"
     short.mkdir()
     with pytest.raises(PenstockError, match="in full: 4 of 5 tokens"):
@@ -92,6 +93,7 @@ def test_a_run_keeps_what_it_said_and_no_folder(
     ])  # fmt: skip
     [row] = Result.load(out).figures["rows"]
     assert row["llama_server"]["new_tokens"] == row["together"]["new_tokens"] == 6
+    assert "-fa off --cache-type-k f16" in (tmp_path / "seen").read_text()
     assert report.settings["llama_server"] == "llama-server"
     assert report.settings["gguf"] == "m.gguf"
     assert str(tmp_path) not in out.read_text()
