@@ -68,8 +68,9 @@ def test_every_pair_of_instruction_sets_and_every_setting_has_a_line() -> None:
     ],
 )
 def test_what_a_machine_cannot_run_is_said(
-    line: Line, flags: tuple[str, ...], why: str | None
+    line: Line, flags: tuple[str, ...], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(matrix, "find_python", {OWN_PYTHON: "some-python"}.get)
     assert obstacle(line, flags) == why
 
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 CACHE_TYPES = {"f16": 1.0, "q8_0": 34 / 64, "q4_0": 18 / 64}
 """Kinds of its KV cache, finest first, and their size as a share of 16 bits."""
 UNFUSED = "f16"
-"""Read faster by unfused attention on a CPU (docs/benchmarks.md); values in few bits need it fused."""
+"""Its prompts are read faster by unfused attention (docs/benchmarks.md); finer codes need fused."""
 _START_S = 120.0
 _ANSWER_S = 3600.0
 """Most seconds until it is there, and until a token comes."""
@@ -123,7 +123,8 @@ def served(
     options = [
         "-m", str(model), "-c", str(tokens), "--parallel", str(len(prompts)), "--kv-unified",
         "--threads", str(threads), "--threads-batch", str(threads),
-        "-fa", "off" if kind == UNFUSED else "on", "--cache-type-k", kind, "--cache-type-v", kind, "--cache-ram", "0", "--no-webui",
+        "-fa", "off" if kind == UNFUSED else "on", "--cache-type-k", kind,
+        "--cache-type-v", kind, "--cache-ram", "0", "--no-webui",
     ]  # fmt: skip
     with _running(program, options, port) as process:
         _Client(port, prompts[0][:64], 2).wait()
