@@ -171,8 +171,8 @@ def test_workers_answer_as_one_process_does(
     told = capsys.readouterr().err.splitlines()
     for task in ("single_essay", "single_noise"):
         ours = [line for line in told if task in line]
-        [took] = [number for number, line in enumerate(ours) if "took" in line]
-        assert any("the prompts are being read" in line for line in ours[:took])
+        first = min(number for number, line in enumerate(ours) if "took" in line)
+        assert any("the prompts are being read" in line for line in ours[:first])
         assert any("is refused" in line for line in ours), "by which worker, and when, is chance"
     alone = whole[0]["figures"]["cells"]
     # A worker has fewer threads, and other sums choose otherwise between near scores.
