@@ -41,10 +41,12 @@ def test_works_with_the_default_policy(family: str) -> None:
 
 @pytest.mark.skipif(not HAS_RECURRENT_LAYERS, reason="transformers keeps their states elsewhere")
 @pytest.mark.parametrize(
-    ("family", "said"), [("bamba", "right"), ("zaya", "right"), ("jamba", "refused")]
+    ("family", "said"),
+    [("bamba", "right"), ("zaya", "right"), ("minimax", "right"), ("jamba", "refused")],
 )
 def test_hybrids_go_back_to_states_alone(family: str, said: str) -> None:
-    """Jamba's own code forgets its state where several tokens come behind others."""
+    """Jamba's own code forgets its state where several tokens come behind others. MiniMax's asks
+    for a class of its own."""
     result = sweep_family(family, ("quest",), ("full",))
     assert (result.outcome, result.words) == ("works", "")
     assert result.life == {

@@ -49,6 +49,7 @@ from penstock.models.graph_decoder import GraphDecoder
 from penstock.models.key_handover import KeyHandover
 from penstock.models.known_model import KnownModel, ModelAnswers
 from penstock.models.model_shape import ModelShape, check_rope, decoder_config, inspect_model
+from penstock.models.own_cache import own_cache_class
 from penstock.models.prefetch_hooks import PrefetchHooks, predictor_bytes
 from penstock.models.recurrent_cache import RecurrentCache
 from penstock.models.recurrent_layers import StateLayer, StateStep
@@ -181,6 +182,7 @@ class TieredCache(RecurrentCache):
 
     def _attach(self, model: PreTrainedModel, shape: ModelShape, *, record: bool) -> None:
         """Put on the model what this cache needs there; nothing stays if that fails."""
+        self.passes_for = own_cache_class(model)
         self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
         self._others = [*self._windows, *self._states.values()]
         self._runtime.set_other_layers(self._others)

@@ -15,6 +15,7 @@ from penstock.models.attention_adapter import Attachment, attention_dtype, mark_
 from penstock.models.cache_argument import cache_argument
 from penstock.models.latents import joined, returned
 from penstock.models.model_shape import ModelShape
+from penstock.models.own_cache import OwnCache, own_cache_class
 from penstock.models.weight_access import model_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,12 +38,13 @@ class _Seen(Exception):
         self.same_values = call.values is given
 
 
-class _LookingCache(DynamicCache):  # type: ignore[misc]
+class _LookingCache(OwnCache, DynamicCache):  # type: ignore[misc]
     """A plain cache, but for one layer whose attention is only looked at."""
 
     def __init__(self, model: PreTrainedModel, layer: int, shape: KVShape) -> None:
         super().__init__(config=model.config)
         self._layer, self._shape = layer, shape
+        self.passes_for = own_cache_class(model)
         self.gave_keys = False
 
     def update(

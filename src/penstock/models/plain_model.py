@@ -10,7 +10,6 @@ import transformers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
@@ -25,6 +24,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.kernels.key_rotation import BLOCK_TOKENS
+from penstock.models import own_cache
 from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.latents import joined
@@ -199,7 +199,7 @@ def plain_cache(model: PreTrainedModel, kind: PlainKind, max_tokens: int) -> Cac
     """An empty cache of transformers itself; `max_tokens` is what a static one preallocates."""
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=max_tokens)
-    return DynamicCache(config=model.config)
+    return own_cache.plain_cache(model)
 
 
 def attending_layers(cache: Cache) -> list[int]:

@@ -9,10 +9,11 @@ from transformers.cache_utils import Cache
 from penstock.core.errors import CacheStateError, UnsupportedModelError
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.models.cache_layers import WindowLayer
+from penstock.models.own_cache import OwnCache
 from penstock.models.recurrent_layers import StateLayer, StateStep
 
 
-class RecurrentCache(Cache):  # type: ignore[misc]
+class RecurrentCache(OwnCache, Cache):  # type: ignore[misc]
     """The seam of recurrent layers, and where a step begins.
 
     A layer with a recurrence and attention has its state here and its keys among `layers`.

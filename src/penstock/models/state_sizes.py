@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock.core.errors import UnsupportedModelError
 from penstock.models.cache_argument import cache_argument
 from penstock.models.model_shape import ModelShape, inspect_model
+from penstock.models.own_cache import OwnCache, own_cache_class
 from penstock.models.weight_access import model_device
 
 
@@ -16,12 +17,13 @@ class _Seen(Exception):
     """Ends the forward pass behind the last layer that is looked at."""
 
 
-class _Watched(DynamicCache):  # type: ignore[misc]
+class _Watched(OwnCache, DynamicCache):  # type: ignore[misc]
     """A plain cache whose model is stopped where it comes to a layer behind `last`."""
 
     def __init__(self, model: PreTrainedModel, last: int) -> None:
         super().__init__(config=model.config)
         self._last = last
+        self.passes_for = own_cache_class(model)
         self.saw_nan = False
         """Whether keys or values were no numbers."""
 
@@ -42,6 +44,11 @@ class _Watched(DynamicCache):  # type: ignore[misc]
             key_states, value_states, layer_idx, *args, **kwargs
         )
         return both
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        super().set_linear_cache(layer_idx, linear_cache)
+        # Transformers notes it with convolutions, which MiniMax has not got.
+        self.layers[layer_idx].has_previous_state[0] = True
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         self._pass(layer_idx)

@@ -24,6 +24,7 @@ from penstock.core.errors import BudgetError, UnsupportedModelError
 from penstock.methods import POLICIES, SelectionPolicy
 from penstock.models.cache_adapter import TieredCache
 from penstock.models.cache_argument import cache_argument
+from penstock.models.own_cache import own_cache_class
 from penstock.testing.family_life import LIFE, family_life
 from penstock.testing.tiny_families import VOCABULARY, decoder_families, tiny_family
 
@@ -76,7 +77,7 @@ def sweep_family(
             raise ValueError("its logits are not finite")
     except Exception as error:
         try:
-            expected = _generate(model, None)
+            expected = _generate(model, None, use_cache=own_cache_class(model) is None)
         except Exception:
             return FamilyResult(family, "not built", _in_one_line(error))
     name = type(model).__name__
@@ -172,11 +173,11 @@ def _prompt() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _generate(model: PreTrainedModel, cache: Any) -> Any:
+def _generate(model: PreTrainedModel, cache: Any, *, use_cache: bool = True) -> Any:
     given = {} if cache is None else cache_argument(model, cache)
     return model.generate(
         **_prompt(), **given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
-        eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        eos_token_id=None, return_dict_in_generate=True, output_logits=True, use_cache=use_cache,
     )  # fmt: skip
 
 

@@ -29,6 +29,10 @@ _HELD_TOKENS = 256
 """Of a held-out piece."""
 _PIECES = 4
 """Of each text."""
+_CHARACTERS = 8
+"""Of a token, more than most texts have."""
+_MARGIN = 16
+"""Tokens before the place where a text was cut, which may be others for it."""
 LOSS_BOUND = 0.015
 """Divergence (nats a token) that 4 bits may cost, by the sum of what was measured."""
 MOST_MORE_BYTES = 0.25
@@ -76,8 +80,7 @@ def calibration_pieces(tokenizer: Any, config: Any) -> list[Tensor]:
     pieces: list[Tensor] = []
     ends: list[Tensor] = []
     for text, holds_out in ((dialogue(), False), (prose(), True), (code(), True)):
-        ids = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
-        ids = ids[: tokens * _PIECES]
+        ids = _first_tokens(text, tokens * _PIECES, tokenizer)
         known = unknown_share(ids, tokenizer) <= MOST_UNKNOWN
         if tokens < _LEAST_TOKENS or not known or max(ids, default=0) >= inner.vocab_size:
             continue
@@ -87,6 +90,15 @@ def calibration_pieces(tokenizer: Any, config: Any) -> list[Tensor]:
             ends.append(found.pop())
         pieces += found
     return [*pieces, *ends] if len(ends) == 2 else []
+
+
+def _first_tokens(text: str, count: int, tokenizer: Any) -> list[int]:
+    """The tokens that a text begins with; it is not read to its end where less will do."""
+    for part in (text[: _CHARACTERS * count], text):
+        ids: list[int] = tokenizer(part, add_special_tokens=True, verbose=False)["input_ids"]
+        if len(ids) > count + _MARGIN or part == text:
+            break
+    return ids[:count]
 
 
 @torch.no_grad()

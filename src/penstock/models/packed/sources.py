@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ class PackedSource:
             ModelLoadError: some are missing.
         """
         packed = PackedConfig(self.bits)
-        pieces = self._pieces()
-        if pieces:
-            found = self._calibrated(pieces)
+        if self._pieces:
+            found = self._calibrated(self._pieces)
             packed.importance, packed.forms = found.importance, found.forms
         packed.on_packed = self._counted(self.folder.glob("*.safetensors"))
         return loaded(
@@ -73,10 +73,11 @@ class PackedSource:
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
         versions = (torch.__version__, transformers.__version__)
         digest.update(repr((FORMAT, self.bits, str(self.dtype), packing(), versions)).encode())
-        for piece in self._pieces():
+        for piece in self._pieces:
             digest.update(piece.numpy().tobytes())
         return digest.hexdigest()
 
+    @cached_property
     def _pieces(self) -> list[Tensor]:
         return calibration_pieces(self.tokenizer, self.config) if self.bits == 4 else []
 
@@ -112,6 +113,7 @@ class CodedFolder(PackedSource):
     said: Mapping[str, Any]
     """Its `quantization_config`."""
 
+    @cached_property
     @override
     def _pieces(self) -> list[Tensor]:
         return []
@@ -131,6 +133,7 @@ class GgufFile(PackedSource):
 
     file: Path
 
+    @cached_property
     @override
     def _pieces(self) -> list[Tensor]:
         return []
