@@ -22,22 +22,23 @@ from research.serving.paged import seen_from_outside
 Row = dict[str, Any]
 CACHE_TYPES = {"f16": 1.0, "q8_0": 34 / 64, "q4_0": 18 / 64}
 """Kinds of its KV cache, finest first, and their size as a share of 16 bits."""
-UNFUSED = "f16"
-"""Its prompts are read faster by unfused attention (docs/benchmarks.md); finer codes need fused."""
 _START_S = 120.0
 _ANSWER_S = 3600.0
 """Most seconds until it is there, and until a token comes."""
 
 
-def cache_type(shape: KVShape, tokens: int, limit_bytes: int) -> str:
+def cache_type(shape: KVShape, tokens: int, limit_bytes: int, *, fused: bool = True) -> str:
     """The finest kind of cache in which so many tokens fit a budget.
+
+    Args:
+        fused: by llama.cpp's fused attention, which alone reads values in few bits.
 
     Raises:
         ConfigError: they fit in none.
     """
     full = shape.full_cache_bytes(1, tokens)
     for name, share in CACHE_TYPES.items():
-        if full * share <= limit_bytes:
+        if full * share <= limit_bytes and (fused or name == "f16"):
             return name
     raise ConfigError(f"llama.cpp holds no {tokens:,} tokens in {format_bytes(limit_bytes)}")
 
@@ -103,7 +104,7 @@ class _Client:
 
 def served(
     program: Path, model: Path, prompts: Sequence[Sequence[int]], answer: int, *, shape: KVShape,
-    limit_bytes: int, threads: int, port: int = 18_080,
+    limit_bytes: int, threads: int, fused: bool = True, port: int = 18_080,
 ) -> Row:  # fmt: skip
     """All requests asked at once; starting the server and a first answer are not timed.
 
@@ -113,17 +114,18 @@ def served(
         answer: tokens of each answer.
         shape: of the model, by which its cache is priced.
         limit_bytes: of the cache.
+        fused: as for `cache_type`; which is faster depends on lengths and clients.
 
     Raises:
         ConfigError: the requests do not fit the budget.
         PenstockError: the server does not start, or a request was not answered in full.
     """
     tokens = sum(len(each) + answer + 8 for each in prompts)
-    kind = cache_type(shape, tokens, limit_bytes)
+    kind = cache_type(shape, tokens, limit_bytes, fused=fused)
     options = [
         "-m", str(model), "-c", str(tokens), "--parallel", str(len(prompts)), "--kv-unified",
         "--threads", str(threads), "--threads-batch", str(threads),
-        "-fa", "off" if kind == UNFUSED else "on", "--cache-type-k", kind,
+        "-fa", "on" if fused else "off", "--cache-type-k", kind,
         "--cache-type-v", kind, "--cache-ram", "0", "--no-webui",
     ]  # fmt: skip
     with _running(program, options, port) as process:

@@ -72,6 +72,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--llama-server", type=Path, metavar="PROGRAM")
     add("--gguf", type=Path, metavar="FILE", help="the model as llama.cpp reads it")
+    add("--unfused", action="store_true", help="llama.cpp's attention, which needs a cache in f16")
     add("--weights", choices=["int8", "int4"], help="packed into so many bits")
     add("--threads", type=int, help="default: torch's own choice")
     add("--disk", default="auto")
@@ -244,7 +245,7 @@ class Load:
                 row[key] = served(
                     args.llama_server, args.gguf, prompts, args.answer,
                     shape=inspect_model(model).kv, limit_bytes=parse_bytes(args.memory),
-                    threads=torch.get_num_threads(),
+                    threads=torch.get_num_threads(), fused=not args.unfused,
                 )  # fmt: skip
             sitting.keep(self.figures())
 

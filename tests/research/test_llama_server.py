@@ -84,12 +84,15 @@ def test_every_request_is_answered_in_full(tmp_path: Path) -> None:
 def test_a_run_keeps_what_it_said_and_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "__kwdefaults__", {"port": free_port()})
+    monkeypatch.setattr(
+        served, "__kwdefaults__", {**(served.__kwdefaults__ or {}), "port": free_port()}
+    )
     out = tmp_path / "result.json"
     report = run([
         "--model", "tiny", "--clients", "2", "--tokens", "30", "40", "--answer", "3",
         "--memory", "8MiB", "--disk", "memory", "--beside", "llama.cpp", "--gguf",
-        str(tmp_path / "m.gguf"), "--llama-server", str(program(tmp_path)), "--output", str(out),
+        str(tmp_path / "m.gguf"), "--llama-server", str(program(tmp_path)), "--unfused",
+        "--output", str(out),
     ])  # fmt: skip
     [row] = Result.load(out).figures["rows"]
     assert row["llama_server"]["new_tokens"] == row["together"]["new_tokens"] == 6
@@ -106,6 +109,9 @@ def test_the_finest_cache_that_fits_is_taken() -> None:
     assert cache_type(SHAPE, tokens, FULL * 34 // 64 - 1) == "q4_0"
     with pytest.raises(ConfigError, match="holds no 106 tokens"):
         cache_type(SHAPE, tokens, FULL // 4)
+    assert cache_type(SHAPE, tokens, FULL, fused=False) == "f16"
+    with pytest.raises(ConfigError, match="holds no 106 tokens"):
+        cache_type(SHAPE, tokens, FULL - 1, fused=False)
 
 
 def test_it_must_be_said_where_it_is(tmp_path: Path) -> None:
