@@ -114,7 +114,7 @@ def served(
         answer: tokens of each answer.
         shape: of the model, by which its cache is priced.
         limit_bytes: of the cache.
-        fused: as for `cache_type`; which is faster depends on lengths and clients.
+        fused: as for `cache_type`; llama.cpp's own choice.
 
     Raises:
         ConfigError: the requests do not fit the budget.
