@@ -21,7 +21,7 @@ from penstock.models.key_rotations import key_rotations
 from penstock.models.last_queries import LastQueries
 from penstock.models.latents import joined
 from penstock.models.model_shape import ModelShape, inspect_model
-from penstock.models.own_cache import plain_cache
+from penstock.models.own_cache import dynamic_cache
 from penstock.models.prefetch_hooks import can_predict
 from penstock.models.rank_meter import RankMeter
 from penstock.models.weight_access import model_device
@@ -202,7 +202,7 @@ def _read(
 ) -> DynamicCache:
     """The cache after one text; `queries` watches its last chunk, `report` is told of each."""
     device = model_device(model)
-    cache = plain_cache(model)
+    cache = dynamic_cache(model)
     *before, last = torch.split(tokens.to(device), CHUNK_TOKENS)
     with torch.no_grad():
         for piece in before:

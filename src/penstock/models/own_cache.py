@@ -16,7 +16,7 @@ def own_cache_class(model: PreTrainedModel) -> type[Any] | None:
     return next((each for each in found if isinstance(each, type)), None)
 
 
-def plain_cache(model: PreTrainedModel) -> Any:
+def dynamic_cache(model: PreTrainedModel) -> Any:
     """An empty cache of transformers as a model makes it for itself."""
     own = own_cache_class(model)
     return DynamicCache(config=model.config) if own is None else own()

@@ -24,11 +24,11 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, LowRankAdapter
 from penstock.kernels.key_rotation import BLOCK_TOKENS
-from penstock.models import own_cache
 from penstock.models.fingerprint import fingerprint
 from penstock.models.key_rotations import key_rotations
 from penstock.models.latents import joined
 from penstock.models.model_shape import decoder_config, inspect_model
+from penstock.models.own_cache import dynamic_cache
 from penstock.models.recurrent_layers import HAS_RECURRENT_LAYERS
 
 PlainKind = Literal["dynamic", "static"]
@@ -199,7 +199,7 @@ def plain_cache(model: PreTrainedModel, kind: PlainKind, max_tokens: int) -> Cac
     """An empty cache of transformers itself; `max_tokens` is what a static one preallocates."""
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=max_tokens)
-    return own_cache.plain_cache(model)
+    return dynamic_cache(model)
 
 
 def attending_layers(cache: Cache) -> list[int]:

@@ -76,7 +76,7 @@ def _compare(where: str, right: Any, found: Any) -> None:
 def _plain(model: PreTrainedModel, *calls: tuple[Any, ...], **options: Any) -> list[Any] | None:
     """What the plain model says, call by call on one cache; None where it cannot.
 
-    MiniMax's own cache forgets padding (transformers 5.24): that model reads all of it anew.
+    MiniMax's own cache loses padding (docs/internals/index.md): that model reads all of it anew.
     """
     try:
         if own_cache_class(model) is not None:
