@@ -9,6 +9,7 @@ from penstock.kernels.packed_weights import (
     FEW_ROWS,
     Int4Matrix,
     Int8Matrix,
+    PackedMatrix,
     code_order,
     packing,
 )
@@ -103,6 +104,21 @@ def test_products_of_few_tokens_are_the_twin(group: int) -> None:
     assert not made[1:].isfinite().any()
     if kernel("int4_groups") is None:
         pytest.skip("torch's operator stood in for the kernel")
+
+
+@pytest.mark.parametrize("group", [None, 32, 128])
+def test_a_token_has_the_same_product_in_company(group: int | None) -> None:
+    weight, dtype = drawn(ROWS, 384), torch.bfloat16
+    if group is None:
+        matrix: PackedMatrix = Int8Matrix(Int8Matrix.pack(weight, dtype), 384, dtype)
+    else:
+        matrix = Int4Matrix(Int4Matrix.pack(weight, dtype, group), 384, dtype, group)
+    if kernel(f"int{matrix.bits}_groups") is None:
+        pytest.skip("torch's operator stood in for the kernel")
+    x = drawn(FEW_ROWS, 384).bfloat16()
+    alone = torch.cat([matrix(row[None]) for row in x])
+    for tokens in (2, 3, 5, FEW_ROWS):
+        assert torch.equal(matrix(x[:tokens]), alone[:tokens])
 
 
 def test_the_kernel_is_its_twin() -> None:

@@ -6,6 +6,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kernels.native import compiled
+from penstock.kernels.native.compiled import address
 from penstock.storage import block_cipher
 from penstock.storage.block_cipher import BLOCK_BYTES, BlockCipher
 
@@ -28,21 +30,29 @@ def test_each_block_is_a_data_unit_of_the_librarys_xts(first: int) -> None:
         assert xts.update(data[part].tobytes()) == out[part].tobytes()
 
 
+@pytest.mark.parametrize("level", ["auto", "off"])
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 40)), min_size=1, max_size=12),
     st.integers(1, 9),
 )
-def test_runs_come_back_however_they_are_cut(runs: list[tuple[int, int]], piece: int) -> None:
+def test_runs_come_back_however_they_are_cut(
+    level: str, runs: list[tuple[int, int]], piece: int
+) -> None:
     cipher = BlockCipher()
     plain = [text(count * BLOCK_BYTES, seed) for seed, (_, count) in enumerate(runs)]
     stored = [np.empty_like(each) for each in plain]
     for (first, _), data, out in zip(runs, plain, stored, strict=True):
         cipher.encrypt(first, data, out)
     former, block_cipher._PIECE_BLOCKS = block_cipher._PIECE_BLOCKS, piece
+    firsts = np.array([first for first, _ in runs])
+    lengths = np.array([len(each) for each in stored])
+    allowed = compiled.limited_to()
+    compiled.limit(level)
     try:
-        cipher.decrypt(np.array([first for first, _ in runs]), stored)
+        cipher.decrypt(firsts, lengths, np.array([address(each) for each in stored]))
     finally:
         block_cipher._PIECE_BLOCKS = former
+        compiled.limit(allowed)
     assert all(map(np.array_equal, plain, stored))
 
 

@@ -190,13 +190,13 @@ class RetrievalLayer(LayerCache):
         """Make the landed slots visible, padding excepted."""
         if self._slots_full and self._visible is None:
             return
+        if self._visible is None:
+            self.slot_pool.show_slots(plan.rows, plan.slots)
+            self._slots_full = bool((self.table.unit_in >= 0).all())
+            return
         device = self.slot_pool.mask.device
         rows = torch.from_numpy(plan.rows).to(device)
         slots = torch.from_numpy(plan.slots).to(device)
-        if self._visible is None:
-            self.slot_pool.slot_mask[rows, slots] = 0.0
-            self._slots_full = bool((self.table.unit_in >= 0).all())
-            return
         group_tokens = self.setup.plan.group_tokens
         first = torch.from_numpy(plan.units).to(device) * group_tokens
         positions = first[:, None] + torch.arange(group_tokens, device=device)

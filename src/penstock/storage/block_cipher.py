@@ -1,13 +1,15 @@
 """BlockCipher: AES-XTS over 16-byte blocks by their number, many runs of them in one call."""
 
+import ctypes
 import os
 import time
-from threading import Lock
-from typing import TYPE_CHECKING
+from threading import Lock, local
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.core.errors import DocumentKeyError
+from penstock.kernels.native.compiled import address, kernel
 from penstock.storage.file import ByteArray, Int64Array
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16
 KEY_BYTES = 32
-_PIECE_BLOCKS = 1 << 14
+_PIECE_BLOCKS = 1 << 12
 """Blocks worked on at a time, which stay in the processor's cache."""
 _FAST_BYTES_PER_S = 400e6
 """AES in hardware does ten times that on any processor that has it; in software, half."""
@@ -27,7 +29,7 @@ class BlockCipher:
 
     Blocks can be written and read in any order and length, in place, and nothing is kept beside
     them. Equal text in an equal place gives equal blocks; it hides what is written, and finds no
-    change. A few numpy calls a batch, and two AES calls of the library on all blocks together.
+    change. Two AES calls of the library on all blocks together, and a kernel around each.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -43,57 +45,96 @@ class BlockCipher:
 
     def encrypt(self, first_block: int, data: ByteArray, out: ByteArray) -> None:
         """Encrypt `data` as blocks from `first_block` on; both uint8 [16 * blocks], contiguous."""
+        assert len(data) == len(out), "as many bytes of each"
+        length = np.array([len(data)])
+        source, target = np.array([address(data)]), np.array([address(out)])
         with self._encrypting:
-            _convert(self._encrypt, np.array([first_block]), [data], [out])
+            _convert(self._encrypt, np.array([first_block]), length, source, target)
 
-    def decrypt(self, first_blocks: Int64Array, runs: list[ByteArray]) -> None:
-        """Decrypt runs in place: run i, uint8 [16 * blocks], begins with block `first_blocks[i]`.
+    def decrypt(self, first_blocks: Int64Array, lengths: Int64Array, addresses: Int64Array) -> None:
+        """Decrypt runs of bytes where they lie; only one decryption is under way at a time.
 
-        Only one decryption is under way at a time.
+        Args:
+            first_blocks: number of each run's first block. [runs]
+            lengths: bytes of each, which divide by 16. [runs]
+            addresses: of each in memory. [runs]
         """
         with self._decrypting:
-            _convert(self._decrypt, first_blocks, runs, runs)
+            _convert(self._decrypt, first_blocks, lengths, addresses, addresses)
+
+
+class _Scratch(local):
+    """A thread's memory for a piece, which stays: made anew, its pages would be too."""
+
+    def __init__(self) -> None:
+        # The library wants a block of room behind what it writes.
+        self.arrays = np.empty((3, _PIECE_BLOCKS + 1, BLOCK_BYTES), dtype=np.uint8)
+        self.views = [each.reshape(-1).data for each in self.arrays]
+        self.addresses = [address(each) for each in self.arrays]
+
+
+_SCRATCH = _Scratch()
 
 
 def _convert(
-    ciphers: "tuple[CipherContext, CipherContext]", first_blocks: Int64Array,
-    sources: list[ByteArray], targets: list[ByteArray],
+    ciphers: "tuple[CipherContext, CipherContext]", first_blocks: Int64Array, lengths: Int64Array,
+    sources: Int64Array, targets: Int64Array,
 ) -> None:  # fmt: skip
-    batch: list[tuple[int, ByteArray, ByteArray]] = []
-    room = _PIECE_BLOCKS * BLOCK_BYTES
-    for first, source, target in zip(first_blocks.tolist(), sources, targets, strict=True):
-        start = 0
-        while start < len(source):
-            size = min(room, len(source) - start)
-            part = slice(start, start + size)
-            batch.append((first + start // BLOCK_BYTES, source[part], target[part]))
-            start, room = start + size, room - size
-            if not room:
-                _convert_piece(ciphers, batch)
-                batch, room = [], _PIECE_BLOCKS * BLOCK_BYTES
-    if batch:
-        _convert_piece(ciphers, batch)
+    """Both AES calls over all runs, a piece at a time; a run is read at its source."""
+    number_blocks = kernel("number_blocks") or _number_blocks_twin
+    mask_runs = kernel("mask_runs") or _mask_runs_twin
+    lists = [np.ascontiguousarray(each) for each in (first_blocks, lengths, sources, targets)]
+    first_at, length_at, source_at, target_at = map(address, lists)
+    runs, total = len(lengths), int(lengths.sum())
+    views, (numbers_at, masks_at, work_at) = _SCRATCH.views, _SCRATCH.addresses
+    most = _PIECE_BLOCKS * BLOCK_BYTES
+    for begin in range(0, total, most):
+        size = min(most, total - begin)
+        piece = (length_at, runs, begin, size)
+        number_blocks(first_at, *piece, numbers_at)
+        ciphers[0].update_into(views[0][:size], views[1])
+        mask_runs(source_at, *piece, masks_at, work_at, 1)
+        ciphers[1].update_into(views[2][:size], views[2])
+        mask_runs(target_at, *piece, masks_at, work_at, 0)
 
 
-def _convert_piece(
-    ciphers: "tuple[CipherContext, CipherContext]", batch: list[tuple[int, ByteArray, ByteArray]]
+def _number_blocks_twin(
+    first_at: int, length_at: int, runs: int, begin: int, size: int, numbers_at: int
 ) -> None:
-    sizes = np.array([len(source) for _, source, _ in batch])
-    ends = sizes.cumsum()
-    total = int(ends[-1])
-    numbers = np.zeros((total // BLOCK_BYTES, 2), dtype="<u8")
-    firsts = np.array([first for first, _, _ in batch], dtype=np.int64)
-    firsts -= (ends - sizes) // BLOCK_BYTES
-    numbers[:, 0] = np.arange(len(numbers)) + np.repeat(firsts, sizes // BLOCK_BYTES)
-    # The library wants a block of room behind what it writes.
-    masks, work = np.empty((2, total + BLOCK_BYTES), dtype=np.uint8)
-    ciphers[0].update_into(numbers.reshape(-1).view(np.uint8).data, masks.data)
-    starts = (ends - sizes).tolist()
-    for (_, source, _), start, end in zip(batch, starts, ends.tolist(), strict=True):
-        np.bitwise_xor(source, masks[start:end], out=work[start:end])
-    ciphers[1].update_into(work[:total].data, work.data)
-    for (_, _, target), start, end in zip(batch, starts, ends.tolist(), strict=True):
-        np.bitwise_xor(work[start:end], masks[start:end], out=target)
+    """`penstock_number_blocks` in numpy."""
+    firsts, lengths = _at(first_at, runs), _at(length_at, runs)
+    ends = lengths.cumsum()
+    shifts = firsts - (ends - lengths) // BLOCK_BYTES
+    blocks = np.arange(begin // BLOCK_BYTES, (begin + size) // BLOCK_BYTES)
+    numbers = _at(numbers_at, 2 * len(blocks)).reshape(-1, 2)
+    numbers[:, 0] = blocks + shifts[np.searchsorted(ends, blocks * BLOCK_BYTES, side="right")]
+    numbers[:, 1] = 0
+
+
+def _mask_runs_twin(
+    addresses_at: int, length_at: int, runs: int, begin: int, size: int, masks_at: int,
+    work_at: int, into_work: int,
+) -> None:  # fmt: skip
+    """`penstock_mask_runs` in numpy."""
+    addresses, lengths = _at(addresses_at, runs).tolist(), _at(length_at, runs).tolist()
+    masks, work, at = bytes_at(masks_at, size), bytes_at(work_at, size), -begin
+    for start, length in zip(addresses, lengths, strict=True):
+        low, high = max(at, 0), min(at + length, size)
+        if low < high:
+            run = bytes_at(start + low - at, high - low)
+            source, target = (run, work[low:high]) if into_work else (work[low:high], run)
+            np.bitwise_xor(source, masks[low:high], out=target)
+        at += length
+
+
+def _at(where: int, count: int) -> Int64Array:
+    return bytes_at(where, 8 * count).view(np.int64)
+
+
+def bytes_at(where: int, count: int) -> ByteArray:
+    """Memory at an address as an array, which does not keep it alive. uint8 [count]"""
+    memory: Any = (ctypes.c_uint8 * count).from_address(where)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _halves(key: bytes):  # type: ignore[no-untyped-def]

@@ -1,6 +1,5 @@
 """SealedFile: a private file whose bytes are worthless once its process is gone."""
 
-import ctypes
 import threading
 from collections.abc import Callable
 
@@ -9,7 +8,7 @@ from typing_extensions import override
 
 from penstock.core.errors import StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.block_cipher import BLOCK_BYTES, BlockCipher
+from penstock.storage.block_cipher import BLOCK_BYTES, BlockCipher, bytes_at
 from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
 from penstock.storage.native_aio import AioQueue
 
@@ -101,13 +100,11 @@ class SealedFile(KVFile):
         return SealedTicket(ticket, lambda: self._decrypt(offsets, lengths, addresses), keep_alive)
 
     def _decrypt(self, offsets: Int64Array, lengths: Int64Array, addresses: Int64Array) -> None:
-        runs = [
-            np.frombuffer((ctypes.c_uint8 * length).from_address(address), np.uint8)
-            for length, address in zip(lengths.tolist(), addresses.tolist(), strict=True)
-        ]
-        self._cipher.decrypt(offsets // BLOCK_BYTES, runs)
-        if len(runs) and int((offsets + lengths).max()) > self._written.whole_bytes:
-            for offset, run in zip(offsets.tolist(), runs, strict=True):
+        self._cipher.decrypt(offsets // BLOCK_BYTES, lengths, addresses)
+        if len(offsets) and int((offsets + lengths).max()) > self._written.whole_bytes:
+            runs = zip(offsets.tolist(), lengths.tolist(), addresses.tolist(), strict=True)
+            for offset, length, where in runs:
+                run = bytes_at(where, length)
                 self._written.clear_others(offset, run, self.sector_bytes)
 
     @override

@@ -9,6 +9,9 @@ from typing_extensions import override
 from penstock.core.shape import KVShape
 from penstock.kernels.plain_attention import NEGATIVE_INFINITY
 
+_BITS = {2: torch.int16, 4: torch.int32}
+"""Integers of a mask's element size."""
+
 
 class TokenPool:
     """Slots of one layer plus the places of its sinks and rolling window, in one tensor.
@@ -66,6 +69,15 @@ class TokenPool:
     def hide_slots(self) -> None:
         """Make every slot invisible; sinks and window stay."""
         self.mask[:, : self.slot_places] = NEGATIVE_INFINITY
+
+    def show_slots(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Make whole slots visible. rows, slots: [count]"""
+        if self.mask.device.type == "cpu":  # numpy puts in a tenth of torch's time; 0.0 is no bits
+            self.slot_mask.view(_BITS[self.mask.itemsize]).numpy()[rows, slots] = 0
+            return
+        device = self.mask.device
+        where = (torch.from_numpy(rows).to(device), torch.from_numpy(slots).to(device))
+        self.slot_mask[where] = 0.0
 
     def write_keys(self, rows: NDArray[np.int64], slots: NDArray[np.int64], keys: Tensor) -> None:
         """Overwrite the keys of some slots; those that values lie in are the true ones already.

@@ -26,6 +26,8 @@ _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
     "store_codes": (_ADDRESS, *7 * (_COUNT,), _ADDRESS),
     "coalesce": (*2 * (_ADDRESS,), *2 * (_COUNT,), *4 * (_ADDRESS,)),
     "copy_runs": (*3 * (_ADDRESS,), _COUNT),
+    "number_blocks": (*2 * (_ADDRESS,), *3 * (_COUNT,), _ADDRESS),
+    "mask_runs": (*2 * (_ADDRESS,), *3 * (_COUNT,), *2 * (_ADDRESS,), _COUNT),
     "put_token": (
         *2 * (_ADDRESS,), *2 * (_COUNT,), _ADDRESS, _COUNT, _ADDRESS, *2 * (_COUNT,),
     ),

@@ -7,7 +7,7 @@
 
 #ifdef PENSTOCK_X86
 
-enum { COLUMNS = 32, MOST_TOKENS = 4 };
+enum { COLUMNS = 32, MOST_TOKENS = 8, BLOCK_ROWS = 16 };
 
 /* 16 scales from `index` on; those behind `count` are 0. */
 AVX512 INLINE __m512 scales_from(const char *scales, int64_t index, int64_t count, int kind) {
@@ -27,50 +27,57 @@ AVX512 INLINE __m512 widened(const int8_t *codes) {
 AVX512 INLINE void row_of(const float *x, const int8_t *codes, const char *scales, int64_t at,
                           int64_t width, int64_t rows, int tokens, float *out, int kind) {
     const int64_t groups = width / COLUMNS;
-    __m512 sum[MOST_TOKENS];
-    for (int token = 0; token < tokens; token++) sum[token] = _mm512_setzero_ps();
+    __m512 even[MOST_TOKENS], odd[MOST_TOKENS];
+    for (int token = 0; token < tokens; token++) even[token] = odd[token] = _mm512_setzero_ps();
     for (int64_t group = 0; group < groups; group += 16) {
         const int64_t count = groups - group < 16 ? groups - group : 16;
         float scale[16];
         _mm512_storeu_ps(scale, scales_from(scales, at + group, count, kind));
         for (int64_t j = 0; j < count; j++) {
             const int64_t i = (group + j) * COLUMNS;
-            const __m512 low = widened(codes + i), high = widened(codes + i + 16);
             const __m512 factor = _mm512_set1_ps(scale[j]);
+            const __m512 low = _mm512_mul_ps(widened(codes + i), factor),
+                         high = _mm512_mul_ps(widened(codes + i + 16), factor);
             for (int token = 0; token < tokens; token++) {
                 const float *from = x + token * width + i;
-                const __m512 product =
-                    _mm512_fmadd_ps(high, _mm512_loadu_ps(from + 16),
-                                    _mm512_mul_ps(low, _mm512_loadu_ps(from)));
-                sum[token] = _mm512_fmadd_ps(product, factor, sum[token]);
+                even[token] = _mm512_fmadd_ps(low, _mm512_loadu_ps(from), even[token]);
+                odd[token] = _mm512_fmadd_ps(high, _mm512_loadu_ps(from + 16), odd[token]);
             }
         }
     }
     for (int token = 0; token < tokens; token++)
-        out[token * rows] = _mm512_reduce_add_ps(sum[token]);
+        out[token * rows] = _mm512_reduce_add_ps(_mm512_add_ps(even[token], odd[token]));
 }
 
+/* Inputs of a few tokens stay in the nearest cache while some rows go by. */
 AVX512 INLINE void rows_of(const float *x, const int8_t *codes, const char *scales, int64_t tokens,
                            int64_t width, int64_t first, int64_t end, int64_t rows, float *out,
                            int kind) {
-    for (int64_t row = first; row < end; row++) {
-        const int64_t at = row * (width / COLUMNS);
-        const int8_t *from = codes + row * width;
-        int64_t token = 0;
-        for (; token + MOST_TOKENS <= tokens; token += MOST_TOKENS)
-            row_of(x + token * width, from, scales, at, width, rows, MOST_TOKENS,
-                   out + token * rows + row, kind);
-        for (; token < tokens; token++)
-            row_of(x + token * width, from, scales, at, width, rows, 1, out + token * rows + row,
-                   kind);
+    for (int64_t token = 0, some; token < tokens; token += some) {
+        const float *from = x + token * width;
+        float *to = out + token * rows;
+        some = tokens - token;
+        some = some >= MOST_TOKENS ? MOST_TOKENS : some >= 4 ? 4 : some >= 2 ? 2 : 1;
+        for (int64_t row = first; row < end; row++) {
+            const int64_t at = row * (width / COLUMNS);
+            const int8_t *code = codes + row * width;
+            if (some == MOST_TOKENS)
+                row_of(from, code, scales, at, width, rows, MOST_TOKENS, to + row, kind);
+            else if (some == 4) row_of(from, code, scales, at, width, rows, 4, to + row, kind);
+            else if (some == 2) row_of(from, code, scales, at, width, rows, 2, to + row, kind);
+            else row_of(from, code, scales, at, width, rows, 1, to + row, kind);
+        }
     }
 }
 
 AVX512 static void some_rows(const float *x, const int8_t *codes, const char *scales,
                              int64_t kind, int64_t tokens, int64_t width, int64_t first,
                              int64_t end, int64_t rows, float *out) {
-#define ROWS(k) rows_of(x, codes, scales, tokens, width, first, end, rows, out, k)
-    EACH_KIND(ROWS)
+    for (int64_t row = first; row < end; row += BLOCK_ROWS) {
+        const int64_t stop = row + BLOCK_ROWS < end ? row + BLOCK_ROWS : end;
+#define ROWS(k) rows_of(x, codes, scales, tokens, width, row, stop, rows, out, k)
+        EACH_KIND(ROWS)
+    }
 }
 
 #endif

@@ -49,7 +49,8 @@ class PackedModule(nn.Module):
 
     def matrix(self, name: str, which: int = 0) -> PackedMatrix:
         """A packed weight for products; `which` of several."""
-        weight = getattr(self, name)
+        weight = self._parameters[name]
+        assert weight is not None
         known = self.__dict__.setdefault("_matrices", {})
         found = known.get((name, which))
         if found is None or found[0] is not weight:
@@ -85,8 +86,9 @@ class PackedLinear(PackedModule):
         matrix = self.matrix("weight")
         rows = x.reshape(-1, self.in_features)
         out = matrix(rows if x.dtype == matrix.dtype else rows.to(matrix.dtype))
-        if self.bias is not None:
-            out = out + self.bias
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            out += bias
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def extra_repr(self) -> str:
