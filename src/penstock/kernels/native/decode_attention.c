@@ -33,32 +33,96 @@ AVX512 INLINE int is_visible(const char *mask, int64_t place, int kind) {
     return ((const uint16_t *)mask)[place] == 0;
 }
 
-/* Logits of one key with `part` queries, its values loaded once.
- * query: float [part][dim]; logits: [part][BLOCK], of which the token's column */
-AVX512 INLINE void dot(const float *query, int64_t dim, const char *key, float scaling,
-                       float *logits, int part, int kind) {
-    __m512 sum[4];
-    for (int j = 0; j < part; j++) sum[j] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < dim; i += 16) {
-        const __m512 k = load(key, i, kind);
-        for (int j = 0; j < part; j++)
-            sum[j] = _mm512_fmadd_ps(_mm512_loadu_ps(query + j * dim + i), k, sum[j]);
+/* 32 numbers as two vectors. In pairs, those of even place come first and those of odd place
+ * second: two bfloat16 of a word become floats without moving between lanes. Queries, values and
+ * sums have the same order then. */
+AVX512 INLINE void load_two(const char *from, int64_t index, __m512 *a, __m512 *b, int kind,
+                            int pairs) {
+    if (pairs) {
+        const __m512i words = _mm512_loadu_si512((const uint16_t *)from + index);
+        *a = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+        *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+    } else {
+        *a = load(from, index, kind);
+        *b = load(from, index + 16, kind);
     }
-    for (int j = 0; j < part; j++) logits[j * BLOCK] = _mm512_reduce_add_ps(sum[j]) * scaling;
+}
+
+AVX512 INLINE __m512i bfloat16_above(__m512 value) { /* as `store` rounds it, in the upper half */
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+
+AVX512 INLINE void store_two(char *to, int64_t index, __m512 a, __m512 b, int kind, int pairs) {
+    if (pairs) {
+        const __m512i even = _mm512_srli_epi32(bfloat16_above(a), 16);
+        const __m512i odd =
+            _mm512_and_si512(bfloat16_above(b), _mm512_set1_epi32((int)0xffff0000));
+        _mm512_storeu_si512((uint16_t *)to + index, _mm512_or_si512(even, odd));
+    } else {
+        store(to, index, a, kind);
+        store(to, index + 16, b, kind);
+    }
+}
+
+/* The sum of each of four vectors. */
+AVX512 INLINE __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 last = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 four = _mm512_add_ps(_mm512_shuffle_ps(first, last, 0x44),
+                                      _mm512_shuffle_ps(first, last, 0xee));
+    const __m256 half =
+        _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+/* Logits of `keys` keys with `part` queries, their values loaded once.
+ * query: float [part][dim]; key: [keys]; logits: [part][BLOCK], of which the tokens' columns */
+AVX512 INLINE void dot(const float *query, int64_t dim, const char *const *key,
+                       const float *scaling, float *logits, int part, int keys, int kind,
+                       int pairs) {
+    __m512 sum[4];
+    for (int j = 0; j < 4; j++) sum[j] = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + 32 <= dim; i += 32)
+        for (int t = 0; t < keys; t++) {
+            __m512 a, b;
+            load_two(key[t], i, &a, &b, kind, pairs);
+            for (int j = 0; j < part; j++) {
+                const float *from = query + j * dim + i;
+                __m512 *to = &sum[t * part + j];
+                *to = _mm512_fmadd_ps(_mm512_loadu_ps(from), a, *to);
+                *to = _mm512_fmadd_ps(_mm512_loadu_ps(from + 16), b, *to);
+            }
+        }
+    if (i < dim)
+        for (int t = 0; t < keys; t++) {
+            const __m512 k = load(key[t], i, kind);
+            for (int j = 0; j < part; j++)
+                sum[t * part + j] =
+                    _mm512_fmadd_ps(_mm512_loadu_ps(query + j * dim + i), k, sum[t * part + j]);
+        }
+    float each[4];
+    _mm_storeu_ps(each, four_sums(sum[0], sum[1], sum[2], sum[3]));
+    for (int t = 0; t < keys; t++)
+        for (int j = 0; j < part; j++) logits[j * BLOCK + t] = each[t * part + j] * scaling[t];
 }
 
 /* Weighted values of a block, added to 32 (or the last 16) numbers of `part` sums.
  * weights: [part][BLOCK]; sums: [part][dim] */
 AVX512 INLINE void weigh(const char *const *values, int64_t size, const float *weights, float *sums,
-                         int64_t dim, int64_t i, int part, int kind) {
-    const int64_t next = i + 16 < dim ? i + 16 : i; /* two vectors: the values are loaded once */
+                         int64_t dim, int64_t i, int part, int kind, int pairs) {
+    const int two = i + 16 < dim;
     __m512 low[4], high[4];
     for (int j = 0; j < part; j++) {
         low[j] = _mm512_loadu_ps(sums + j * dim + i);
-        high[j] = _mm512_loadu_ps(sums + j * dim + next);
+        high[j] = two ? _mm512_loadu_ps(sums + j * dim + i + 16) : _mm512_setzero_ps();
     }
     for (int64_t t = 0; t < size; t++) {
-        const __m512 a = load(values[t], i, kind), b = load(values[t], next, kind);
+        __m512 a, b = _mm512_setzero_ps();
+        if (two) load_two(values[t], i, &a, &b, kind, pairs);
+        else a = load(values[t], i, kind);
         for (int j = 0; j < part; j++) {
             const __m512 w = _mm512_set1_ps(weights[j * BLOCK + t]);
             low[j] = _mm512_fmadd_ps(w, a, low[j]);
@@ -67,7 +131,7 @@ AVX512 INLINE void weigh(const char *const *values, int64_t size, const float *w
     }
     for (int j = 0; j < part; j++) {
         _mm512_storeu_ps(sums + j * dim + i, low[j]);
-        if (next != i) _mm512_storeu_ps(sums + j * dim + next, high[j]);
+        if (two) _mm512_storeu_ps(sums + j * dim + i + 16, high[j]);
     }
 }
 
@@ -88,7 +152,7 @@ AVX512 INLINE float scale_of(const char *code_scales, int64_t head) {
 /* Places [0, places) of the pool's codes or of its tokens, for KV heads [first, end) of one row.
  * kind: of the query and the mask; of: of the tokens */
 AVX512 INLINE void see(const call_t *call, const seen_t *seen, const char *tokens, const char *mask,
-                       int64_t places, int64_t first, int64_t end, int kind, int of) {
+                       int64_t places, int64_t first, int64_t end, int kind, int of, int pairs) {
     const int64_t dim = call->head_dim, heads = call->kv_heads, queries = call->queries;
     const int64_t bytes = of == CODES ? 1 : of == FLOAT32 ? 4 : 2;
     const int64_t numbers = 2 * heads * dim * bytes; /* scales of codes lie behind them */
@@ -103,16 +167,28 @@ AVX512 INLINE void see(const call_t *call, const seen_t *seen, const char *token
         if (size == 0) break;
         for (int64_t head = first; head < end; head++) {
             const int64_t row = (head - first) * queries;
-            for (int64_t q = 0; q < queries; q += 4)
-                for (int64_t t = 0; t < size; t++) {
-                    const int64_t part = queries - q < 4 ? queries - q : 4;
-                    const float *query = seen->wide + (row + q) * dim;
-                    const char *key = block[t] + head * dim * bytes;
-                    const float scaling =
-                        of == CODES ? call->scaling * scale_of(block[t] + numbers, head) : call->scaling;
-#define DOT(n) dot(query, dim, key, scaling, logits[row + q] + t, n, of)
-                    EACH_PART(part, DOT)
+            const char *keys[BLOCK];
+            float scaling[BLOCK];
+            for (int64_t t = 0; t < size; t++) {
+                keys[t] = block[t] + head * dim * bytes;
+                scaling[t] = call->scaling;
+                if (of == CODES) scaling[t] *= scale_of(block[t] + numbers, head);
+            }
+            for (int64_t q = 0; q < queries; q += 4) {
+                const int64_t part = queries - q < 4 ? queries - q : 4;
+                const float *query = seen->wide + (row + q) * dim;
+                for (int64_t t = 0, some; t < size; t += some) {
+                    some = part > 2 ? 1 : part == 2 ? 2 : 4;
+                    if (t + some > size) some = 1;
+#define DOT(n, keys_of) dot(query, dim, keys + t, scaling + t, logits[row + q] + t, n, keys_of, of, pairs)
+                    if (part == 4) DOT(4, 1);
+                    else if (part == 3) DOT(3, 1);
+                    else if (part == 2 && some == 2) DOT(2, 2);
+                    else if (part == 2) DOT(2, 1);
+                    else if (some == 4) DOT(1, 4);
+                    else DOT(1, 1);
                 }
+            }
             __m512 scales = _mm512_set1_ps(1.0f); /* of the values */
             if (of == CODES) {
                 float each[BLOCK] = {0};
@@ -145,7 +221,7 @@ AVX512 INLINE void see(const call_t *call, const seen_t *seen, const char *token
                 for (int64_t q = 0; q < queries; q += 4) {
                     const int64_t part = queries - q < 4 ? queries - q : 4;
                     float *to = sums + (row + q) * dim;
-#define WEIGH(n) weigh(values, size, logits[row + q], to, dim, i, n, of)
+#define WEIGH(n) weigh(values, size, logits[row + q], to, dim, i, n, of, pairs)
                     EACH_PART(part, WEIGH)
                 }
         }
@@ -153,30 +229,51 @@ AVX512 INLINE void see(const call_t *call, const seen_t *seen, const char *token
 }
 
 /* KV heads [first, end) of one row. */
-AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int kind) {
+AVX512 INLINE void attend(const call_t *call, int64_t first, int64_t end, int kind, int pairs) {
     const int64_t dim = call->head_dim, queries = call->queries;
     const int64_t bytes = kind == FLOAT32 ? 4 : 2, count = (end - first) * queries;
     float sums[count * dim], wide[count * dim], largest[count], totals[count];
     const seen_t seen = {wide, sums, largest, totals};
     memset(sums, 0, sizeof(sums));
-    for (int64_t i = 0; i < count * dim; i += 16)
-        _mm512_storeu_ps(wide + i, load(call->query + first * queries * dim * bytes, i, kind));
+    const char *query = call->query + first * queries * dim * bytes;
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < dim; i += 32) {
+            const int64_t at = row * dim + i;
+            __m512 a, b;
+            if (i + 16 == dim) {
+                _mm512_storeu_ps(wide + at, load(query, at, kind));
+                break;
+            }
+            load_two(query, at, &a, &b, kind, pairs);
+            _mm512_storeu_ps(wide + at, a);
+            _mm512_storeu_ps(wide + at + 16, b);
+        }
     for (int64_t i = 0; i < count; i++) largest[i] = -INFINITY, totals[i] = 0.0f;
-    if (call->codes) see(call, &seen, call->codes, call->mask, call->coded_places, first, end, kind, CODES);
-    see(call, &seen, call->tokens, call->mask + call->coded_places * bytes, call->places, first, end, kind, kind);
+    if (call->codes) see(call, &seen, call->codes, call->mask, call->coded_places, first, end, kind, CODES, 0);
+    see(call, &seen, call->tokens, call->mask + call->coded_places * bytes, call->places, first, end, kind, kind, pairs);
     for (int64_t i = 0; call->lse && i < count; i++)
         call->lse[first * queries + i] = largest[i] + logf(totals[i]);
     for (int64_t i = 0; i < count; i++) {
         const __m512 inverse = _mm512_set1_ps(totals[i] == 0.0f ? 0.0f : 1.0f / totals[i]);
-        for (int64_t d = 0; d < dim; d += 16)
-            store(call->out + (first * queries + i) * dim * bytes, d,
-                  _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + d), inverse), kind);
+        char *out = call->out + (first * queries + i) * dim * bytes;
+        for (int64_t d = 0; d < dim; d += 32) {
+            const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + d), inverse);
+            if (d + 16 == dim) {
+                store(out, d, a, kind);
+                break;
+            }
+            const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + d + 16), inverse);
+            store_two(out, d, a, b, kind, pairs);
+        }
     }
 }
 
-AVX512 static void attend_float32(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT32); }
-AVX512 static void attend_bfloat16(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, BFLOAT16); }
-AVX512 static void attend_float16(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT16); }
+AVX512 static void attend_float32(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT32, 0); }
+AVX512 static void attend_bfloat16(const call_t *c, int64_t a, int64_t b) {
+    if (c->codes) attend(c, a, b, BFLOAT16, 0); /* which lie in order */
+    else attend(c, a, b, BFLOAT16, 1);
+}
+AVX512 static void attend_float16(const call_t *c, int64_t a, int64_t b) { attend(c, a, b, FLOAT16, 0); }
 
 #endif
 
