@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -27,7 +28,7 @@ from penstock.models.packed import calibration, kept
 from penstock.models.packed.calibration import calibration_pieces
 from penstock.models.packed.form import Form
 from penstock.models.packed.kept import kept_model
-from penstock.models.packed.modules import packed_modules
+from penstock.models.packed.modules import QuickNorm, packed_modules, quicken_norms
 from penstock.models.packed.sources import PackedSource
 from penstock.testing.tiny_chat import tiny_chat_model
 
@@ -134,6 +135,36 @@ def test_what_is_kept_is_what_was_made(config: PreTrainedConfig, bits: int, tmp_
         assert (packed - logits).norm() < (0.04 if bits == 8 else 0.4) * logits.norm()
     size = sum(each.nbytes for each in found.parameters())
     assert size < (0.3 if bits == 8 else 0.25) * sum(each.nbytes for each in plain.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("config", "is_quick"),
+    [(FAMILIES["tied"], True), (FAMILIES["experts"], True), (Gemma2Config(**SIZES), False)],
+    ids=["llama", "norms of heads", "another formula"],
+)
+def test_norms_like_llamas_are_one_call_for_a_few_tokens(
+    config: PreTrainedConfig, is_quick: bool, dtype: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    own = {each: type(each) for each in model.modules() if type(each).__name__.endswith("Norm")}
+    with torch.no_grad():
+        before = model(IDS).logits.float()
+        quicken_norms(model)
+        after = model(IDS).logits.float()
+    assert own
+    assert {isinstance(each, QuickNorm) for each in own} == {is_quick}
+    step = torch.finfo(dtype).eps
+    assert (after - before).norm() < 8 * step * before.norm()
+    for norm, kind in own.items():
+        weight: Any = norm.weight
+        many = torch.randn(600, len(weight), dtype=dtype)
+        few, whole = many[:3], many.repeat(8, 1)
+        assert torch.equal(norm(few), kind.forward(norm, few))  # gradients are wanted
+        with torch.no_grad():
+            assert torch.equal(norm(whole), kind.forward(norm, whole))
+            torch.testing.assert_close(norm(few), kind.forward(norm, few), rtol=2 * step, atol=step)
+            assert norm(few.double()).dtype == kind.forward(norm, few.double()).dtype
 
 
 def test_a_folder_is_packed_once(folder: Path, cache: Path) -> None:

@@ -52,11 +52,11 @@ def fused_parts(model: PreTrainedModel) -> Iterator[None]:
             sources.add(kind.__module__)
             if "forward" in module.__dict__:
                 continue  # another wrapper is there
-            make = _norm if _is_norm(module) else _gate if _is_gate(module) else None
+            make = _norm if is_norm(module) else _gate if _is_gate(module) else None
             if make is None:
                 continue
             if kind not in known:
-                known[kind] = _says_the_same(module)
+                known[kind] = says_the_same(module)
             if known[kind]:
                 module.forward = make(module)
                 undo.callback(module.__dict__.pop, "forward", None)
@@ -69,7 +69,8 @@ def fused_parts(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _is_norm(module: Any) -> bool:
+def is_norm(module: Any) -> bool:
+    """Whether a module has the parts of an RMSNorm; `says_the_same` tells whether it is Llama's."""
     weight = getattr(module, "weight", None)
     return (
         isinstance(weight, nn.Parameter)
@@ -119,10 +120,10 @@ def _rotation(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def _says_the_same(module: Any) -> bool:
+def says_the_same(module: Any) -> bool:
     """Whether a part's own code is the twin's, to the bit."""
     try:
-        if _is_norm(module):
+        if is_norm(module):
             weight = module.weight
             states = _random((3, weight.shape[0]), weight)
             twin = rms_norm_twin(states, weight, module.variance_epsilon)

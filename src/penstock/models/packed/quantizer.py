@@ -23,6 +23,7 @@ from penstock.models.packed.modules import (
     PackedLinear,
     PackedModule,
     packed_experts,
+    quicken_norms,
 )
 from penstock.models.query_projection import decoder_layers
 
@@ -79,6 +80,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         config = self.quantization_config
         replace_modules(model, config.bits, config.forms, ready=self.pre_quantized)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        quicken_norms(model)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Whether it is a packed module's weight."""
