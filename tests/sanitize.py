@@ -23,7 +23,7 @@ TESTS = (
     "tests/methods/louiskv/test_device_semantic_units.py",
     "tests/methods/hillinfer/test_scorer.py", "tests/engine/test_adapter.py",
     "tests/engine/test_rank_shares.py", "tests/engine/test_fused_fetch.py",
-    "tests/storage/test_native_aio.py",
+    "tests/storage/test_native_aio.py", "tests/storage/test_block_cipher.py",
 )  # fmt: skip
 """What calls compiled kernels, or gives them files that somebody has changed."""
 TRITON = ("tests/kernels/device", "tests/kernels/tree/test_tree_attention_triton.py",

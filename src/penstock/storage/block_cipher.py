@@ -46,10 +46,12 @@ class BlockCipher:
     def encrypt(self, first_block: int, data: ByteArray, out: ByteArray) -> None:
         """Encrypt `data` as blocks from `first_block` on; both uint8 [16 * blocks], contiguous."""
         assert len(data) == len(out), "as many bytes of each"
-        length = np.array([len(data)])
-        source, target = np.array([address(data)]), np.array([address(out)])
+        lists = [
+            np.array([each], np.int64)
+            for each in (first_block, len(data), address(data), address(out))
+        ]
         with self._encrypting:
-            _convert(self._encrypt, np.array([first_block]), length, source, target)
+            _convert(self._encrypt, *lists)
 
     def decrypt(self, first_blocks: Int64Array, lengths: Int64Array, addresses: Int64Array) -> None:
         """Decrypt runs of bytes where they lie; only one decryption is under way at a time.
@@ -83,7 +85,8 @@ def _convert(
     """Both AES calls over all runs, a piece at a time; a run is read at its source."""
     number_blocks = kernel("number_blocks") or _number_blocks_twin
     mask_runs = kernel("mask_runs") or _mask_runs_twin
-    lists = [np.ascontiguousarray(each) for each in (first_blocks, lengths, sources, targets)]
+    given = (first_blocks, lengths, sources, targets)
+    lists = [np.ascontiguousarray(each, dtype=np.int64) for each in given]
     first_at, length_at, source_at, target_at = map(address, lists)
     runs, total = len(lengths), int(lengths.sum())
     views, (numbers_at, masks_at, work_at) = _SCRATCH.views, _SCRATCH.addresses

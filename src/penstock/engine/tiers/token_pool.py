@@ -72,7 +72,9 @@ class TokenPool:
 
     def show_slots(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Make whole slots visible. rows, slots: [count]"""
-        if self.mask.device.type == "cpu":  # numpy puts in a tenth of torch's time; 0.0 is no bits
+        if (
+            self.mask.device.type == "cpu"
+        ):  # numpy takes a tenth of torch's time; 0.0 has no bit set
             self.slot_mask.view(_BITS[self.mask.itemsize]).numpy()[rows, slots] = 0
             return
         device = self.mask.device

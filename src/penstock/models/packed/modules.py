@@ -15,6 +15,9 @@ from penstock.kernels.query_steps import rms_norm
 from penstock.models.fused_step import is_norm, says_the_same
 from penstock.models.packed.form import Form
 
+_FEW_NUMBERS = 1 << 16
+"""Elements up to which a norm is one call, on one thread."""
+
 
 class PackedModule(nn.Module):
     """What modules with packed weights share."""
@@ -190,20 +193,16 @@ class QuickNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As the model's own. [..., width]"""
-        weight, own = self._parameters["weight"], self.__dict__
+        weight: Any = self._parameters["weight"]
+        epsilon: Any = self.variance_epsilon
         if (
-            weight is None
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
             or hidden_states.numel() > _FEW_NUMBERS
             or hidden_states.dtype != weight.dtype
         ):
             normed: Tensor = super().forward(hidden_states)
             return normed
-        return rms_norm(hidden_states, weight, own["variance_epsilon"])
-
-
-_FEW_NUMBERS = 1 << 16
-"""Elements up to which a norm is one call, on one thread."""
+        return rms_norm(hidden_states, weight, epsilon)
 
 
 def quicken_norms(model: nn.Module) -> None:
