@@ -108,7 +108,14 @@ def test_top_units(values: list[float], first: int, wanted: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "dim", "places"),
-    [(1, 4, 4, 16, 1), (2, 6, 2, 48, 33), (3, 16, 2, 128, 100), (1, 9, 1, 64, 470)],
+    [
+        (1, 4, 4, 16, 1),
+        (2, 6, 2, 48, 33),
+        (3, 16, 2, 128, 100),
+        (1, 9, 1, 64, 470),
+        (2, 8, 4, 80, 77),
+        (1, 3, 3, 64, 50),
+    ],  # fmt: skip
 )
 def test_decode_attention(
     batch: int, heads: int, kv_heads: int, dim: int, places: int, dtype: torch.dtype
@@ -158,7 +165,7 @@ def test_decode_attention_hides_no_nan(dtype: torch.dtype, bad: float, place: in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "dim", "slots", "places"),
-    [(1, 4, 4, 16, 1, 1), (3, 6, 2, 48, 7, 33), (2, 16, 2, 128, 160, 20)],
+    [(1, 4, 4, 16, 1, 1), (3, 6, 2, 48, 7, 33), (2, 16, 2, 128, 160, 20), (1, 4, 2, 80, 9, 11)],
 )
 def test_slots_in_8_bits(
     batch: int, heads: int, kv_heads: int, dim: int, slots: int, places: int, dtype: torch.dtype
