@@ -115,7 +115,7 @@ def test_top_units(values: list[float], first: int, wanted: int) -> None:
         (1, 9, 1, 64, 470),
         (2, 8, 4, 80, 77),
         (1, 3, 3, 64, 50),
-    ],  # fmt: skip
+    ],
 )
 def test_decode_attention(
     batch: int, heads: int, kv_heads: int, dim: int, places: int, dtype: torch.dtype
