@@ -1,16 +1,15 @@
 """BlockCipher: AES-XTS over 16-byte blocks by their number, many runs of them in one call."""
 
-import ctypes
 import os
 import time
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.core.errors import DocumentKeyError
 from penstock.kernels.native.compiled import address, kernel
-from penstock.storage.file import ByteArray, Int64Array
+from penstock.storage.file import ByteArray, Int64Array, bytes_at
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import CipherContext
@@ -132,12 +131,6 @@ def _mask_runs_twin(
 
 def _at(where: int, count: int) -> Int64Array:
     return bytes_at(where, 8 * count).view(np.int64)
-
-
-def bytes_at(where: int, count: int) -> ByteArray:
-    """Memory at an address as an array, which does not keep it alive. uint8 [count]"""
-    memory: Any = (ctypes.c_uint8 * count).from_address(where)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _halves(key: bytes):  # type: ignore[no-untyped-def]

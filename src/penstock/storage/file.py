@@ -1,9 +1,10 @@
 """KVFile: the calls a store needs from a file, and Ticket, a batch of reads on its way."""
 
+import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,12 @@ Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC), errno.ENOMEM}
+
+
+def bytes_at(address: int, count: int) -> ByteArray:
+    """Memory at an address as an array, which does not keep it alive. uint8 [count]"""
+    memory: Any = (ctypes.c_uint8 * count).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 class Ticket(ABC):

@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from penstock.core.errors import StorageError
 from penstock.storage.aligned_buffer import AlignedBuffer
-from penstock.storage.block_cipher import BLOCK_BYTES, BlockCipher, bytes_at
-from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket
+from penstock.storage.block_cipher import BLOCK_BYTES, BlockCipher
+from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, bytes_at
 from penstock.storage.native_aio import AioQueue
 
 _LEAST_SECTOR_BYTES = 512

@@ -26,6 +26,14 @@ AVX512 INLINE __m512 load(const char *from, int64_t index, int kind) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+/* Rounded to bfloat16, which is in the upper half of each word: to the nearest, ties to even. No NaN
+ * has all bits set. */
+AVX512 INLINE __m512i bfloat16_above(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+
 AVX512 INLINE void store(char *to, int64_t index, __m512 value, int kind) {
     if (kind == FLOAT32) {
         _mm512_storeu_ps((float *)to + index, value);
@@ -34,11 +42,8 @@ AVX512 INLINE void store(char *to, int64_t index, __m512 value, int kind) {
     __m256i half;
     if (kind == FLOAT16) {
         half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    } else { /* to the nearest, ties to even; no NaN has all bits set */
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-        half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16));
+    } else {
+        half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bfloat16_above(value), 16));
     }
     _mm256_storeu_si256((__m256i *)((uint16_t *)to + index), half);
 }

@@ -48,12 +48,6 @@ AVX512 INLINE void load_two(const char *from, int64_t index, __m512 *a, __m512 *
     }
 }
 
-AVX512 INLINE __m512i bfloat16_above(__m512 value) { /* as `store` rounds it, in the upper half */
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-}
-
 AVX512 INLINE void store_two(char *to, int64_t index, __m512 a, __m512 b, int kind, int pairs) {
     if (pairs) {
         const __m512i even = _mm512_srli_epi32(bfloat16_above(a), 16);

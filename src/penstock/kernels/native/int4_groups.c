@@ -82,6 +82,14 @@ VNNI INLINE __m512i pairs_of(const uint16_t *pairs, int v) {
     return _mm512_broadcast_i64x4(rows);
 }
 
+/* Scales of rows, and what a code of 0 is worth. */
+VNNI INLINE void split_pairs(__m512i pair, __m512 *scale, __m512 *least) {
+    *scale = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+    const __m512 offset =
+        _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));
+    *least = _mm512_fnmadd_ps(*scale, _mm512_set1_ps(8), offset);
+}
+
 /* Sums of 64 rows, of which the halves of a vector are parts. */
 VNNI INLINE void put_rows(const __m512 total[2][4], char *out, int kind) {
     float row[BLOCK_ROWS];
@@ -124,13 +132,10 @@ VNNI static void block_of(const uint8_t *codes, const uint16_t *scales, int64_t 
         const __m512 sum = _mm512_maskz_mov_ps(0x00ff, _mm512_set1_ps(in.sum[part]));
         for (int half = 0; half < 2; half++)
             for (int v = 0; v < 4; v++) {
-                const __m512i pair = pairs_of(pairs + 64 * half, v);
-                const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
-                const __m512 offset = _mm512_castsi512_ps(
-                    _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));
+                __m512 scale, least;
+                split_pairs(pairs_of(pairs + 64 * half, v), &scale, &least);
                 const __m512i product =
                     _mm512_add_epi32(_mm512_slli_epi32(high[half][v], 8), low[half][v]);
-                const __m512 least = _mm512_fnmadd_ps(scale, _mm512_set1_ps(8), offset);
                 total[half][v] = _mm512_fmadd_ps(
                     _mm512_mul_ps(_mm512_cvtepi32_ps(product), worth), scale, total[half][v]);
                 total[half][v] = _mm512_fmadd_ps(sum, least, total[half][v]);
@@ -163,11 +168,7 @@ VNNI INLINE void unpack_part(const uint8_t *codes, const uint16_t *pairs, part_t
         for (int v = 0; v < 4; v++) {
             const __m512i pair =
                 _mm512_permutexvar_epi32(alternate, pairs_of(pairs + 64 * half, v));
-            const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
-            const __m512 offset = _mm512_castsi512_ps(
-                _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)));
-            part->scale[half][v] = scale;
-            part->least[half][v] = _mm512_fnmadd_ps(scale, _mm512_set1_ps(8), offset);
+            split_pairs(pair, &part->scale[half][v], &part->least[half][v]);
         }
 }
 

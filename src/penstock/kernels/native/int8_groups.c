@@ -27,8 +27,8 @@ AVX512 INLINE __m512 widened(const int8_t *codes) {
 AVX512 INLINE void row_of(const float *x, const int8_t *codes, const char *scales, int64_t at,
                           int64_t width, int64_t rows, int tokens, float *out, int kind) {
     const int64_t groups = width / COLUMNS;
-    __m512 even[MOST_TOKENS], odd[MOST_TOKENS];
-    for (int token = 0; token < tokens; token++) even[token] = odd[token] = _mm512_setzero_ps();
+    __m512 first[MOST_TOKENS], last[MOST_TOKENS];
+    for (int token = 0; token < tokens; token++) first[token] = last[token] = _mm512_setzero_ps();
     for (int64_t group = 0; group < groups; group += 16) {
         const int64_t count = groups - group < 16 ? groups - group : 16;
         float scale[16];
@@ -40,13 +40,13 @@ AVX512 INLINE void row_of(const float *x, const int8_t *codes, const char *scale
                          high = _mm512_mul_ps(widened(codes + i + 16), factor);
             for (int token = 0; token < tokens; token++) {
                 const float *from = x + token * width + i;
-                even[token] = _mm512_fmadd_ps(low, _mm512_loadu_ps(from), even[token]);
-                odd[token] = _mm512_fmadd_ps(high, _mm512_loadu_ps(from + 16), odd[token]);
+                first[token] = _mm512_fmadd_ps(low, _mm512_loadu_ps(from), first[token]);
+                last[token] = _mm512_fmadd_ps(high, _mm512_loadu_ps(from + 16), last[token]);
             }
         }
     }
     for (int token = 0; token < tokens; token++)
-        out[token * rows] = _mm512_reduce_add_ps(_mm512_add_ps(even[token], odd[token]));
+        out[token * rows] = _mm512_reduce_add_ps(_mm512_add_ps(first[token], last[token]));
 }
 
 /* Inputs of a few tokens stay in the nearest cache while some rows go by. */

@@ -5,13 +5,12 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 from typing_extensions import override
 
 from penstock.core.errors import DocumentDamagedError, FetchError, StorageError
 from penstock.storage.documents.manifest import UNIT_ALIGN_BYTES
 from penstock.storage.documents.sealing import Sealer
-from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, read_error
+from penstock.storage.file import ByteArray, Int64Array, KVFile, Ticket, bytes_at, read_error
 
 _SHOWN_UNITS = 8
 
@@ -181,8 +180,7 @@ class VerifiedFile(KVFile):
         for first, count, address in zip(
             firsts.tolist(), counts.tolist(), addresses.tolist(), strict=True
         ):
-            memory = (ctypes.c_uint8 * (count * padded_bytes)).from_address(address)
-            padded = np.frombuffer(memory, np.uint8).reshape(count, padded_bytes)
+            padded = bytes_at(address, count * padded_bytes).reshape(count, padded_bytes)
             seals_of = seals[first : first + count]
             damaged += sealer.open_units(self._units.layer, first, padded, seals_of)
         self.has_damage |= bool(damaged)
