@@ -5,16 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 import torch
-from matplotlib.image import imread
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.core.errors import ConfigError, PromptError
 from penstock.evaluate.audit.prompts import split_texts
-from penstock.evaluate.figure_style import STYLE, save
 from penstock.evaluate.result import Result
 from penstock.evaluate.tasks import GeneratedTasks
 from penstock.generation.prompts import PromptBatch, encode, make_batch
@@ -288,12 +285,8 @@ def test_a_run(prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert source in text
     assert f"{groups[3]:.2f}" in text
     result = Result.load(out)
-    with matplotlib.rc_context(STYLE):
-        figure = draw(measured.statistics(result))
-        save(figure, "statistics", tmp_path)
-    assert imread(tmp_path / "statistics.png")[..., :3].std(axis=2).max() > 0.05, (
-        "axes alone have no colour"
-    )
+    figure = draw(measured.statistics(result))
+    assert all(axes.has_data() for axes in figure.axes)
     reuse = figure.axes[1].get_lines()[-2]
     drawn: Any = reuse.get_ydata()
     assert list(drawn) == [by_size[0] for by_size in rates]

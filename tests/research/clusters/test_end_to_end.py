@@ -212,7 +212,10 @@ def test_a_text_on_the_real_disk(shallow: Path, tmp_path: Path) -> None:
 def test_caches_of_several_sizes(
     four_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(end_to_end, "REUSES", (0.0, 1.0, 8.0))
+    both = [POLICY, LRU]
+    sizes = {0.0: ["dynakv"], 1.0: both, 8.0: [*both, *LAYER_WISE]}
+    rows = [(method, reuse) for reuse, methods in sizes.items() for method in methods]
+    monkeypatch.setattr(end_to_end, "cache_methods", lambda: rows)
     result = end_to_end.run([
         *SMALL, f"--model={four_layers}", "--lengths=", "--cache-length=224", "--steps=2",
         "--warm=1", write_text(tmp_path), f"--out={tmp_path}/text.json",

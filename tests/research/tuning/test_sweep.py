@@ -1,7 +1,7 @@
 """`penstock bench tune`: sweep and predict on a tiny model, going on, and the figures."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from penstock.tuner.engine_run import EngineRun, StepFigures, run_together
 from research.figures import tuning
 from research.figures.chart import draw
 from research.figures.report import charts_of
-from research.tuning import program, setting_runs, sweep
+from research.tuning import predict, program, setting_runs, sweep
 from research.tuning.setting_runs import middle_run, predict_table, sweep_table
 from tests.research.drawn_figures import figures_drawn
 
 Row = dict[str, Any]
-SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 3
-STEPS, ROUNDS, LAST_ROUNDS = 2, 4, 3  # of the tuner's own runs
+SETTINGS, SITTINGS, FINAL_ROUNDS = 7, 2, 2
+STEPS, ROUNDS, LAST_ROUNDS = 2, 2, 3  # of the tuner's own runs
 POINTS, CHECKS, FINALISTS = 4, 2, 2
+PASSES, PASS_ROUNDS = 2, 1  # of what is predicted
 
 
 def _every_third(method: type[SelectionPolicy]) -> Iterator[SelectionPolicy]:
@@ -49,6 +50,8 @@ def _short() -> Iterator[None]:
         patched.setattr(kvswap_search, "CORNER_POINTS", 2)
         patched.setattr(kvswap_search, "FINALISTS", FINALISTS)
         patched.setattr(pace, "_PASSES", 1)
+        patched.setattr(predict, "PASSES", PASSES)
+        patched.setattr(predict, "ROUNDS", PASS_ROUNDS)
         yield
 
 
@@ -57,11 +60,50 @@ def swept(out: Path) -> Result:
     return sweep.run(["--quick", "--devices=nvme", *few, f"--out={out}"])
 
 
+@dataclass
+class Sitting:
+    """A sweep that the disk leaves after its first group of settings, and that goes on."""
+
+    out: Path
+    groups: list[int] = field(default_factory=list)
+    """Settings of each group that was run, in both runs."""
+    left: list[str] = field(default_factory=list)
+    """The journal's lines when it broke off."""
+
+    @property
+    def journal(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.nvme.journal")
+
+    def run(self) -> None:
+        def unplugged(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
+            if self.groups:
+                raise StorageError("the disk is gone")
+            return counted(runs, **settings)
+
+        def counted(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
+            self.groups.append(len(runs))
+            return run_together(runs, **settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setting_runs, "run_together", unplugged)
+            with pytest.raises(StorageError, match="gone"):
+                swept(self.out)
+            self.left = self.journal.read_text().splitlines()
+            patch.setattr(setting_runs, "run_together", counted)
+            patch.setattr(kvswap_search, "EngineRun", None)
+            swept(self.out)
+
+
 @pytest.fixture(scope="module")
-def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sweep") / "small.json"
-    swept(out)
-    return out
+def sitting(tmp_path_factory: pytest.TempPathFactory) -> Sitting:
+    made = Sitting(tmp_path_factory.mktemp("sweep") / "small.json")
+    made.run()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sweep_file(sitting: Sitting) -> Path:
+    return sitting.out
 
 
 @pytest.fixture(scope="module")
@@ -142,37 +184,13 @@ def test_the_table_says_what_was_missed(sweep_file: Path) -> None:
     assert "random weights have no quality" in table
 
 
-def test_an_interrupted_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_sweep_goes_on(sitting: Sitting) -> None:
     """Groups that were measured are not run again, nor is the tuner's search."""
-    together = run_together
-    groups: list[int] = []
-
-    def unplugged(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
-        if groups:
-            raise StorageError("the disk is gone")
-        groups.append(len(runs))
-        return together(runs, **settings)
-
-    out = tmp_path / "cut.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(setting_runs, "run_together", unplugged)
-        with pytest.raises(StorageError, match="gone"):
-            swept(out)
-    journal = out.with_name("cut.json.nvme.journal")
-    before = len(journal.read_text().splitlines())
-    assert before > 1 + groups[0]
-
-    def counted(runs: Sequence[EngineRun], **settings: int) -> list[StepFigures]:
-        groups.append(len(runs))
-        return together(runs, **settings)
-
-    monkeypatch.setattr(setting_runs, "run_together", counted)
-    monkeypatch.setattr("penstock.tuner.kvswap_search.EngineRun", None)
-    swept(out)
-    device = nvme_of(out)
+    assert len(sitting.left) > 1 + sitting.groups[0]
+    device = nvme_of(sitting.out)
     assert len(device["settings"]) == SETTINGS
-    assert groups == [4, SETTINGS - 4] + [len(device["final"])] * SITTINGS
-    assert not journal.exists()
+    assert sitting.groups == [4, SETTINGS - 4] + [len(device["final"])] * SITTINGS
+    assert not sitting.journal.exists()
 
 
 def test_of_several_runs_one_counts_with_the_memory_of_all() -> None:
