@@ -12,11 +12,15 @@ import torch
 import training
 from penstock.evaluate.tasks.english.filler import prose
 from training.checkpoint import read_vocabulary
+from training.corpus import prepare
 from training.data import Batch, RowMaker
+from training.prose_settings import ProseSettings
+from training.run_settings import read_run_settings
 from training.settings import Settings, read_settings
 from training.trainer import Trainer
 
-TOY = Path(training.__file__).parent / "configs" / "toy.toml"
+CONFIGS = Path(training.__file__).parent / "configs"
+TOY, PROSE_TOY = CONFIGS / "toy.toml", CONFIGS / "prose-toy.toml"
 VOCABULARY = read_vocabulary()
 HELD_BACK = "The text that is held back is about a heron."
 
@@ -55,6 +59,16 @@ def prose_source(prose_texts: list[str], tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+@pytest.fixture(scope="session")
+def prose_corpus(prose_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what the toy of prose runs makes of it. Read only."""
+    settings = read_run_settings(PROSE_TOY)
+    assert isinstance(settings, ProseSettings)
+    folder = tmp_path_factory.mktemp("prepared") / "corpus"
+    prepare(prose_source, folder, settings.corpus, settings.model.positions, print)
+    return folder
+
+
 class ToyRun:
     """A run of six short steps: its settings, its batches, and what a trainer has learnt."""
 
@@ -63,7 +77,7 @@ class ToyRun:
         settings = read_settings(TOY)
         stages = (replace(settings.stages[0], steps=3), replace(settings.stages[1], steps=3))
         plan = replace(settings.optimizer, warmup_steps=2, decay_steps=2)
-        return replace(settings, micro_batch_tokens=1024, stages=stages, optimizer=plan)
+        return replace(settings, micro_batch_tokens=512, stages=stages, optimizer=plan)
 
     @staticmethod
     def batches_of(settings: Settings) -> list[list[Batch]]:

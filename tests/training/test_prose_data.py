@@ -43,9 +43,8 @@ def toy() -> ProseSettings:
 
 
 @pytest.fixture(scope="module")
-def corpus(prose_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    plan = toy().corpus
-    return prepare(prose_source, tmp_path_factory.mktemp("run") / "corpus", plan, 4096, print)
+def corpus(prose_corpus: Path) -> Corpus:
+    return Corpus.open(prose_corpus)
 
 
 @pytest.fixture(scope="module")

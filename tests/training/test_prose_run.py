@@ -27,6 +27,11 @@ CONFIGS = Path(training.__file__).parent / "configs"
 TOY = str(CONFIGS / "prose-toy.toml")
 
 
+def prepared(corpus: Path, run: Path) -> None:
+    """Put a corpus where a run has its own, which it takes as it is."""
+    shutil.copytree(corpus, run / "corpus")
+
+
 def toy() -> ProseSettings:
     settings = read_run_settings(TOY)
     assert isinstance(settings, ProseSettings)
@@ -34,8 +39,11 @@ def toy() -> ProseSettings:
 
 
 @pytest.fixture(scope="module")
-def finished(prose_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(
+    prose_source: Path, prose_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "toy"
+    prepared(prose_corpus, folder)
     words = [TOY, "--corpus", str(prose_source), "--out", str(folder), "--workers", "0"]
     assert train.main(words) == 0
     return folder
@@ -57,6 +65,7 @@ def test_a_resumed_run_leaves_the_same_model(
     prose_source: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [TOY, "--corpus", str(prose_source), "--out", str(tmp_path / "two"), "--workers", "0"]
+    prepared(finished / "corpus", tmp_path / "two")
     asked = iter([""] * 5)
     with monkeypatch.context() as patch:
         patch.setattr(train.Stop, "reason", lambda self: next(asked, "the time is up"))
@@ -122,9 +131,10 @@ class Clock:
 
 
 def test_a_run_fits_into_its_time(
-    prose_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose_source: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [TOY, "--corpus", str(prose_source), "--out", str(tmp_path), "--workers", "0"]
+    prepared(finished / "corpus", tmp_path)
     used: list[float | None] = []
     step = Trainer.step
 
