@@ -97,6 +97,7 @@ def test_a_run_that_was_begun_so_just_resumes(
         if record["kind"] == "begin"
     ]
     assert begins == [(0, "toy/model"), (3, "toy/model"), (3, "toy/model")]
+    monkeypatch.setattr(model_card, "_draw", lambda records, folder: False)
     model_card.write_card(tmp_path / "in two", tmp_path / "none.json")
     card = (tmp_path / "in two" / "model" / "README.md").read_text()
     assert "Begun with the weights of toy/model" in card

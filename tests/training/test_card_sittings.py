@@ -189,6 +189,7 @@ def test_a_run_whose_beginning_is_elsewhere_says_so(
     (chain[1] / "model" / "model.safetensors").unlink()
     (chain[2] / "model" / "config.json").write_text("{}")
     monkeypatch.setattr(model_card, "_parameters", lambda model: 2_000_000)
+    monkeypatch.setattr(model_card, "_draw", lambda records, folder: False)
     model_card.write_card(chain[2], chain[2] / "none.json")
     card = (chain[2] / "model" / "README.md").read_text()
     assert card.startswith("# toy-third\n\nBegun with the weights of somewhere/model")

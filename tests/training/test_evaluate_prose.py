@@ -34,6 +34,10 @@ CONFIGS = Path(train.__file__).parent / "configs"
 SHORT = {"micro_batch_tokens = 1024": "micro_batch_tokens = 512", "steps = 6": "steps = 2"}
 
 
+SENTENCES = {6: 200, 7: 20}
+"""Of documents that are held out; the others have 250."""
+
+
 def text_of(seed: int, sentences: int) -> str:
     taken = prose(random.Random(seed)).take(sentences)
     parts = [" ".join(taken[at : at + 6]) for at in range(0, sentences, 6)]
@@ -49,7 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for seed in seeds:
                 record = {
                     "id": f"{name}-{seed}", "source": f"example.org/{name}@0123abcd:some/{seed}.md",
-                    "licence": "CC0-1.0", "text": text_of(seed, 900 if seed != 7 else 20),
+                    "licence": "CC0-1.0", "text": text_of(seed, SENTENCES.get(seed, 250)),
                 }  # fmt: skip
                 if name == "books":
                     record |= {"title": f"Book {seed}", "author": "Nobody"}

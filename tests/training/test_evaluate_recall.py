@@ -35,7 +35,7 @@ def cells_of(recall: LoadedModel, tasks: list[str], lengths: list[int], **more: 
 
 
 def test_the_bundled_model_is_found_right(recall: LoadedModel) -> None:
-    cells = cells_of(recall, ["multi_key_full", "variable_tracking"], [400], generate=1)
+    cells = cells_of(recall, ["multi_key_full", "variable_tracking"], [250], generate=1)
     for cell in cells:
         assert cell.exact == cell.asked == 3
         assert cell.right_tokens == cell.leading_tokens == cell.answer_tokens
@@ -43,7 +43,7 @@ def test_the_bundled_model_is_found_right(recall: LoadedModel) -> None:
 
 
 def test_processes_change_nothing(recall: LoadedModel) -> None:
-    tasks, lengths = ["copy", "count_words", "long_walk", "pointer_chasing"], [60, 200]
+    tasks, lengths = ["copy", "count_words", "long_walk"], [60, 200]
     here = cells_of(recall, tasks, lengths, samples=2)
     there = cells_of(recall, tasks, lengths, samples=2, workers=2)
     assert here == there
@@ -55,7 +55,7 @@ def test_processes_change_nothing(recall: LoadedModel) -> None:
 def test_batches_mark_as_single_rows_do(recall: LoadedModel) -> None:
     """Padding behind a row's end is seen by nothing that is looked at."""
     ask = recall_asker(VOCABULARY, 0, 0)
-    jobs = [Job(0, task, tokens, 0) for task in ("copy", "count_words") for tokens in (90, 400)]
+    jobs = [Job(0, task, tokens, 0) for task in ("copy", "count_words") for tokens in (90, 250)]
     together = mark_batch(recall.model, [ask(job) for job in jobs])
 
     def guess(ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -120,9 +120,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
              "--dtype", "float32", "--out", str(out)]  # fmt: skip
     assert evaluate.main([*words, "--workers", "1"]) == 0
     assert "mean answer in tokens" in capsys.readouterr().out
-    figures = Result.load(out).figures
-    assert evaluate.main([*words, "--workers", "0"]) == 0
-    assert Result.load(out).figures == figures
+    cells = Result.load(out).figures["cells"]
+    assert [(cell["task"], cell["asked"]) for cell in cells] == [("copy", 2), ("long_walk", 2)]
     assert evaluate.main(["recall", "--tasks", "nothing", "--workers", "0"]) == 2
     assert "no task is called" in capsys.readouterr().err
 
