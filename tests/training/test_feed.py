@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import training
+from training import workers
 from training.checkpoint import read_vocabulary
 from training.data import Batch, RowMaker
 from training.feed import Feed, Packed, room_for
@@ -121,16 +122,20 @@ def test_closing_leaves_no_thread_and_no_process() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_process_killed_while_it_hands_over_is_reported() -> None:
+def test_a_process_killed_while_it_hands_over_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch is larger than the pipe, so that it is killed with half of it written."""
-    large = replace(toy(), micro_batch_tokens=1 << 17)
+    monkeypatch.setattr(workers, "_PIPE_BYTES", 1 << 14)
+    large = replace(toy(), micro_batch_tokens=1 << 14)
     with (
         BatchStream(large, VOCABULARY, first=0, last=40, workers=1) as stream,
         Feed(stream, pin=False, ahead=1) as feed,
     ):
         found = iter(feed)
         next(found)
-        time.sleep(2)  # all that waits is full, and the process writes on
+        [pipe], end = stream._pipes, time.monotonic() + 30
+        while not (feed._packed.full() and pipe.poll()) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.3)  # all that waits is full, and the process writes on
         for process in stream._processes:
             process.kill()
             process.join()

@@ -215,7 +215,45 @@ def test_when_all_seeds_are_refused(
     assert "refused the seeds 3 to 5; give another --seed" in capsys.readouterr().err
 
 
-COMMAND = "import runpy; runpy.run_module('training.retrain', run_name='__main__', alter_sys=True)"
+FORKING = """
+import os, signal, sys
+from types import SimpleNamespace
+from training import retrain, train
+
+class Forked:
+    def __init__(self, command, cwd):
+        assert command[:3] == [sys.executable, "-m", "training.train"], command
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                status = train.main(command[3:])
+            finally:
+                os._exit(status)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+
+retrain.subprocess = SimpleNamespace(Popen=Forked)
+sys.exit(retrain.main(sys.argv[1:]))
+"""
+"""The command, whose own commands are forks of it: a new Python would import torch for seconds."""
+
+
+def test_a_command_is_a_python_in_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert retrain.call("training.recipe", []) == 0
+    assert retrain.call("json.tool", ["--help"]) == 0
+    assert "usage" in capfd.readouterr().out
+    assert retrain.call("json.tool", ["--no-such"]) == 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +271,7 @@ def test_for_real(
 ) -> None:
     """Stopped by SIGTERM in the first sitting, then to the end, then once more for nothing.
 
-    The first sitting is a process of a process, as for users.
+    The first sitting is a process of a process.
     """
     long = tmp_path / "long.toml"
     toy = (FOLDER / "configs" / "toy.toml").read_text().replace("_tokens = 2048", "_tokens = 512")
@@ -244,14 +282,14 @@ def test_for_real(
     words = [str(path), "--out", str(out), "--device", "cpu", "--workers", "0"]
     checkpoint = out / "1-long-seed-3" / "checkpoint.pt"
     end = time.monotonic() + 120
-    with ReadyProcess(COMMAND, *words, folder=FOLDER.parent) as process:
+    with ReadyProcess(FORKING, *words, folder=FOLDER.parent) as process:
         while not checkpoint.exists() and time.monotonic() < end and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == retrain.STOPPED, process.errors()
         assert "the same command goes on" in process.errors()
 
-    path.write_text(text.replace("minutes = 0.03", "minutes = 0.02"))
+    path.write_text(text.replace("minutes = 0.03", "minutes = 0.01"))
     here(monkeypatch)
     assert retrain.main(words) == 0
     done = capfd.readouterr().out
