@@ -32,7 +32,7 @@ PROMPT = (
     "Question : Start at grey hen and follow the path until stop . Answer : grey hen"
 )
 WHOLE = "> red fox > blue cow > stop ."
-TOY = ["--tokens=128", "--temperatures=2.0", "--beams=1,4", "--checked-beams=4", "--step=6"]
+TOY = ["--tokens=64", "--temperatures=2.0", "--beams=1,4", "--checked-beams=4", "--step=6"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_other_prompts_are_refused(prompt: str) -> None:
 
 def test_best_of_n_is_what_n_samples_give(bundled: LoadedModel) -> None:
     """Drawn from one run of the largest N; a run of a smaller N has the same samples."""
-    [sample] = drawn(bundled, 1, 128)
+    [sample] = drawn(bundled, 1, 64)
     records = []
     for beams in ((1, 2), (4,)):
         plan = Plan(beams=beams, width=2, step_tokens=6, small_beams=0,
@@ -174,11 +174,17 @@ def test_the_figure_shows_the_rows(tmp_path: Path) -> None:
 
 
 def test_the_program_goes_on_and_changes_nothing_in_small_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    bundled: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def loaded(name: str, *, dtype: str) -> LoadedModel:
+        assert (name, dtype) == ("recall", "float32")
+        return bundled
+
+    monkeypatch.setattr(program, "load", loaded)
     out = tmp_path / "accuracy.json"
     (tmp_path / "tier").mkdir()
-    common = [*TOY, "--memory=2900KiB", f"--store={tmp_path / 'tier'}", f"--out={out}", "--resume"]
+    common = [*TOY, "--memory=1700KiB", f"--store={tmp_path / 'tier'}", f"--out={out}", "--resume"]
     first = program.run([*common, "--documents=1", "--checked=1"])
     before = first.figures["documents"]
     result = program.run([*common, "--documents=2", "--checked=1", "--json"])
@@ -189,10 +195,10 @@ def test_the_program_goes_on_and_changes_nothing_in_small_memory(
     keys = [(one["temperature"], one["document"]) for one in result.figures["documents"]]
     assert keys == [(0.0, 0), (2.0, 0), (0.0, 1), (2.0, 1)]
     rows = {(row["method"], row["beams"]): row for row in result.figures["rows"]}
-    assert rows["verified", 1]["hops"] < rows["verified", 4]["hops"] <= 8
+    assert rows["verified", 1]["hops"] < rows["verified", 4]["hops"] <= 4
     assert rows["verified", 4]["right"] > rows["verified", 1]["right"]
     greedy = result.figures["references"][0]
-    assert (greedy["method"], greedy["right"], greedy["hops"]) == ("greedy", 2, 8)
+    assert (greedy["method"], greedy["right"], greedy["hops"]) == ("greedy", 2, 4)
     small = result.figures["small_memory"]
     assert (small["searches"], small["same_answer"], small["same_tree"]) == (1, 1, 1)
     assert small["most_groups"] > 1

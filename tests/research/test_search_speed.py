@@ -33,10 +33,10 @@ from research.search.variants import (
 )
 from tests.research.drawn_figures import figures_drawn
 
-TOKENS = 64
+TOKENS, BLOCK = 32, 8
 SMALL = (
-    "--config=tiny", "--layers=2", "--beams=8", "--steps=16,32", "--prompt-tokens=32",
-    f"--tokens={TOKENS}", "--memory=900KiB",
+    "--config=tiny", "--layers=2", "--beams=8", "--steps=8,16", "--prompt-tokens=16",
+    f"--tokens={TOKENS}", f"--block-tokens={BLOCK}", "--memory=450KiB",
 )  # fmt: skip
 SCHEDULED = [name for name in VARIANTS if name not in (BASELINE, IN_MEMORY)]
 CASE = SearchCase(beams=8, width=2, step_tokens=32, prompt_tokens=32, new_tokens=96)
@@ -80,8 +80,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_every_variant_runs_every_step(whole: Path) -> None:
     rows = rows_of(whole)
     keys = {(row["step_tokens"], row["variant"]) for row in rows}
-    assert keys == {(n, name) for n in (16, 32) for name in SCHEDULED} | {
-        (16, BASELINE), (16, IN_MEMORY)
+    assert keys == {(n, name) for n in (8, 16) for name in SCHEDULED} | {
+        (8, BASELINE), (8, IN_MEMORY)
     }  # fmt: skip
     for row in rows:
         assert "error" not in row, row
@@ -104,10 +104,10 @@ def test_bytes_are_those_of_the_plan(whole: Path) -> None:
         for entry in row["steps"]:
             assert entry["loaded_bytes"] == pytest.approx(entry[wanted], rel=0.02), row["variant"]
         loads[row["step_tokens"], row["variant"]] = row["request"]["loaded_bytes"]
-    assert loads[16, BASELINE] > 5 * loads[16, "inter-token"] > 0
-    assert loads[16, "inter-token"] > 1.9 * loads[32, "inter-token"]
-    assert loads[32, "inter-token"] > 2 * loads[32, "+inter-beam"]
-    assert loads[16, IN_MEMORY] == 0
+    assert loads[8, BASELINE] > 5 * loads[16, "inter-token"] > 0
+    assert loads[8, "inter-token"] > 1.9 * loads[16, "inter-token"]
+    assert loads[16, "inter-token"] > 2 * loads[16, "+inter-beam"]
+    assert loads[8, IN_MEMORY] == 0
     base = next(row for row in rows if row["variant"] == BASELINE)["compared"]
     assert base["measured_bytes"] < base["predicted_bytes"]
     assert base["explained_by_blocks"] == pytest.approx(1, abs=0.02)
@@ -142,7 +142,7 @@ def test_a_run_is_gone_on_with(
     part.figures["rows"][1] = {k: part.figures["rows"][1][k] for k in (
         "beams", "step_tokens", "variant", "any_step")} | {"error": "lost"}  # fmt: skip
     part.save(tmp_path / "part.json")
-    asked = ["--variants=layerwise,inter-token", "--steps=16", "--resume",
+    asked = ["--variants=layerwise,inter-token", "--steps=8", "--resume",
              f"--out={tmp_path / 'part.json'}"]  # fmt: skip
     tried: list[str] = []
 
@@ -161,12 +161,12 @@ def test_a_run_is_gone_on_with(
 @pytest.mark.usefixtures("reserving")
 def test_places_load_what_the_whole_search_loads_there(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "places.json"
-    speed.run([*SMALL, "--steps=16", "--lengths=64,80", f"--out={out}"])
-    ran = {row["variant"]: row for row in rows_of(whole) if row["step_tokens"] == 16}
+    speed.run([*SMALL, "--steps=8", "--lengths=32,40", f"--out={out}"])
+    ran = {row["variant"]: row for row in rows_of(whole) if row["step_tokens"] == 8}
     for row in rows_of(out):
         assert row["way"] == "places", row
         assert row["request"]["is_interpolated"]
-        assert [entry["length"] for entry in row["steps"]] == [32, 64, 80]
+        assert [entry["length"] for entry in row["steps"]] == [16, 32, 40]
         every = {entry["step"]: entry for entry in ran[row["variant"]]["steps"]}
         for entry in (*row["steps"], *row["moved"]):
             assert entry["loaded_bytes"] == every[entry["step"]]["loaded_bytes"], row["variant"]
@@ -182,10 +182,10 @@ def test_places_load_what_the_whole_search_loads_there(whole: Path, tmp_path: Pa
 @pytest.mark.usefixtures("reserving")
 def test_a_layerwise_step_is_cut_to_whole_blocks(tmp_path: Path) -> None:
     out = tmp_path / "cut.json"
-    speed.run([*SMALL, "--steps=32", "--lengths=64", "--variants=layerwise",
+    speed.run([*SMALL, "--steps=16", "--lengths=32", "--variants=layerwise",
                "--row-seconds=0.0001", f"--out={out}"])  # fmt: skip
     [row] = rows_of(out)
-    assert [entry["tokens"] for entry in row["steps"]] == [32, 16]
+    assert [entry["tokens"] for entry in row["steps"]] == [16, 8]
     assert row["steps"][1]["loaded_bytes"] == row["steps"][1]["full_block_bytes"] > 0
 
 
@@ -307,7 +307,7 @@ def test_places_are_the_nearest_steps() -> None:
 
 def test_memory_for_less_than_one_beam_is_a_row_that_says_so(tmp_path: Path) -> None:
     out = tmp_path / "none.json"
-    speed.run([*SMALL, "--steps=32", "--memory=100KiB", "--variants=layerwise,inter-token",
+    speed.run([*SMALL, "--steps=16", "--memory=50KiB", "--variants=layerwise,inter-token",
                f"--out={out}"])  # fmt: skip
     assert ["room for 1 beam" in row["skipped"] for row in rows_of(out)] == [True, True]
 

@@ -235,10 +235,9 @@ def expected(bundled: LoadedModel) -> SearchOutput:
     [
         SearchMemory(memory=None, store="memory", strategy="resident"),
         SearchMemory(memory="1/3", store="memory"),
-        SearchMemory(memory="1/3", store="memory", share=False, prefetch=False),
         SearchMemory(memory="1/2", store="memory", strategy="layerwise"),
     ],
-    ids=["resident", "scheduled", "copies", "layerwise"],
+    ids=["resident", "scheduled", "layerwise"],
 )
 def test_the_real_decoder_searches_as_the_oracle_does(
     bundled: LoadedModel, expected: SearchOutput, memory: SearchMemory
