@@ -75,7 +75,7 @@ def test_what_a_model_selected_is_played_on_another(
     followed = {row["method"]: row for row in found.figures["rows"]}
     result = speed.run([
         "--config", "tiny", "--on", "cpu", "--patterns", "320/120", "--batches", "2",
-        "--steps", "24", "--methods", methods, "--recorded", str(taken),
+        "--steps", "12", "--places", "2", "--methods", methods, "--recorded", str(taken),
     ])  # fmt: skip
     rows = {row["method"]: row for row in result.figures["rows"]}
     recording = Recording.load(recording_file(taken, often))

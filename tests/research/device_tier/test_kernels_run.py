@@ -68,8 +68,8 @@ def test_unknown_topics_are_refused() -> None:
 def test_figures_are_drawn_from_the_files(measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "fast.json"
     speed.run([
-        "--config", "tiny", "--on", "cpu", "--patterns", "96/60", "--batches", "1,2", "--steps",
-        "8", "--breakdown", "4", "--out", str(out), "--methods",
+        "--config", "tiny", "--layers", "2", "--on", "cpu", "--patterns", "96/60", "--batches",
+        "1,2", "--steps", "8", "--breakdown", "4", "--out", str(out), "--methods",
         "louiskv:selected_tokens=32,window_tokens=16,sink_tokens=4,full-dynamic",
     ])  # fmt: skip
     names = figures_drawn(out, measured)

@@ -58,23 +58,21 @@ def test_heads_are_independent() -> None:
 def test_boundaries_and_pages_follow_the_stream(tmp_path: Path) -> None:
     """LouisKV retrieves once a segment; ArkVale's pages overlap the more the queries do."""
     common = [
-        "--config", "tiny", "--on", "cpu", "--patterns", "700/120", "--batches", "2", "--steps",
-        "8", "--step-seconds", "1000", "--methods",
-        f"louiskv:{OPTIONS};arkvale:{OPTIONS}",
+        "--config", "tiny", "--layers", "2", "--on", "cpu", "--patterns", "700/120", "--batches",
+        "2", "--steps", "8", "--step-seconds", "1000", "--places", "2", "--methods",
     ]  # fmt: skip
+    once, pages = f"louiskv:{OPTIONS}", f"arkvale:{OPTIONS}"
     hits = []
-    for sameness in ("0.95", "0.5"):
+    for sameness, methods in (("0.95", [once, pages]), ("0.5", [pages])):
         out = tmp_path / f"{sameness}.json"
-        speed.run([*common, "--sameness", sameness, "--out", str(out)])
-        louis, pages = Result.load(out).figures["rows"]
-        places = louis["places"] + pages["places"]
-        assert all(place["units_wanted"] > 0 for place in places)
-        if sameness == "0.95":
-            for place in louis["places"]:
-                assert place["mean_segment"] == pytest.approx(SEGMENT, rel=0.02)
-                assert place["retrieval_share"] == pytest.approx(1 / SEGMENT, rel=0.02)
-        hits.append(pages["places"][0]["hit_rate"])
-        assert pages["places"][0]["retrieval_share"] == 1.0
+        speed.run([*common, ";".join(methods), "--sameness", sameness, "--out", str(out)])
+        rows = {row["method"]: row["places"] for row in Result.load(out).figures["rows"]}
+        assert all(place["units_wanted"] > 0 for places in rows.values() for place in places)
+        for place in rows.get(once, []):
+            assert place["mean_segment"] == pytest.approx(SEGMENT, rel=0.02)
+            assert place["retrieval_share"] == pytest.approx(1 / SEGMENT, rel=0.02)
+        hits.append(rows[pages][0]["hit_rate"])
+        assert rows[pages][0]["retrieval_share"] == 1.0
     assert hits[0] > hits[1] + 0.1
 
 
@@ -83,9 +81,9 @@ def test_stated_shares_are_what_is_found(tmp_path: Path) -> None:
     cache has too little to choose from."""
     turn, step = 0.2, 0.9
     common = [
-        "--config", "tiny", "--on", "cpu", "--patterns", "900/200", "--batches", "2", "--steps",
-        "10", "--step-seconds", "1000", "--sameness", "0.95", "--stays", f"{turn}/{step}",
-        "--segment", "5",
+        "--config", "tiny", "--layers", "2", "--on", "cpu", "--patterns", "900/200", "--batches",
+        "2", "--steps", "10", "--step-seconds", "1000", "--sameness", "0.95", "--stays",
+        f"{turn}/{step}", "--segment", "5", "--places", "2",
         "--methods", f"louiskv:{OPTIONS};arkvale:{OPTIONS};louiskv:predict=true,{OPTIONS}",
     ]  # fmt: skip
     result = speed.run([*common, "--out", str(tmp_path / "stated.json")])
