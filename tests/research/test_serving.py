@@ -19,10 +19,12 @@ from tests.ready_process import forks
 def test_a_run_compares_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = forks()  # processes that have made their imports
     monkeypatch.setattr("multiprocessing.get_context", lambda kind: ready)
-    out = tmp_path / "result.json"
+    out, text = tmp_path / "result.json", tmp_path / "text.txt"
+    text.write_text("the sky is blue . the grass is green . " * 80)
     options = [
-        "--tokens", "40", "60", "--answer", "6", "--memory", "64MiB", "--running", "2",
-        "--alone", "2", "--disk", "memory", "--dtype", "float32", "--output", str(out),
+        "--text", str(text), "--tokens", "40", "60", "--answer", "6", "--memory", "64MiB",
+        "--running", "2", "--alone", "2", "--disk", "memory", "--dtype", "float32",
+        "--output", str(out),
     ]  # fmt: skip
     run(["--clients", "1", *options])
     run(["--clients", "3", "--reopen", "200", "--resume", *options])

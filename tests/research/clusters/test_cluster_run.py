@@ -22,17 +22,17 @@ SMALL = [
     "--prompt=160",
     "--max-new-tokens=72",
     "--buffers=0,4",
-    "--buffer-layers=2",
+    "--buffer-layers=1",
     "--layout-layers=1",
 ]
 
 
 @pytest.fixture(scope="module")
-def ran(four_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+def ran(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """The result's file, and what a run said on stdout and stderr."""
     out = tmp_path_factory.mktemp("clusters") / "clusters-small.json"
     with redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as progress:
-        program.run([*SMALL, f"--model={four_layers}", f"--out={out}", "--json"])
+        program.run([*SMALL, f"--model={shallow}", f"--out={out}", "--json"])
     return out, said.getvalue(), progress.getvalue()
 
 
@@ -46,14 +46,14 @@ def test_a_run(result_file: Path) -> None:
     assert document["kind"] == "clusters"
     assert document["command"].startswith("python -m research.clusters --prompt=160")
     found = document["figures"]
-    assert (found["model"], found["output"], found["output_tokens"]) == ("four", "ring_walk", 72)
+    assert (found["model"], found["output"], found["output_tokens"]) == ("shallow", "ring_walk", 72)
     assert 150 <= found["prompt_tokens"] <= 160
-    assert found["layers"] == list(range(4))
+    assert found["layers"] == [0, 1]
     assert found["entry_bytes"] == 2 * 64 * 2
     assert [row["update"] for row in found["methods"]] == ["static", "local", "adaptive", "global"]
     assert [row["buffer"] for row in found["buffers"]["rows"]] == [0, 4]
-    assert found["buffers"]["layers"] == [1, 3]
-    assert found["layouts"]["layers"] == [3]
+    assert found["buffers"]["layers"] == [1]
+    assert found["layouts"]["layers"] == [1]
     assert len(found["pictures"]) == 2
     assert found["drift"]["part_ends"][-1] == 72
 
@@ -102,8 +102,8 @@ def test_figures(result_file: Path, tmp_path: Path) -> None:
     assert names == [f"clusters-small{part}" for part in ("", "-drift", "-keys")]
     result = Result.load(result_file)
     drift = draw(clusters.drift(result))
-    drawn: Any = drift.axes[0].get_lines()[2].get_ydata()
-    assert list(drawn) == result.figures["drift"]["outside"][2]
+    drawn: Any = drift.axes[0].get_lines()[1].get_ydata()
+    assert list(drawn) == result.figures["drift"]["outside"][1]
     bars: Any = draw(clusters.costs(result)).axes[0].patches
     rows = result.figures["methods"]
     assert bars[0].get_height() == pytest.approx(rows[0]["by_key"] / rows[2]["by_key"])

@@ -13,7 +13,7 @@ from research.clusters.quality import FULL, PARTS, Trace, cell, parse_arguments,
 from research.figures import clusters
 from research.figures.chart import draw
 
-SMALL = ["--prompt", "256", "--max-new-tokens", "24", "--documents", "1", "--selected", "48",
+SMALL = ["--prompt", "256", "--max-new-tokens", "16", "--documents", "1", "--selected", "48",
          "--window", "16"]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_a_short_walk(tmp_path: Path) -> None:
     assert rows == result.figures["rows"]
     assert next(row["method"] for row in rows) == FULL
     by_method = {row["method"]: row for row in rows}
-    assert {row["steps"] for row in rows} == {23}, "of 24 tokens the prompt says the first"
+    assert {row["steps"] for row in rows} == {15}, "of 16 tokens the prompt says the first"
     assert by_method[FULL]["as_full"] == 1
     assert by_method[FULL]["nats_over_full"] == 0
     assert by_method[FULL]["right"] > 0.8
