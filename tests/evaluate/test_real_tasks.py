@@ -16,7 +16,7 @@ from penstock.evaluate.tasks.real.repository import functions_of
 from penstock.evaluate.tasks.real.texts import ShippedTexts, SourceFile, read_shipped_texts
 from penstock.evaluate.tasks.sample import Sample, judge
 
-TOKENS = 8_000
+TOKENS = 6_000
 WORD = re.compile(r"\w+")
 
 

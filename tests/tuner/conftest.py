@@ -1,6 +1,6 @@
 """A tiny model with random weights, and tuning tasks for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,37 @@ from penstock.methods.search_space import settings_of
 from penstock.models.loader import LoadedModel
 from penstock.models.model_shape import inspect_model
 from penstock.models.plain_model import random_adapter, random_model
-from penstock.tuner import tuning_task
-from penstock.tuner.candidates import PaperTables
+from penstock.tuner import candidates, kvswap_search, tuning_task
+from penstock.tuner.candidates import Candidate, PaperTables
 from penstock.tuner.journal import Journal
 from penstock.tuner.prefill_profile import PrefillProfile
 from penstock.tuner.tuning_task import TuningTask
 
 MakeTask = Callable[..., TuningTask]
+SOME = [*settings_of(KVSwap)][::10]
+LISTED: dict[Hashable, tuple[list[Candidate], int | None]] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _listed_once() -> Iterator[None]:
+    """Searches of the same task, of which each file has many, list what fits once."""
+    whole = candidates.candidates
+
+    def listed(*about: Any, **asked: Any) -> tuple[list[Candidate], int | None]:
+        key = (candidates.settings_of, *about, *asked.items())
+        if key not in LISTED:
+            LISTED[key] = whole(*about, **asked)
+        found, least = LISTED[key]
+        return [*found], least
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kvswap_search, "candidates", listed)
+        yield
+
+
+def some_settings(_: object) -> list[Any]:
+    """Every tenth of KVSwap's."""
+    return SOME
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +85,5 @@ def gridded(monkeypatch: pytest.MonkeyPatch, make_task: MakeTask) -> MakeTask:
 @pytest.fixture
 def sparse(gridded: MakeTask, monkeypatch: pytest.MonkeyPatch) -> MakeTask:
     """The same grid with every tenth setting, where it does not matter which ones there are."""
-    some = [*settings_of(KVSwap)][::10]
-    monkeypatch.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
+    monkeypatch.setattr(candidates, "settings_of", some_settings)
     return gridded

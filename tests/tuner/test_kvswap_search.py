@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.devices.presets import EMMC, NVME
 from penstock.devices.profile import DeviceProfile
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.models.model_shape import inspect_model
-from penstock.tuner import kvswap_search
+from penstock.tuner import kvswap_search, tuning_task
 from penstock.tuner.block_profile import BlockProfile, Work, work_of
 from penstock.tuner.candidates import Candidate, Seat, lighter_twin
 from penstock.tuner.engine_run import StepFigures, Workpiece
@@ -30,6 +31,7 @@ from penstock.tuner.kvswap_search import (
     Spot,
 )
 from penstock.tuner.tuning_task import TuningTask
+from penstock.workloads.synthetic_kv import SyntheticKV
 
 MakeTask = Callable[..., TuningTask]
 CPU = BlockProfile(
@@ -38,6 +40,8 @@ CPU = BlockProfile(
     io_factor=1.2, neighbours={}, device=NVME,
 )  # fmt: skip
 """Ranking costs about as much as reading."""
+NOISE = cache(SyntheticKV)
+"""Of works that nobody decodes."""
 
 
 class Machine:
@@ -115,6 +119,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[TuningTask, Machine], 
         machine.task, machine.seat = task, task.seat(KVSwap())
         monkeypatch.setattr(kvswap_search, "EngineRun", machine)
 
+    monkeypatch.setattr(tuning_task, "SyntheticKV", NOISE)
     return put
 
 
@@ -331,8 +336,8 @@ def test_in_a_grid_rounds_are_taken_in_turns_and_the_faster_one_counts(
         assert figures.step_s == pytest.approx(machine.step_s(spot, candidate))
 
 
-def test_nothing_is_run_twice(make_task: MakeTask, plug_in: PlugIn) -> None:
-    task, machine = make_task(), Machine(CPU)
+def test_nothing_is_run_twice(sparse: MakeTask, plug_in: PlugIn) -> None:
+    task, machine = sparse(max_context=2048, max_batch=1), Machine(CPU)
     plug_in(task, machine)
     search = KVSwapSearch(task)
     [spot] = search.spots
@@ -347,9 +352,9 @@ def test_nothing_is_run_twice(make_task: MakeTask, plug_in: PlugIn) -> None:
     assert search.measured(spot, spot.found[20].policy) is None
 
 
-def test_what_was_done_is_what_the_engine_counted(make_task: MakeTask, plug_in: PlugIn) -> None:
+def test_what_was_done_is_what_the_engine_counted(sparse: MakeTask, plug_in: PlugIn) -> None:
     """Hits and reads of a run count, not those of the tables."""
-    task, machine = make_task(), Machine(CPU)
+    task, machine = sparse(max_context=2048, max_batch=1), Machine(CPU)
     plug_in(task, machine)
 
     class Luckier(Decode):
@@ -374,13 +379,13 @@ def test_what_was_done_is_what_the_engine_counted(make_task: MakeTask, plug_in: 
 
 
 def test_a_pick_that_is_ruled_out_makes_room_for_the_next(
-    make_task: MakeTask, plug_in: PlugIn
+    sparse: MakeTask, plug_in: PlugIn
 ) -> None:
-    task = make_task()
+    task = sparse(max_context=2048, max_batch=1)
     plug_in(task, Machine(CPU))
     search = searched(task)
     seen = list[KVSwap]()
-    for _ in range(3):
+    for _ in range(2):
         [pick] = search.picks
         assert pick not in seen
         seen.append(pick)

@@ -1,6 +1,7 @@
 """KVSwap's search refuses what cannot be searched, and says what would do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_the_budget_that_is_named_would_do(sparse: MakeTask) -> None:
         pytest.fail(f"{needed:,} bytes were to be enough: {error}")
 
 
-def test_nothing_of_quality_fits(make_task: MakeTask) -> None:
+def test_nothing_of_quality_fits(sparse: MakeTask) -> None:
     class Strict:
         def reuse_rate(self, group: int, selected: int, capacity: int) -> float:
             return 0.5
@@ -37,17 +38,19 @@ def test_nothing_of_quality_fits(make_task: MakeTask) -> None:
         def kl(self, policy: KVSwap) -> float:
             return policy.group_tokens / 10
 
-    KVSwapSearch(make_task(tables=Strict(), floor=0.1))
+    strict = Strict()
+    KVSwapSearch(sparse(max_batch=1, tables=strict, floor=0.1))
     with pytest.raises(BudgetError, match=r"within 0\.05 nats.*closest: 0\.100"):
-        KVSwapSearch(make_task(tables=Strict(), floor=0.05))
+        KVSwapSearch(sparse(max_batch=1, tables=strict, floor=0.05))
 
 
-def test_an_adapter_that_no_setting_can_use(make_task: MakeTask) -> None:
+def test_an_adapter_that_no_setting_can_use(sparse: MakeTask) -> None:
     """Nothing fits, and no budget would change that: it is said, not found out in a fit."""
-    adapter = make_task().adapter
+    adapter = sparse().adapter
     assert adapter is not None
     layers = [layer.truncated(8) for layer in adapter.layers]
     poor = LowRankAdapter(layers, adapter.fingerprint, 0)
-    full = inspect_model(make_task().model).kv.full_cache_bytes(1, 2048)
+    task = sparse(adapter=poor, max_context=2048, max_batch=1)
+    full = inspect_model(task.model).kv.full_cache_bytes(1, 2048)
     with pytest.raises(PenstockError):
-        KVSwapSearch(make_task(adapter=poor, limit_bytes=full)).solve()
+        KVSwapSearch(replace(task, limit_bytes=full)).solve()

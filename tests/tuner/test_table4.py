@@ -1,11 +1,15 @@
 """KVSwap's Table 4 predicted: how close, in which order, and that the count is honest."""
 
 import json
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from penstock.devices.presets import PRESETS
+from penstock.devices.profile import DeviceProfile
+from penstock.tuner import table4
 from penstock.tuner.table4 import (
     TableCell,
     disks_of_table5,
@@ -17,8 +21,24 @@ from penstock.tuner.table4 import (
     wrong_orders,
 )
 
-predicted = cache(predict_table)
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "plan-table4.json"
+
+
+@cache
+def known(disks: tuple[tuple[str, DeviceProfile], ...]) -> list[TableCell]:
+    return predict_table(dict(disks))
+
+
+def predicted(disks: Mapping[str, DeviceProfile] = PRESETS) -> list[TableCell]:
+    return [*known(tuple(disks.items()))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _predicted_once() -> Iterator[None]:
+    """Each table takes a second, and the program asks for each twice."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(table4, "predict_table", predicted)
+        yield
 
 
 def cell(policy: str, paper: float, predicted: float) -> TableCell:
