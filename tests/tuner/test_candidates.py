@@ -64,7 +64,7 @@ def test_plans_are_those_of_the_engine(
     limit = budget(task, share, batch)
     found, _ = found_at(task, batch, limit, SOME)
     assert len(found) > 10
-    for each in every(12, found):
+    for each in every(8, found):
         with TieredCache(
             task.model, each.policy, memory=limit, store=task.store, max_tokens=CONTEXT,
             batch_size=batch, adapter=task.adapter,
@@ -130,7 +130,7 @@ def test_no_more_components_than_the_adapter_has(make_task: MakeTask) -> None:
 # Within the budget, each once -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "batch"), [(0.2, 1), (0.3, 3), (0.5, 1), (0.9, 3)])
+@pytest.mark.parametrize(("share", "batch"), [(0.2, 1), (0.5, 3)])
 def test_never_above_the_budget_and_each_once(
     make_task: MakeTask, share: float, batch: int
 ) -> None:

@@ -32,7 +32,7 @@ from penstock.tuner.pace import Pace
 from penstock.workloads.selection_streams import OverlapStream, streamed
 from penstock.workloads.synthetic_kv import SyntheticKV
 
-CONTEXT, STEPS = 1500, 5
+CONTEXT, STEPS = 800, 5
 POLICY = KVSwap(selected_tokens=200, reuse_tokens=400, rank=32, index_bits=8)
 FIGURES = StepFigures(
     step_s=10.0, select_s=2.0, stall_s=4.0, reads=1.0, read_bytes=1.0, units_wanted=1.0,
@@ -107,9 +107,9 @@ def by_hand(work: Workpiece, policy: SelectionPolicy, store: str, limit: int) ->
     ("policy", "share", "batch", "store", "stream"),
     [
         (POLICY, 0.6, 1, "memory", None),
-        (replace(POLICY, reuse_tokens=0, group_tokens=8), 0.4, 3, "nvme", None),
+        (replace(POLICY, reuse_tokens=0, group_tokens=8), 0.5, 3, "nvme", None),
         (POLICY, 0.6, 2, "memory", OverlapStream(overlap=0.8)),
-        (FlexGen(), 0.3, 1, "nvme", None),
+        (FlexGen(), 0.4, 1, "nvme", None),
         (Quest(), 0.6, 1, "memory", None),
     ],
     ids=["kvswap", "no reuse, batch", "stream", "flexgen", "rows that are heads"],

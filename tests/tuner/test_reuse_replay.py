@@ -26,7 +26,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def texts(loaded: LoadedModel) -> list[Tensor]:
-    return calibration_tokens(loaded, [], tokens=1024, forced=FORCED)[:2]
+    return [text[-640:] for text in calibration_tokens(loaded, [], tokens=1024, forced=FORCED)[:2]]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def recordings(reference: Reference) -> tuple[Recording, ...]:
     return reference.measure(POLICY, memory=None, record=True).selections
 
 
-@pytest.mark.parametrize("capacity", [120, 480])
 def test_the_engine_counts_the_same(
-    reference: Reference, recordings: tuple[Recording, ...], capacity: int
+    reference: Reference, recordings: tuple[Recording, ...]
 ) -> None:
     """What it attends to does not depend on the slots but for the order of a sum, whose rounding
     may change a selection here and there."""
+    capacity = 480
     counted = reference.measure(replace(POLICY, reuse_tokens=capacity), memory=None)
     rates = reuse_rates(recordings, [capacity])
     assert rates[capacity] == pytest.approx(counted.hit_rate, abs=0.005)

@@ -6,22 +6,22 @@ import pytest
 
 from penstock.models.model_shape import inspect_model
 from penstock.tuner import engine_run, kvswap_search, pace
-from penstock.tuner.engine_run import ROUNDS
 from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS, KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 
 MakeTask = Callable[..., TuningTask]
-STEPS, FINAL_ROUNDS = 2, 3  # unlike `ROUNDS`
+STEPS, ROUNDS, FINAL_ROUNDS = 2, 2, 3
 
 
 def test_what_was_run_is_what_was_wanted(
-    make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
+    sparse: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_run, "STEPS", STEPS)
+    monkeypatch.setattr(kvswap_search, "ROUNDS", ROUNDS)
     monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", FINAL_ROUNDS)
     monkeypatch.setattr(pace, "_PASSES", 1)
-    full = inspect_model(make_task().model).kv.full_cache_bytes(1, 1024)
-    task = make_task(max_context=1024, store="memory", limit_bytes=int(full * 0.7))
+    full = inspect_model(sparse().model).kv.full_cache_bytes(1, 1024)
+    task = sparse(max_context=1024, max_batch=1, store="memory", limit_bytes=int(full * 0.7))
     search = KVSwapSearch(task)
     search.spread()
     search.solve()

@@ -20,9 +20,10 @@ from penstock.models.model_shape import inspect_model
 from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
-from penstock.tuner.tune import Tuned, tune
+from penstock.tuner.tune import Tuned, _read, tune
 from penstock.tuner.tuning_task import TuningTask
 
+READ_ANEW = _read
 WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 
 
@@ -30,22 +31,35 @@ WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go .
 def _short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for module in (engine_run, fetch_survey):
-            patched.setattr(module, "STEPS", 2)
+            patched.setattr(module, "STEPS", 2 if module is fetch_survey else 1)
             patched.setattr(module, "WARM_STEPS", 1)
         for module in (fetch_survey, kvswap_search):
             patched.setattr(module, "ROUNDS", 2)
         patched.setattr(kvswap_search, "POINTS", 2)
+        patched.setattr(kvswap_search, "TURNS", 1)
         patched.setattr(kvswap_search, "CHECKS", 2)
         patched.setattr(kvswap_search, "CORNER_POINTS", 2)
         patched.setattr(kvswap_search, "FINALISTS", 2)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", 1)  # unlike `ROUNDS`
         patched.setattr(pace, "_PASSES", 1)
         patched.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
+        patched.setattr(other_policies, "MOST_RUN", 1)
         patched.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
         patched.setattr("penstock.tuner.tune.MOST_TEXTS", 1)
         some = [*settings_of(KVSwap)][::10]
         patched.setattr("penstock.tuner.candidates.settings_of", lambda _: some)
+        patched.setattr("penstock.tuner.tune._read", _read_once)
         yield
+
+
+READ: list[Any] = []
+
+
+def _read_once(*about: Any) -> Any:
+    """Every tuning here reads the same text with the same model."""
+    if not READ:
+        READ.append(READ_ANEW(*about))
+    return READ[0]
 
 
 @pytest.fixture(scope="module")
