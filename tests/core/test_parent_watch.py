@@ -41,8 +41,12 @@ def works(process: psutil.Process) -> bool:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("how", ["watched", "left alone"])
+@pytest.mark.parametrize(
+    ("how", "signal_number"),
+    [
+        ("watched", signal.SIGTERM), ("watched", signal.SIGKILL), ("left alone", signal.SIGKILL),
+    ],
+)  # fmt: skip
 def test_a_killed_parent(how: str, signal_number: int, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(SCRIPT)

@@ -1,5 +1,6 @@
 """Tokenizers for the English tasks, made here or bundled: nothing is downloaded."""
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,13 @@ from penstock.devices.measure import Cell, measure_reads
 from penstock.evaluate import decode_loop, read_burst, throughput
 from penstock.evaluate.tasks.english.filler import prose
 from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
+from penstock.evaluate.tasks.real import registry
 from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 
+SHIPPED = {
+    each.__name__: functools.cache(each)
+    for each in (registry.read_shipped_texts, registry.grounds_of, registry.Repository)
+}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
@@ -67,6 +73,15 @@ def any_tokenizer(request: pytest.FixtureRequest) -> TextTokenizer:
         return Letters()
     tokenizer: TextTokenizer = request.getfixturevalue(request.param)
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def shipped_once() -> Iterator[None]:
+    """To read and parse the texts of suite real takes most of a second."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, made in SHIPPED.items():
+            patched.setattr(registry, name, made)
+        yield
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 """The accuracy program at toy size: settings, shared prefill, time limit, result."""
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,14 @@ from penstock.evaluate.accuracy_cells import Cell, accuracy_table, not_run, summ
 from penstock.evaluate.accuracy_jobs import Examination, Job
 from penstock.evaluate.accuracy_settings import parse_setting, parse_settings
 from penstock.evaluate.accuracy_workers import run_jobs
-from penstock.evaluate.answers import SharedPrefill, WrongAlready, answer, ask
+from penstock.evaluate.answers import (
+    Answers,
+    Question,
+    SharedPrefill,
+    WrongAlready,
+    answer,
+    ask,
+)
 from penstock.evaluate.tasks import GeneratedTasks, Sample
 from penstock.evaluate.tasks.recall import DEFAULT_TASKS
 from penstock.methods import FlexGen, Full, KVSwap
@@ -33,6 +41,27 @@ from tests.ready_process import forks
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return load(dtype="float32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loaded_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(accuracy_jobs, "load", functools.cache(load))
+        yield
+
+
+@pytest.fixture
+def knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that knows every answer, for tests of who is asked."""
+
+    def know(loaded: LoadedModel, question: Question, *_: Any, **__: Any) -> Answers:
+        return Answers(
+            texts=[sample.answer for sample in question.samples], seconds=0.1, tokens=9,
+            read_bytes=0, units_wanted=0, units_hit=0, ledger_bytes=100, full_cache_bytes=1300,
+        )  # fmt: skip
+
+    monkeypatch.setattr(accuracy_jobs, "answer", know)
+    monkeypatch.setattr(accuracy_jobs, "SharedPrefill", lambda *_: None)
 
 
 def draw_samples(
@@ -73,13 +102,13 @@ def test_bad_settings(text: str, message: str) -> None:
 
 def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
     samples = [
-        *draw_samples(loaded, "single_noise", 0, 1, tokens=300, seed=1),
-        *draw_samples(loaded, "single_essay", 0, 1, tokens=250, seed=1),
+        *draw_samples(loaded, "single_noise", 0, 1, tokens=240, seed=1),
+        *draw_samples(loaded, "single_essay", 0, 1, tokens=200, seed=1),
     ]  # of different lengths: one is padded
     question = ask(loaded, samples)
     assert int(question.batch.attention_mask.sum()) < question.batch.attention_mask.numel()
     shared = SharedPrefill(loaded.model, question, 100)
-    for text in ("full", "kvswap@1/2:selected_tokens=64"):
+    for text in ("full", "kvswap@1/2:selected_tokens=48"):
         setting = parse_setting(text)
         pair = [
             answer(loaded, question, setting, chunk=100, shared=s, store="memory")
@@ -90,7 +119,7 @@ def test_sharing_a_prefill_changes_no_answer(loaded: LoadedModel) -> None:
 
 
 WHOLE = (
-    "--tokens=280,300", "--samples=2", "--batch=2", "--tasks=single_essay,single_noise",
+    "--tokens=210,230", "--samples=2", "--batch=2", "--tasks=single_essay,single_noise",
     "--settings=full,kvswap@1/2,kvswap@1/999", "--disk=memory",
 )  # fmt: skip
 
@@ -117,6 +146,7 @@ def test_a_run(whole: tuple[dict[str, Any], str]) -> None:
     assert "not run" not in printed, "what is refused stands in the table"
 
 
+@pytest.mark.usefixtures("knowing")
 def test_an_interrupted_run_is_taken_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +155,7 @@ def test_an_interrupted_run_is_taken_up(
         "--tokens=220", "--samples=3", "--batch=1", "--tasks=single_essay", "--disk=memory",
         "--settings=full,kvswap@1/2", f"--out={out}",
     ]  # fmt: skip
-    real, calls = answer, 0
+    real, calls = vars(accuracy_jobs)["answer"], 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -182,10 +212,10 @@ def test_workers_answer_as_one_process_does(
     for name in nearly:
         found = [cell[name] for cell in spread]
         assert found == pytest.approx([cell[name] for cell in alone], rel=0.05), name
-    assert {cell["length"] for cell in spread} == {280, 300}
+    assert {cell["length"] for cell in spread} == {210, 230}
     summary = json.loads(out.read_text())["figures"]["summary"]
     assert [(s["length"], s["setting"]) for s in summary[:4]] == [
-        (280, "full"), (280, "kvswap@1/2"), (280, "kvswap@1/999"), (300, "full"),
+        (210, "full"), (210, "kvswap@1/2"), (210, "kvswap@1/999"), (230, "full"),
     ]  # fmt: skip
 
 
@@ -195,7 +225,7 @@ def test_it_says_how_far_prompts_are_read(
     """Before the first answer; workers have the module's own pace."""
     monkeypatch.setattr(accuracy_jobs, "_TELL_S", 0.0)
     accuracy.run(
-        ["--tokens=300", "--samples=2", "--tasks=single_essay,multi_value", "--settings=full",
+        ["--tokens=300", "--samples=1", "--tasks=single_essay,multi_value", "--settings=full",
          "--disk=memory", "--chunk=100", "--workers=1"]
     )  # fmt: skip
     told = capsys.readouterr().err.splitlines()
@@ -260,9 +290,9 @@ def test_long_answers_end_where_they_cannot_be_right_any_more(loaded: LoadedMode
         assert stop(ids, None).tolist() == [False, count >= 8]
 
 
-def test_files_are_tasks_too(tmp_path: Path) -> None:
+def test_files_are_tasks_too(loaded: LoadedModel, tmp_path: Path) -> None:
     data = tmp_path / "own.jsonl"
-    sample = draw_samples(load(), "single_essay", 0, 1, tokens=200, seed=3)[0]
+    sample = draw_samples(loaded, "single_essay", 0, 1, tokens=200, seed=3)[0]
     record = {"context": sample.prompt, "question": "", "answers": [sample.answer]}
     data.write_text(json.dumps(record) + "\n")
     result = accuracy.run(
@@ -271,10 +301,11 @@ def test_files_are_tasks_too(tmp_path: Path) -> None:
     assert [len(cell["scores"]) for cell in result.figures["cells"]] == [1]
 
 
-def test_no_sample_is_asked_twice(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("knowing")
+def test_no_sample_is_asked_twice(loaded: LoadedModel, tmp_path: Path) -> None:
     """A file with fewer samples than a batch; then more samples than half a batch, gone on with."""
     data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
-    samples = draw_samples(load(), "single_essay", 0, 2, tokens=200, seed=3)
+    samples = draw_samples(loaded, "single_essay", 0, 2, tokens=200, seed=3)
     records = [{"context": s.prompt, "question": "", "answers": [s.answer]} for s in samples]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = ["--tokens=220", "--batch=5", "--settings=full", "--disk=memory", f"--out={out}"]

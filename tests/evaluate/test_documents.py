@@ -32,7 +32,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         patch.setattr(
             rates, "read_units", lambda *args, **by: whole(*args, **{**by, "seconds": 0.1})
         )
-        patch.setattr(program, "ANSWER_TOKENS", 8)
+        patch.setattr(program, "ANSWER_TOKENS", 4)
         program.run([*SMALL, "--store", str(place), "--out", str(out)])
     assert not list(place.iterdir()), "nothing is left behind"
     assert str(folder) not in out.read_text(), "no path of this machine"

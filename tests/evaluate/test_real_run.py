@@ -22,6 +22,7 @@ STEPS = 8
 FEW = ":selected_tokens=128"
 OURS = f"kvswap@1/2{FEW}"
 QUEST = f"quest@1/2{FEW}"
+pytestmark = pytest.mark.usefixtures("shipped_once")
 
 
 @pytest.fixture(scope="module")

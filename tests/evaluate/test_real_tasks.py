@@ -16,8 +16,9 @@ from penstock.evaluate.tasks.real.repository import functions_of
 from penstock.evaluate.tasks.real.texts import ShippedTexts, SourceFile, read_shipped_texts
 from penstock.evaluate.tasks.sample import Sample, judge
 
-TOKENS = 6_000
+TOKENS = 8_000
 WORD = re.compile(r"\w+")
+pytestmark = pytest.mark.usefixtures("shipped_once")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_a_run_measures_every_row_and_saves_it(
         "--config=tiny", "--context=1300", "--batch=1", "--memory=2/3", "--steps=1", "--rounds=2",
         "--devices=real,emmc", "--prefill-tokens=128", "--prefill-chunks=64", "--json",
         "--prefill-rounds=1", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
-        "--methods=quest,loki:key_ratio=0.25",
+        "--methods=loki:key_ratio=0.25",
     ]  # fmt: skip
     throughput.run(arguments)
     printed = capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_a_run_measures_every_row_and_saves_it(
     assert json.loads(printed.splitlines()[-1]) == saved
     assert str(tmp_path) not in out.read_text()
     rows = {row["name"]: row for row in saved["figures"]["rows"]}
-    methods = parse_settings(["quest,loki:key_ratio=0.25"])
+    methods = parse_settings(["loki:key_ratio=0.25"])
     assert list(rows) == [row.name for row in all_rows(["real", "emmc"], methods)]
     assert "loki:key_ratio=0.25 (emmc, simulated)" in rows
     on_disk = {row.name for row in all_rows(["real", "emmc"], methods) if row.on_disk}
@@ -129,7 +129,7 @@ def test_a_folder_and_a_recording_can_be_measured(
     ).save(played)  # fmt: skip
     throughput.run([
         f"--config={tiny_folder}", "--context=1300", "--batch=2", "--memory=1/2", "--steps=2",
-        "--rounds=2", "--devices=real", "--rows=kvswap;flexgen", "--methods=infinigen-star-reuse",
+        "--rounds=1", "--devices=real", "--rows=kvswap;flexgen", "--methods=infinigen-star-reuse",
         "--prefill-tokens=0", "--disk-file-mib=64", f"--store={tmp_path}", f"--out={out}",
         "--stream", str(played),
     ])  # fmt: skip

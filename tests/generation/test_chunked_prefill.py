@@ -20,19 +20,22 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=draw).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "opt"])
-def test_chunks_change_no_answer(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", (2, 59)), ("gemma2", (7, 30, 60)), ("gpt_neox", (30, 59)), ("opt", (7, 60))],
+)
+def test_chunks_change_no_answer(family: str, sizes: tuple[int, ...]) -> None:
     """Rows of one batch, two of them padded; chunks that leave one token over, and two."""
     told, model = {}, tiny_model(family)
-    for size in (1000, 2, 7, 30, 59, 60):
+    for size in (1000, *sizes):
         llm = LLM(model, policy="full", store="memory", prefill_chunk_size=size)
-        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=5))
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=3))
         told[size] = [output.token_ids for output in outputs]
         assert told[size] == told[1000], size
     assert len(set(map(tuple, told[1000]))) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("chunk", [2, 7, 10, 20, 30, 59, 60])
+@pytest.mark.parametrize("chunk", [2, 7, 20, 59, 60])
 def test_a_chunk_is_left_or_a_chunk_and_a_token(chunk: int) -> None:
     model = tiny_model("llama")
     loaded = LoadedModel(model=model, tokenizer=None, name="tiny")

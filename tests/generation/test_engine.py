@@ -37,6 +37,11 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.fixture(scope="module")
+def recall() -> LLM:
+    return LLM("recall", memory=None, store="memory")
+
+
 def plain(model: Any, ids: list[int], new_tokens: int = 8) -> list[int]:
     inputs = torch.tensor([ids])
     mask = torch.ones_like(inputs)
@@ -179,8 +184,8 @@ def test_the_model_is_left_as_it_was(model: Any) -> None:
     assert llm.generate(PROMPTS[1], GREEDY)[0].token_ids == plain(model, PROMPTS[1])
 
 
-def test_text_is_streamed_and_stopped() -> None:
-    llm = LLM("recall", memory=None, store="memory")
+def test_text_is_streamed_and_stopped(recall: LLM) -> None:
+    llm = recall
     pieces: list[str] = []
     prompt = "The grass is green . The sky is blue . The sun is yellow . " * 3
     [whole] = llm.generate(
@@ -265,16 +270,16 @@ def test_numbers_that_transformers_would_refuse(model: Any, fields: dict[str, An
     assert len(output.token_ids) == 3
 
 
-@pytest.mark.parametrize("own", ["sky", ["nothing", "sky"]])
 def test_a_models_own_stop_strings_end_an_answer(
-    own: str | list[str], monkeypatch: pytest.MonkeyPatch
+    recall: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM("recall", store="memory")
-    text = "The grass is green . The sky is blue . " * 5
+    llm, text = recall, "The grass is green . The sky is blue . " * 5
     [whole] = llm.generate(text, GREEDY)
     assert "sky" in whole.text
-    monkeypatch.setattr(llm.model.generation_config, "stop_strings", own)
-    [stopped] = llm.generate(text, GREEDY)
-    assert (stopped.text, stopped.finish_reason) == (whole.text.partition("sky")[0], "stop")
+    own: str | list[str]
+    for own in ("sky", ["nothing", "sky"]):
+        monkeypatch.setattr(llm.model.generation_config, "stop_strings", own)
+        [stopped] = llm.generate(text, GREEDY)
+        assert (stopped.text, stopped.finish_reason) == (whole.text.partition("sky")[0], "stop")
     [earlier] = llm.generate(text, replace(GREEDY, stop="grass"))
     assert "grass" not in earlier.text

@@ -31,6 +31,7 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, seed=11, max_tokens=9, ignore_eos=True)
+FEW = replace(GREEDY, max_tokens=6)
 KEPT = [name for name, policy in POLICIES.items() if not policy.drops and policy.retrieves]
 
 
@@ -68,14 +69,14 @@ def test_tokens_are_those_of_full_attention(
     name: str, model: PreTrainedModel, expected: dict[bool, list[list[int]]]
 ) -> None:
     """A batch of two of different lengths, under every policy that drops nothing."""
-    outputs = verified(model, name, 4).generate(PROMPTS, GREEDY)
-    assert ids_of(outputs) == expected[True]
+    outputs = verified(model, name, 3).generate(PROMPTS, FEW)
+    assert ids_of(outputs) == [ids[: FEW.max_tokens] for ids in expected[True]]
     found = outputs[0].run.verified
     assert found is not None
     assert found.accepted <= found.drafted
     assert name != "kvswap" or found.accepted < found.drafted, "the test shows something"
-    assert found.passes + found.accepted == GREEDY.max_tokens - 1  # type: ignore[operator]
-    assert found.tokens == 2 * (GREEDY.max_tokens - 1)  # type: ignore[operator]
+    assert found.passes + found.accepted == FEW.max_tokens - 1  # type: ignore[operator]
+    assert found.tokens == 2 * (FEW.max_tokens - 1)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["kvswap", "louiskv"])
@@ -130,7 +131,7 @@ def test_the_cache_goes_on_as_if_nothing_had_been_drafted(
 ) -> None:
     """Store, window, pending units, index and slots: the next step under the policy is that of a
     cache that was fed the answer without drafts; so is an exact pass."""
-    prompt, steps = PROMPTS[0], 17
+    prompt, steps = PROMPTS[0], 11
 
     def made() -> TieredCache:
         return TieredCache(
@@ -182,8 +183,8 @@ def chatty() -> Any:
 TEXT = "In the beginning there was a word, and the word was not yet a token of any model at all. "
 REQUESTS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3, "prompt_logprobs": 1, "max_tokens": 14},
-    "stop strings": {"stop": ["a", "e", "Q"], "max_tokens": 60, "temperature": 1.2, "seed": 1},
-    "end tokens": {"stop_token_ids": list(range(20, 45)), "max_tokens": 60, "temperature": 1.5,
+    "stop strings": {"stop": ["a", "e", "Q"], "max_tokens": 40, "temperature": 1.2, "seed": 1},
+    "end tokens": {"stop_token_ids": list(range(20, 45)), "max_tokens": 40, "temperature": 1.5,
                    "seed": 2, "min_tokens": 3},
     "several answers": {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 13},
     "best of": {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 5, "max_tokens": 14},
@@ -203,7 +204,7 @@ def test_everything_else_of_an_answer_is_exact_modes_too(asked: str, chatty: Any
     options: dict[str, Any] = {"memory": None, "store": "memory"}
     plain = LLM(chatty, policy=policy_of("kvswap"), exact=True, **options)
     checked = verified(chatty, "kvswap", 6)
-    prompts = [TEXT * 2, TEXT[::-1] * 2]
+    prompts = [TEXT, TEXT[::-1]]
     for mine, other in zip(
         checked.generate(prompts, params), plain.generate(prompts, params), strict=True
     ):
@@ -231,7 +232,7 @@ def test_streaming(chatty: Any) -> None:
 
 def test_an_answer_that_is_stopped_leaves_all_but_its_last_token(model: PreTrainedModel) -> None:
     llm, params = LLM(model, verify=6), replace(GREEDY, max_tokens=30)
-    for wanted in (1, 3, 8, 9):
+    for wanted in (1, 3, 8):
         asked: Iterator[int] = iter(range(1, 100))
         with TieredCache(model, policy_of("kvswap"), None, "memory", max_tokens=256) as cache:
             [output] = llm.answer(

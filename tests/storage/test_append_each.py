@@ -65,7 +65,7 @@ class Twin:
         return entries, places, buffered, self.inner.writes, self.inner.reads, counters
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
     sizes=st.sampled_from([(512, 512), (512, 4096), (256, 4096), (1000, 512), (100, 1024)]),

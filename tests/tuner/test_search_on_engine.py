@@ -13,9 +13,7 @@ MakeTask = Callable[..., TuningTask]
 STEPS, ROUNDS, FINAL_ROUNDS = 2, 2, 3
 
 
-def test_what_was_run_is_what_was_wanted(
-    sparse: MakeTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_run_is_what_was_wanted(sparse: MakeTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "STEPS", STEPS)
     monkeypatch.setattr(kvswap_search, "ROUNDS", ROUNDS)
     monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", FINAL_ROUNDS)

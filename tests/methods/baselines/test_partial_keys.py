@@ -20,12 +20,11 @@ from penstock.methods.baselines.infinigen import InfiniGen, InfiniGenStar, Infin
 from penstock.methods.baselines.leoam import LeoAM
 from penstock.methods.baselines.loki import Loki
 from penstock.models.cache_argument import cache_argument
-from penstock.testing.pairs import covering
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 CLASSES: list[type[BaselinePolicy]] = [Loki, InfiniGen, InfiniGenStar, InfiniGenStarReuse, LeoAM]
 PADDING = (0, 37, 61)
-PROMPT_TOKENS, NEW_TOKENS = 90, 9
+PROMPT_TOKENS, NEW_TOKENS = 90, 6
 
 
 def prompts() -> dict[str, Tensor]:
@@ -71,8 +70,12 @@ def policy_of(policy_class: type[BaselinePolicy], **options: Any) -> BaselinePol
 
 
 @pytest.mark.parametrize(
-    ("family", "policy_class", "beams"), covering(["llama", "qwen2"], CLASSES, [1, 2])
-)
+    ("family", "policy_class", "beams"),
+    [
+        ("llama", Loki, 1), ("qwen2", InfiniGen, 2), ("llama", InfiniGenStar, 2),
+        ("qwen2", InfiniGenStarReuse, 1), ("llama", LeoAM, 2),
+    ],
+)  # fmt: skip
 def test_selecting_all_equals_the_plain_model(
     family: str, policy_class: type[BaselinePolicy], beams: int
 ) -> None:

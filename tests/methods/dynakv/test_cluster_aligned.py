@@ -75,7 +75,7 @@ def test_an_old_update_is_none() -> None:
     assert taken(policy, [], 2) == [0, 1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_compiled_plans_are_the_twins(data: st.DataObject) -> None:
     """The same slots, tables and victims over several steps; nothing pinned is taken."""

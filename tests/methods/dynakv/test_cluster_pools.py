@@ -123,7 +123,7 @@ def test_random_lives() -> None:
     PoolsMachine.steps = 0
     run_state_machine_as_test(
         PoolsMachine,
-        settings=settings(max_examples=50, stateful_step_count=50, deadline=None),
+        settings=settings(max_examples=30, stateful_step_count=50, deadline=None),
     )
     assert PoolsMachine.steps >= 1_200
 

@@ -65,7 +65,7 @@ def chosen_clusters(seed: int, clusters: AdaptiveClusters, share: float) -> NDAr
 
 
 @needs
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), update=st.sampled_from(RULES))
 def test_the_kernel_is_its_twin(data: st.DataObject, update: UpdateRule) -> None:
     dim, grid = data.draw(st.integers(1, 40)), data.draw(st.booleans())
@@ -174,7 +174,7 @@ def test_equal_distances_go_to_the_lowest_number_and_large_keys_to_the_nearest()
 
 
 @needs
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 999), count=st.integers(1, 300), dim=st.integers(1, 40),
     scale=st.sampled_from([1e-9, 1.0, 1e6]), kind=st.sampled_from(["any", "grid", "equal", "near"]),

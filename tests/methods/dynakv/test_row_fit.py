@@ -37,8 +37,13 @@ def some_keys(rows: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
     return keys.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 5), (90, 3), (700, 70), (1500, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "dtype"),
+    [
+        (1, 5, torch.bfloat16), (90, 3, torch.float64), (700, 70, torch.float32),
+        (1100, 16, torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_row_by_row_is_all_at_once(tokens: int, dim: int, dtype: torch.dtype) -> None:
     keys = some_keys(3, tokens, dim, dtype)
     kept = keys.clone()
@@ -132,7 +137,7 @@ def peak_bytes(work: Callable[[], None]) -> tuple[int, int]:
     return numpys, peak
 
 
-@pytest.mark.parametrize(("tokens", "rows", "dim"), [(4000, 2, 64), (3000, 8, 32), (3000, 1, 128)])
+@pytest.mark.parametrize(("tokens", "rows", "dim"), [(3000, 8, 32), (3000, 1, 128)])
 def test_the_ledgers_bytes_of_a_fit_are_tight(tokens: int, rows: int, dim: int) -> None:
     keys = some_keys(rows, tokens, dim, torch.bfloat16)
     clusters = AdaptiveClusters(

@@ -75,7 +75,7 @@ def settings_of(layers: int, tokens: int) -> DeviceSettings:
 @pytest.mark.parametrize("coded", [0, 2, 5])
 def test_a_device_holds_no_more_than_it_says(coded: int, tmp_path: Path) -> None:
     """As numpy counts it; buffers for reading are mapped beside it, and are in the bound too."""
-    layers, tokens = 5, 8192
+    layers, tokens = 5, 4096
     settings = settings_of(layers, tokens)
     everything = DeviceMemory.within(settings, None).num_bytes
     least = DeviceMemory.within(settings, 1 << 40).num_bytes - (layers - coded) * (

@@ -22,7 +22,7 @@ from penstock.methods.hillinfer.policy import HillInfer
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32)
 PROMPT, MOST, ROWS = 300, 420, 2
-STEPS = (1,) * 8
+STEPS = (1,) * 5
 POLICY = HillInfer(selected_tokens=40, hot_tokens=90, window_tokens=16, near=False)
 ON_HOST = replace(POLICY, host_memory="1MiB")
 REQUEST = SizingRequest(

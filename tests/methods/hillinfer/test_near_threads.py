@@ -20,7 +20,7 @@ from penstock.methods.hillinfer.layer import NearLayer
 from penstock.methods.hillinfer.policy import HillInfer
 
 SHAPE = KVShape(num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=24, dtype=torch.float32)
-BATCH, PROMPT, STEPS = 2, 300, 100
+BATCH, PROMPT, STEPS = 2, 300, 60
 POLICY = HillInfer(alpha=0.1, near=False, hot_tokens=200, window_tokens=16, sink_tokens=4)
 
 

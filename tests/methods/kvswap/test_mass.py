@@ -130,7 +130,7 @@ def test_what_the_index_gets_wrong_is_learnt_from_probes(off: float, with_left: 
     hold as often as they say."""
     by, errors, bars, naive = meter(0.8), [], [], []
     random = torch.Generator().manual_seed(4)
-    for step in range(250):
+    for step in range(160):
         true, kept = drawn(seed=step, spread=1.2)
         said = true + 0.7 * torch.randn(true.shape, generator=random) - off
         chosen = by.choose(said, kept, np.zeros(ROWS, dtype=np.int64), 80)

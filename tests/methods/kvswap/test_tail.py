@@ -201,13 +201,15 @@ def near(steps: Steps, count: int = 1) -> None:
         assert missed > 0.1, "there is something to add"
 
 
-@pytest.mark.parametrize("padding", [(0,), (0, 13)], ids=["one row", "padded rows"])
-@pytest.mark.parametrize("reuse", [24, 0], ids=["own pools", "shared pools"])
+@pytest.mark.parametrize(
+    ("padding", "reuse"), [((0,), 0), ((0, 13), 24)],
+    ids=["one row, shared pools", "padded rows, own pools"],
+)  # fmt: skip
 def test_what_is_not_read_is_one_mean_value(padding: Sequence[int], reuse: int) -> None:
     steps = Steps(replace(POLICY, reuse_tokens=reuse), padding)
     for count in (40, 1, 23):  # a prompt in pieces
         steps.feed(count)
-    near(steps, 12)
+    near(steps, 6)
     assert min(steps.parts) > 0.5, "random values are near their mean"
 
 

@@ -120,7 +120,7 @@ def test_clusters_made_at_the_first_step_are_those_made_beside_the_prefill() -> 
     assert held[1] < held[0]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_units_partition_the_past_in_random_lives(seed: int) -> None:
     """Prompts, steps, crops and reorders: what may be selected is held by exactly one unit."""
     rnd = random.Random(seed)
@@ -160,7 +160,7 @@ def test_units_partition_the_past_in_random_lives(seed: int) -> None:
             assert sorted(held) == list(range(first, end))
 
     try:
-        for batch, prompt, steps, crop in ((2, 70, 12, 31), (2, 21, 20, 50), (2, 150, 18, 0)):
+        for batch, prompt, steps, crop in ((2, 70, 8, 31), (2, 21, 14, 50), (2, 150, 12, 0)):
             take(batch, prompt)
             for _ in range(steps):
                 take(batch, 1)
