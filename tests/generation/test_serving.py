@@ -111,10 +111,10 @@ def test_tokens_do_not_depend_on_who_else_is_served(family: str, policy: str) ->
             prompt=[rng.randrange(3, VOCABULARY) for _ in range(rng.choice((3, 60, 200, 330)))],
             sampling=SamplingParams(
                 n=1 + number % 2, temperature=1.5 if number % 2 else rng.choice((0, 1.5)),
-                seed=number, max_tokens=rng.randrange(1, 18), ignore_eos=True, logprobs=0,
+                seed=number, max_tokens=rng.randrange(1, 24), ignore_eos=True, logprobs=0,
             ),
         )
-        for number in range(6)
+        for number in range(8)
     ]  # fmt: skip
     with Engine(llm, memory="600KiB", max_running=4, prefill_chunk_size=64) as engine:
         alone = [engine.submit(each).result() for each in requests]

@@ -14,7 +14,7 @@ from penstock.kernels.cluster_selection import (
 from penstock.kernels.native.compiled import kernel
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(st.data())
 def test_compiled_and_twin_agree(data: st.DataObject) -> None:
     rows, clusters = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))

@@ -25,7 +25,7 @@ def form_of(form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_any_tree_is_plain_attention(tree_case: Any, form: str, data: st.DataObject) -> None:
     draw = data.draw

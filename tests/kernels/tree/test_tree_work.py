@@ -30,7 +30,7 @@ def pieces(made: WorkPlan) -> list[tuple[list[int], int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=35)
 @given(data=st.data())
 def test_each_block_is_read_once(tree_case: Any, data: st.DataObject) -> None:
     draw = data.draw
@@ -58,7 +58,7 @@ def test_each_block_is_read_once(tree_case: Any, data: st.DataObject) -> None:
         assert together == sum(-(-count // most_rows) for count in holders.values())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_places_are_where_the_merge_looks(tree_case: Any, data: st.DataObject) -> None:
     draw = data.draw
