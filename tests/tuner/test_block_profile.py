@@ -185,8 +185,9 @@ def test_more_of_anything_is_never_faster(seed: int) -> None:
 # Fitting ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [DISK, NVME, EMMC], ids=lambda device: device.name)
-@pytest.mark.parametrize("io_factor", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("device", "io_factor"), [(DISK, 0.5), (NVME, 1.0), (EMMC, 1.7)], ids=["disk", "nvme", "emmc"]
+)
 def test_a_planted_profile_foretells_unseen_work(device: DeviceProfile, io_factor: float) -> None:
     draw = random.Random(3)
     truth = profile_of(io_factor=io_factor, device=device)

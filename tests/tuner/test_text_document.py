@@ -13,6 +13,7 @@ from penstock.tuner.text_document import TextDocument
 from penstock.workloads.prefilled import PrefilledText
 
 TOKENS, MORE, BATCH = 120, 6, 2
+EVERYTHING = KVSwap(selected_tokens=200, reuse_tokens=0, rank=32, index_bits=16)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +58,17 @@ def decoded(model: CausalLM, cache: TieredCache, tokens: int) -> Tensor:
     return torch.cat(out, dim=1)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 61, 1])
 @pytest.mark.parametrize(
-    ("policy", "memory", "store"),
+    ("policy", "memory", "store", "tokens"),
     [
-        (Full(), None, "memory"), (FlexGen(), "1MiB", "nvme"), (KVSwap(), None, "memory"),
-        (KVSwap(selected_tokens=200, reuse_tokens=0, rank=32, index_bits=16), None, "nvme"),
+        (Full(), None, "memory", 1), (FlexGen(), "1MiB", "nvme", TOKENS),
+        (FlexGen(), "1MiB", "nvme", 1), (KVSwap(), None, "memory", 61),
+        (EVERYTHING, None, "nvme", TOKENS), (EVERYTHING, None, "nvme", 61),
     ],
-    ids=["full", "flexgen", "resident", "selects everything"],
+    ids=[
+        "full", "flexgen", "flexgen, a token", "resident", "selects everything",
+        "selects everything of a part",
+    ],
 )  # fmt: skip
 def test_a_cache_goes_on_as_the_plain_model(
     model: CausalLM, ids: Tensor, text: PrefilledText, policy: SelectionPolicy,

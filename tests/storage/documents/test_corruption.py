@@ -19,7 +19,7 @@ FOLDER = Path("/disk/document")
 KEY = bytes(range(32))
 SHAPE = Shape(layers=2, unit_bytes=4096)
 NUM_UNITS = 3
-NUM_CORRUPTIONS = 500
+NUM_CORRUPTIONS = 300
 Files = dict[str, bytes]
 
 
