@@ -78,7 +78,7 @@ def test_greedy_tokens_are_the_references(fields: dict[str, Any], seed: int) -> 
     assert choice.tokens is None
 
 
-@pytest.mark.parametrize(("cut", "shape"), zip(CUTS, cycle([SHAPES[0], SHAPES[-1]])), ids=str)
+@pytest.mark.parametrize(("cut", "shape"), [*zip(CUTS, cycle([SHAPES[0], SHAPES[-1]]))], ids=str)
 def test_draws_follow_the_references_distribution(
     cut: dict[str, Any], shape: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from penstock.tuner.fidelity import Reference
 from penstock.tuner.reuse_replay import reuse_rates
 from penstock.workloads.recorded_stream import Recording
 
-FORCED = 16
+FORCED = 12
 POLICY = KVSwap(selected_tokens=120, reuse_tokens=120, rank=32, index_bits=8, attend="selected")
 
 

@@ -38,7 +38,7 @@ def _short() -> Iterator[None]:
         patched.setattr(kvswap_search, "POINTS", 2)
         patched.setattr(kvswap_search, "TURNS", 1)
         patched.setattr(kvswap_search, "CHECKS", 2)
-        patched.setattr(kvswap_search, "CORNER_POINTS", 2)
+        patched.setattr(kvswap_search, "CORNER_POINTS", 1)
         patched.setattr(kvswap_search, "FINALISTS", 2)
         patched.setattr(kvswap_search, "FINAL_ROUNDS", 1)  # unlike `ROUNDS`
         patched.setattr(pace, "_PASSES", 1)

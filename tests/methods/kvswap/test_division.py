@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import BudgetError, ConfigError
@@ -139,6 +139,7 @@ def test_shared_pools_over_host_memory_hold_what_a_link_has_time_for(
     assert not plan.shared_pools or plan.num_slots * plan.group_tokens <= SHARED_TOKENS
 
 
+@settings(max_examples=15)
 @given(gqa_shapes(), st.integers(8192, 65_536), st.integers(3, 8), st.booleans())
 def test_a_larger_budget_is_used(
     shape: KVShape, tokens: int, fraction: int, device_tier: bool
@@ -155,6 +156,7 @@ def test_a_larger_budget_is_used(
     assert KVSwap(**own).plan(more)[1].num_slots > plan.num_slots
 
 
+@settings(max_examples=15)
 @given(gqa_shapes(), st.integers(2048, 65_536), st.integers(4, 34), st.integers(1, 1 << 26))
 def test_more_memory_keeps_more(shape: KVShape, tokens: int, fraction: int, more: int) -> None:
     request = asked(tokens, fraction, shape)
