@@ -76,7 +76,7 @@ class RegionMachine(RuleBasedStateMachine):
             self.store.close()
 
 
-RegionMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+RegionMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
 TestRegion = RegionMachine.TestCase
 
 

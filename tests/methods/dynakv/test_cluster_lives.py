@@ -268,6 +268,6 @@ def test_random_lives() -> None:
     ClustersMachine.steps = 0
     run_state_machine_as_test(
         ClustersMachine,
-        settings=settings(max_examples=40, stateful_step_count=50, deadline=None),
+        settings=settings(max_examples=70, stateful_step_count=50, deadline=None),
     )
-    assert ClustersMachine.steps >= 1_400
+    assert ClustersMachine.steps >= 2_500

@@ -123,9 +123,9 @@ def test_random_lives() -> None:
     PoolsMachine.steps = 0
     run_state_machine_as_test(
         PoolsMachine,
-        settings=settings(max_examples=30, stateful_step_count=50, deadline=None),
+        settings=settings(max_examples=50, stateful_step_count=50, deadline=None),
     )
-    assert PoolsMachine.steps >= 700
+    assert PoolsMachine.steps >= 1_200
 
 
 def pools_with(*sizes: int, sector_bytes: int = 512) -> ClusterPools:

@@ -394,6 +394,6 @@ def test_any_order_of_events(machine: type[DocumentMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30, stateful_step_count=30, deadline=None, derandomize=True, database=None
+            max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
         ),
     )
