@@ -175,12 +175,12 @@ def test_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     if kind == "threads":
         monkeypatch.setattr(open_files, "_is_on_disk", lambda _: False)
     place = {"memory": "memory", "simulated": f"nvme:{tmp_path}"}.get(kind, str(tmp_path))
-    # The two that wait for the kernel run the same lines: each is interrupted at others of them.
-    first, step = {"direct": (1, 41), "simulated": (21, 41)}.get(kind, (1, 20))
+    # The two that wait for the kernel run the same lines: each is interrupted at half of them.
+    first, step = {"direct": (1, 26), "simulated": (14, 26)}.get(kind, (1, 13))
     assert check_every_line(
         lambda: read_ahead(make_store(place)), close, first=first, step=step
     ) > 10  # fmt: skip
-    assert check_every_line(Nothing, lambda _: make_store(place).close(), step=131) > 50
+    assert check_every_line(Nothing, lambda _: make_store(place).close(), step=83) > 50
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
@@ -188,8 +188,8 @@ def test_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_document(kind: int, key: bytes | None, tmp_path: Path) -> None:
     _, make = list(documents(tmp_path, key))[kind]
     # A key changes nothing in a close: with and without it, other lines are interrupted.
-    assert check_every_line(make, close, first=1 if key is None else 20, step=40) > 10
-    assert check_every_line(Nothing, lambda _: make().close(), step=331) > 50
+    assert check_every_line(make, close, first=1 if key is None else 14, step=26) > 10
+    assert check_every_line(Nothing, lambda _: make().close(), step=211) > 50
 
 
 @pytest.mark.parametrize("policy", [Quest(), DynaKV(), HillInfer()], ids=lambda each: each.name)
