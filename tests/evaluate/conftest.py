@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from penstock.evaluate import decode_loop, read_burst, throughput
 from penstock.evaluate.tasks.english.filler import prose
 from penstock.evaluate.tasks.english.prompt_fit import TextTokenizer
 from penstock.evaluate.tasks.real import registry
+from penstock.evaluate.tasks.real.ground import grounds_of
+from penstock.evaluate.tasks.real.repository import Repository
+from penstock.evaluate.tasks.real.texts import read_shipped_texts
 from penstock.storage.measured_directory import DirectoryMeasurement, measure_directory
 
-SHIPPED = {
-    each.__name__: functools.cache(each)
-    for each in (registry.read_shipped_texts, registry.grounds_of, registry.Repository)
-}
+SHIPPED: dict[str, Callable[..., Any]] = {
+    "read_shipped_texts": functools.cache(read_shipped_texts),
+    "grounds_of": functools.cache(grounds_of), "Repository": functools.cache(Repository),
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"

@@ -29,7 +29,7 @@ def _listed_once() -> Iterator[None]:
     whole = candidates.candidates
 
     def listed(*about: Any, **asked: Any) -> tuple[list[Candidate], int | None]:
-        key = (candidates.settings_of, *about, *asked.items())
+        key = (vars(candidates)["settings_of"], *about, *asked.items())
         if key not in LISTED:
             LISTED[key] = whole(*about, **asked)
         found, least = LISTED[key]
