@@ -8,13 +8,14 @@ import ast
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import penstock
+from tests.shared_weights import read_once
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -23,6 +24,12 @@ POLICY_MODULES = {"penstock.core.shape", "penstock.engine.scored_policy"}
 """What a policy of one's own is written with, beside the public names."""
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    with read_once():
+        yield
 
 
 @pytest.fixture

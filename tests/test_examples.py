@@ -40,6 +40,7 @@ import penstock.models
 from penstock.cli.main import app
 from penstock.evaluate.tasks.recall import make_sample
 from penstock.models.cache_argument import OUTPUT_NAME
+from tests.shared_weights import read_once
 
 TOP = Path(__file__).parents[1]
 PAGES = [
@@ -63,6 +64,12 @@ PRINTS = re.compile(r"#.*?prints: (.*)$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"(\w+)=(\S+)")
 UsageError = typer.BadParameter.__mro__[1]  # of click, or of the typer that has its own
 WAYS = {"run", "parse only", "skip"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    with read_once():
+        yield
 
 
 class OptionsRead(BaseException):

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from penstock.cli.main import app
 from penstock.engine.adapter import FORMAT
 from penstock.testing.tiny_chat import tiny_chat_model
+from tests.shared_weights import read_once
 
 PROMPT = ("--prompt", "The grass is green .")
 LEAST: dict[str, tuple[object, ...]] = {
@@ -158,10 +159,11 @@ def share_of(states: tuple[str, ...], command: str, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("models") / "talks"
     tiny_chat_model(folder=folder)
-    return folder
+    with read_once(folder):
+        yield folder
 
 
 @pytest.mark.parametrize(

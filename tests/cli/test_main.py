@@ -234,7 +234,10 @@ def test_calibrate_says_what_it_did(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert str(adapter) in result.stderr.replace("\n", "")
-    used = run("generate", "recall", "--prompt", PROMPT, "--adapter", adapter, "--json")
+    used = run(
+        "generate", "recall", "--prompt", PROMPT, "--adapter", adapter, "--json",
+        "--max-new-tokens", 2,
+    )  # fmt: skip
     assert used.exit_code == 0, used.output
     assert not any("prompt" in notice for notice in json.loads(used.stdout)["notices"])
 

@@ -6,8 +6,6 @@ files; what a system lacks is refused with the reason.
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from penstock.generation.engine import LLM
 from penstock.generation.sampling import SamplingParams
 from penstock.testing.tiny_chat import tiny_chat_model
+from tests.ready_process import ReadyProcess
 
 TOP = Path(__file__).parents[2]
 PROMPT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 9 + "Who ?"
@@ -27,11 +26,18 @@ folder, model, prompt, *systems = sys.argv[1:]
 import_libraries()
 import cryptography.hazmat.primitives.ciphers.aead, transformers.convert_slow_tokenizer
 import transformers.models.llama.modeling_llama
+from transformers.quantizers import auto
+for name in [each for each in sys.modules if each.partition(".")[0] == "penstock"]:
+    del sys.modules[name]  # as this system has it
+for registered in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+    registered.pop("penstock", None)
 for system in systems:
     if os.fork() == 0:
         folder = f"{folder}-{system}"
         os.mkdir(folder)
         sys.stdout = open(f"{folder}.json", "w")
+        with open(text := f"{folder}.txt", "w") as file:
+            file.write(prompt)
         break
 else:
     sys.exit(sum(os.wait()[1] for _ in systems) != 0)
@@ -74,7 +80,7 @@ found = {
     "sealed": answer("--disk", folder, "--memory", "1/2", "--seal"),
     "left": os.listdir(folder),
     "aio": refusal(find_calls),
-    "documents": run(app, ["doc", "add", model, __file__, "--name",
+    "documents": run(app, ["doc", "add", model, text, "--name",
                            "x", "--library", folder + "-library"]).stderr,
     "near": refusal(lambda: penstock.TieredCache(
         tiny_model("llama"), "hillinfer", "1/2", "memory", max_tokens=400, must_tier=True)),
@@ -105,16 +111,11 @@ def answers(model: str) -> dict[bool, list[int]]:
 
 @pytest.fixture(scope="module")
 def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the program found, by system: one process imports the libraries, and forks another for
-    each."""
-    program = (top := tmp_path_factory.mktemp("systems")) / "program.py"
-    program.write_text(PROGRAM)
-    systems = ("darwin", "win32")
-    done = subprocess.run(
-        [sys.executable, str(program), str(top / "disk"), model, PROMPT, *systems],
-        capture_output=True, text=True, check=False, cwd=TOP, env=_environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """What the program found, by system: a process that has the libraries forks one for each."""
+    top, systems = tmp_path_factory.mktemp("systems"), ("darwin", "win32")
+    words = (str(top / "disk"), model, PROMPT, *systems)
+    with ReadyProcess(PROGRAM, *words, folder=TOP) as run:
+        assert run.wait() == 0, run.errors()
     return {each: json.loads((top / f"disk-{each}.json").read_text()) for each in systems}
 
 
@@ -138,13 +139,6 @@ def test_a_run_on_another_system(
         assert "near-storage devices need" in of_system["near"]
     else:
         assert "ask it: penstock doc ask x" in of_system["documents"]
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    path = os.pathsep.join([str(TOP / "src"), str(TOP)])
-    return {**os.environ, "PYTHONPATH": path, "PENSTOCK_CONFIG": os.devnull}
 
 
 POSIX = {

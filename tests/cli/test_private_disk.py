@@ -97,7 +97,11 @@ def rows_found(disk: bytes) -> int:
     whole = disk[: len(disk) // (2 * rows.shape[1]) * (2 * rows.shape[1])]
     there = torch.frombuffer(bytearray(whole), dtype=values.dtype).view(-1, rows.shape[1]).float()
     there = there.nan_to_num(1e9, 1e9, -1e9)
-    return int((torch.cdist(rows, there, p=math.inf).amin(dim=1) < 0.05).sum())
+    # Few rows of the disk are near in the first components: only those are looked at in full.
+    near = torch.cdist(rows[:, :4], there[:, :4], p=math.inf) < 0.05
+    of_prompt, of_disk = near.nonzero(as_tuple=True)
+    same = (rows[of_prompt] - there[of_disk]).abs().amax(dim=1) < 0.05
+    return len(of_prompt[same].unique())
 
 
 @pytest.mark.parametrize("run", [KILLED, "sealed api"])

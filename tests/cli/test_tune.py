@@ -1,8 +1,10 @@
 """`penstock tune`: what a person sees, the file, and bad input in one line."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,24 +19,28 @@ RUN = CliRunner()
 QUICK = ["tune", "talks", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_run, "STEPS", 2)
-    monkeypatch.setattr(engine_run, "WARM_STEPS", 1)
-    monkeypatch.setattr(fetch_survey, "STEPS", 2)
-    monkeypatch.setattr(fetch_survey, "WARM_STEPS", 1)
-    for module in (fetch_survey, kvswap_search):
-        monkeypatch.setattr(module, "ROUNDS", 2)
-    for name, count in (("POINTS", 3), ("CHECKS", 2), ("FINALISTS", 2), ("FINAL_ROUNDS", 3)):
-        monkeypatch.setattr(kvswap_search, name, count)
-    monkeypatch.setattr(pace, "_PASSES", 1)
-    monkeypatch.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
-    monkeypatch.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_run, "STEPS", 2)
+        patch.setattr(engine_run, "WARM_STEPS", 1)
+        patch.setattr(fetch_survey, "STEPS", 2)
+        patch.setattr(fetch_survey, "WARM_STEPS", 1)
+        for module in (fetch_survey, kvswap_search):
+            patch.setattr(module, "ROUNDS", 2)
+        for name, count in (("POINTS", 3), ("CHECKS", 2), ("FINALISTS", 2), ("FINAL_ROUNDS", 3)):
+            patch.setattr(kvswap_search, name, count)
+        patch.setattr(pace, "_PASSES", 1)
+        patch.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
+        patch.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _here(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+@pytest.fixture(scope="module", autouse=True)
+def _here(models: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(models)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +59,24 @@ def text(models: Path) -> Path:
     return path
 
 
-def test_a_config_a_table_and_a_reason(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = tmp_path / "config.json"
-    tables = tmp_path / "tables.json"
-    done = RUN.invoke(
-        app,
-        [
-            *QUICK,
-            "--policies",
-            "kvswap,streaming_llm",
-            "--text",
-            str(text),
-            "-o",
-            str(out),
-            "--save-tables",
-            str(tables),
-        ],
-    )
+@pytest.fixture(scope="module")
+def tuned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """What a run said, and the folder of its config and its tables."""
+    folder = tmp_path_factory.mktemp("tuned")
+    files = ("--text", text, "-o", folder / "config.json", "--save-tables", folder / "tables.json")
+    words = [*QUICK, "--policies", "kvswap,streaming_llm", *map(str, files)]
+    return RUN.invoke(app, words, env={"COLUMNS": "80"}), folder
+
+
+def test_a_config_a_table_and_a_reason(tuned: tuple[Any, Path]) -> None:
+    done, folder = tuned
     assert done.exit_code == 0, done.output
     assert "kvswap G=" in done.output
     assert "KL" in done.output
     assert "…" not in done.output
-    assert json.loads(out.read_text())["format"] == "penstock-config-1"
-    assert json.loads(tables.read_text())["entries"]
-    assert not list(tmp_path.glob("*.partial"))
+    assert json.loads((folder / "config.json").read_text())["format"] == "penstock-config-1"
+    assert json.loads((folder / "tables.json").read_text())["entries"]
+    assert not list(folder.glob("*.partial"))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,11 @@ def test_a_config_a_table_and_a_reason(
         (["--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )
-def test_bad_input(arguments: list[str], words: str, tmp_path: Path, text: Path) -> None:
-    base = QUICK if "--text" in arguments else [*QUICK, "--text", str(text)]
+def test_bad_input(
+    arguments: list[str], words: str, tmp_path: Path, text: Path, tuned: tuple[Any, Path]
+) -> None:
+    base = [*QUICK, "--tables", str(tuned[1] / "tables.json")]
+    base += [] if "--text" in arguments else ["--text", str(text)]
     done = RUN.invoke(app, [*base, *arguments, "-o", str(tmp_path / "c.json")])
     assert done.exit_code != 0
     assert words in " ".join(str(done.exception or done.output).split()) + done.output
