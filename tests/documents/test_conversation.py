@@ -16,7 +16,7 @@ from penstock.models.loader import LoadedModel
 from penstock.testing.tiny_chat import CHATML, byte_tokenizer, tiny_chat_model
 from penstock.testing.tiny_models import tiny_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=9)
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 QUESTIONS = ["Who ?", "And where is that then ?", "When ?", "Why so ?", "Since when, and how ?"]
 FILE = "The bridge was built by Anna in the year of the flood. " * 12

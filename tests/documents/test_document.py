@@ -24,7 +24,7 @@ from penstock.storage import direct_file, file_space, threaded_file
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-NEW_TOKENS = 5
+NEW_TOKENS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 
@@ -165,11 +165,11 @@ def test_other_policies_and_exact_mode(model: PreTrainedModel, tmp_path: Path) -
 @pytest.mark.parametrize("policy", ["quest", "full", "louiskv", "dynakv", "hillinfer"])
 def test_added_under_another_policy(policy: str, model: PreTrainedModel, tmp_path: Path) -> None:
     with create(model, tmp_path / "d", policy=policy) as document:
-        first = answers(document, exact=True)
+        first = answers(document, QUESTIONS[:1], exact=True)
     with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
         assert document.policy.name == policy
-        assert answers(document, exact=True) == first
-        assert all(answers(document))
+        assert answers(document, QUESTIONS[:1], exact=True) == first
+        assert all(answers(document, QUESTIONS[:1]))
 
 
 def test_a_chat_is_kept_and_resumed(
@@ -323,7 +323,7 @@ def test_a_damaged_unit_is_prefilled_again(
         assert outputs[1].run.recomputed_tokens == 0, "it was mended for good"
         assert not document.verify()
     with Document.open(model, path, settings=SETTINGS) as document:
-        assert answers(document) == expected
+        assert answers(document, QUESTIONS[:1]) == expected[:1]
 
 
 def test_many_damaged_units_of_many_layers(
@@ -383,7 +383,7 @@ def test_nothing_of_an_encrypted_document_lies_in_the_open(
         assert secret[:16] not in place
         assert b"Merger" not in place
     with Document.open(model, tmp_path / "d", settings=settings) as document:
-        assert answers(document) == expected
+        assert answers(document, QUESTIONS[:1]) == expected[:1]
     with pytest.raises(DocumentError, match="give its key"):
         Document.open(model, tmp_path / "d", settings=SETTINGS)
     flip(tmp_path / "d" / "kv-0.units", 5000)
@@ -392,18 +392,20 @@ def test_nothing_of_an_encrypted_document_lies_in_the_open(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", ["index-0", "groups", "windows"])
-def test_a_damaged_blob_is_made_again(family: str, name: str, tmp_path: Path) -> None:
+def test_a_damaged_blob_is_made_again(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     with create(model, tmp_path / "d") as document:
         expected = answers(document, QUESTIONS[:1])
-    found = list((tmp_path / "d").glob(f"blob-*-{name}"))
-    assert bool(found) == (name != "windows" or family == "gemma2")
-    for path in found:
-        flip(path, path.stat().st_size // 2)
-    with Document.open(model, tmp_path / "d", settings=SETTINGS) as document:
-        assert answers(document, QUESTIONS[:1]) == expected
-        assert not document.verify()
+    for name in ("index-0", "groups", "windows"):
+        copy = Path(shutil.copytree(tmp_path / "d", tmp_path / name))
+        found = list(copy.glob(f"blob-*-{name}"))
+        assert bool(found) == (name != "windows" or family == "gemma2")
+        for path in found:
+            flip(path, path.stat().st_size // 2)
+        if found:
+            with Document.open(model, copy, settings=SETTINGS) as document:
+                assert answers(document, QUESTIONS[:1]) == expected
+                assert not document.verify()
 
 
 @pytest.mark.parametrize("pattern", ["blob-*-tokens", "seals-*", "manifest.json"])

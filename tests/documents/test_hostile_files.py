@@ -57,6 +57,7 @@ class Stored:
     def ask(self, path: Path) -> list[int]:
         with Document.open(self.model, path, settings=self.settings) as document:
             [output] = document.ask([QUESTION], GREEDY)
+            self.was_mended = document.written_bytes > 0
             return output.token_ids
 
     def commit(self, path: Path, about: dict[str, Any] | None = None, **blobs: bytes) -> None:
@@ -89,7 +90,7 @@ def spoil(path: Path, how: str, share: float) -> None:
             file.write(bytes(min(64, size - place)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     which=st.integers(0, 99),
     how=st.sampled_from(["cut", "cut near the end", "lengthened", "zeroed"]),
@@ -100,7 +101,8 @@ def test_spoilt_files(stored: Stored, which: int, how: str, share: float) -> Non
     files = sorted(each for each in path.iterdir() if not each.name.startswith("lock"))
     spoil(files[which % len(files)], how, share)
     try:
-        for _ in range(2):  # as it is met, and as it was mended
+        assert stored.ask(path) == stored.answer
+        if stored.was_mended:
             assert stored.ask(path) == stored.answer
     except (DocumentError, DocumentDamagedError):
         pass
@@ -108,7 +110,7 @@ def test_spoilt_files(stored: Stored, which: int, how: str, share: float) -> Non
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("cut", [1, 100, 511, 4095])
+@pytest.mark.parametrize("cut", [1, 511, 4095])
 def test_a_cut_within_the_last_padding_can_be_asked(stored: Stored, cut: int) -> None:
     path = stored.copy()
     units = sorted(path.glob("kv-*.units"))[-1]

@@ -26,7 +26,7 @@ from penstock.storage.documents.quota import LibrarySettings
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 POLICY = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-GREEDY = SamplingParams(temperature=0, max_tokens=6)
+GREEDY = SamplingParams(temperature=0, max_tokens=3)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 
 

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 TEXT, QUESTION, MORE = (
     torch.randint(3, 160, (count,), generator=torch.Generator().manual_seed(count)).tolist()
-    for count in (203, 9, 30)
+    for count in (107, 9, 30)
 )
 
 

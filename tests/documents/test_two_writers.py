@@ -17,7 +17,7 @@ from penstock.generation.engine import LLM
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=64)
 
 
@@ -30,9 +30,9 @@ TEXT, FIRST, SECOND = ids(203), ids(9, seed=1), ids(9, seed=2)
 MODEL: Any = tiny_model("llama")
 
 
-def add(path: Path, settings: DocumentSettings = SETTINGS) -> Document:
+def add(path: Path, settings: DocumentSettings = SETTINGS, text: list[int] = TEXT) -> Document:
     policy = KVSwap(group_tokens=8, window_tokens=16, selected_tokens=48)
-    return Document.create(MODEL, TEXT, path, policy=policy, memory=None, settings=settings)
+    return Document.create(MODEL, text, path, policy=policy, memory=None, settings=settings)
 
 
 @pytest.fixture
@@ -144,13 +144,15 @@ def test_a_cache_reads_on_while_answers_are_kept(one: Document) -> None:
 
 
 def test_chunks_of_one_token_are_no_decode_steps(tmp_path: Path) -> None:
+    text = TEXT[:83]
+
     def stored(path: Path, chunk: int) -> list[torch.Tensor]:
         settings = DocumentSettings(store="memory", prefill_chunk_size=chunk)
         with (
-            add(path, settings) as document,
+            add(path, settings, text) as document,
             document.cache(exact=True, new_tokens=8) as cache,
         ):
-            return [cache.tiers.read_tokens(layer, 0, len(TEXT)).clone() for layer in range(3)]
+            return [cache.tiers.read_tokens(layer, 0, len(text)).clone() for layer in range(3)]
 
     for one, many in zip(stored(tmp_path / "a", 1), stored(tmp_path / "b", 64), strict=True):
         assert torch.allclose(one.view(torch.float32), many.view(torch.float32), atol=1e-5)

@@ -124,6 +124,7 @@ def test_damage_behind_pictures_is_mended_and_within_them_said(tmp_path: Path) -
         document.ask(QUESTION, GREEDY)
 
 
+@pytest.mark.parametrize("loaded", ["qwen3_vl", "llava"], indirect=True)
 def test_two_chats_with_pictures_take_turns(loaded: LoadedModel, tmp_path: Path) -> None:
     """Each turn is that of a new cache with all of the chat in one prompt, also of a chat that was
     saved and resumed."""
