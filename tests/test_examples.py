@@ -111,7 +111,7 @@ def blocks(page: str) -> list[Block]:
 
 def made_files(folder: Path) -> None:
     """What the examples name as the reader's own."""
-    text = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 12
+    text = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 8
     fact = "The secret word for patient blanket is social sparrow . "
     key = "the secret word for patient blanket"
     question = f"Question : What is {key} ? Answer : T{key[1:]} is"

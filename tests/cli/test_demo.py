@@ -9,7 +9,7 @@ from penstock.cli.main import app
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["demo", "--tokens", "1000", *map(str, arguments)])
+    return CliRunner().invoke(app, ["demo", "--tokens", "600", *map(str, arguments)])
 
 
 def question(result: Any) -> str:

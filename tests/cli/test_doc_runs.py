@@ -18,7 +18,7 @@ from penstock.models import loader
 from penstock.models.loader import BUNDLED
 from penstock.storage.documents import DocumentWriter
 
-TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 12
+TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . " * 8
 FEW = ("--max-new-tokens", 3, "--disk", "memory")
 
 
@@ -31,6 +31,22 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def doc(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["doc", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that nobody changes."""
+    (text := tmp_path_factory.mktemp("stored") / "text.txt").write_text(TEXT)
+    library = text.parent / "lib"
+    options = ("--name", "green", "--disk", "memory", "--library", library)
+    done = doc("add", "recall", text, *options)
+    assert done.exit_code == 0, done.stderr
+    return library
+
+
+@pytest.fixture
+def _green(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path / "lib")
 
 
 def test_a_models_folder_is_found_from_any_other(
@@ -52,9 +68,8 @@ def test_a_models_folder_is_found_from_any_other(
     assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.usefixtures("_green")
 def test_what_was_removed_is_said_where_storing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = doc("add", "recall", "text.txt", "--name", "green", "--disk", "memory")
-    assert done.exit_code == 0, done.stderr
     [entry] = json.loads(doc("ls", "--json").stdout)["documents"]
     options = ("--name", "new", "--max-disk", int(1.6 * entry["size_bytes"]), "--disk", "memory")
     done = doc("add", "recall", "text.txt", *options, "--policy", "h2o")
@@ -74,8 +89,8 @@ def test_what_was_removed_is_said_where_storing_fails(monkeypatch: pytest.Monkey
     assert json.loads(doc("ls", "--json").stdout)["documents"] == []
 
 
+@pytest.mark.usefixtures("_green")
 def test_all_questions_are_checked_before_the_first_is_answered() -> None:
-    doc("add", "recall", "text.txt", "--name", "green", "--disk", "memory")
     long = "green " * 41000
     for questions, words in (
         (["The grass is", " "], "question 2 is empty"),
@@ -90,11 +105,11 @@ def test_all_questions_are_checked_before_the_first_is_answered() -> None:
     assert (entry["generation"], entry["asks"]) == (1, 6)
 
 
+@pytest.mark.usefixtures("_green")
 @pytest.mark.parametrize("keep", [[], ["--keep"]])
 def test_answers_that_were_done_are_printed_where_a_later_one_fails(
     keep: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doc("add", "recall", "text.txt", "--name", "green", "--disk", "memory")
     [expected] = json.loads(doc("ask", "green", "The grass is", *FEW, "--json").stdout)
     once = Document._ask_once
 

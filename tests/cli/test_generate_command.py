@@ -18,7 +18,7 @@ from penstock.models.loader import load
 def sample() -> Sample:
     tokenizer = load("recall").tokenizer
     assert tokenizer is not None
-    return make_sample("multi_key_few", 500, random.Random(1), tokenizer.get_vocab())
+    return make_sample("multi_key_few", 300, random.Random(1), tokenizer.get_vocab())
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_json_is_one_document(prompt_file: Path, sample: Sample) -> None:
     assert result.stderr == ""
     assert document["answer"] == sample.answer
     assert document["finish_reason"] == "stop"
-    assert document["prompt_tokens"] == 500
+    assert document["prompt_tokens"] == 300
     assert document["new_tokens"] == len(document["token_ids"]) == sample.max_new_tokens
     memory = document["memory"]
     assert sum(memory["items"].values()) == memory["used_bytes"] <= memory["peak_bytes"]

@@ -32,7 +32,7 @@ def digest() -> str:
 def sample() -> Sample:
     tokenizer = load("recall").tokenizer
     assert tokenizer is not None
-    return make_sample("multi_key_few", 1000, random.Random(1), tokenizer.get_vocab())
+    return make_sample("multi_key_few", 600, random.Random(1), tokenizer.get_vocab())
 
 
 @pytest.fixture
