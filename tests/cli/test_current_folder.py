@@ -18,16 +18,29 @@ NAMES = (
     "matplotlib", "penstock", "sitecustomize", "usercustomize", "accelerate", "flash_attn",
 )  # fmt: skip
 COMMANDS = """
-import json, sys
+import json, multiprocessing, sys
 from penstock.cli.entry import main
-for words in json.loads(sys.argv.pop()):
+*_, commands, worker = sys.argv
+for words in json.loads(commands):
     sys.argv[:] = ["penstock", *words]
     try:
         main()
     except SystemExit as end:
         if end.code:
             raise
+    if words[0] == "bench":
+        spawned = multiprocessing.get_context("spawn").Process(target=exec, args=(worker, {}))
+        spawned.start()
+        spawned.join()
+        assert spawned.exitcode == 0
 """
+WORKER = f"""
+import importlib.util, os
+places = [importlib.util.find_spec(name) for name in {NAMES}]
+found = [each.name for each in places if each and os.path.dirname(str(each.origin)) == os.getcwd()]
+assert not found, found
+"""
+"""Stands for a worker of `bench accuracy`: looks where it would import each of the names from."""
 SEARCH = (
     "search", "recall", "--prompt", "The grass is green .", "--beams", "2", "--step", "2",
     "--max-new-tokens", "2", "--seed", "1", "--disk", "memory",
@@ -56,14 +69,14 @@ def run(folder: Path, *commands: tuple[str, ...]) -> "subprocess.CompletedProces
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     return subprocess.run(
-        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands)], cwd=folder, text=True,
+        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands), WORKER], cwd=folder, text=True,
         env=environment | {"PYTHONPATH": SOURCE}, capture_output=True, check=False,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def done(hostile: Path) -> "subprocess.CompletedProcess[str]":
-    """With processes beside them: of near-storage attention, of a scorer, of a benchmark.
+    """With processes beside them: of near-storage attention, and as a benchmark spawns its workers.
 
     The last two commands have a scorer from a file; the file of the very last is not there.
     """
@@ -80,9 +93,9 @@ def done(hostile: Path) -> "subprocess.CompletedProcess[str]":
         ("generate", "recall", "--prompt-file", "prompt.txt", "--max-new-tokens", "2",
          "--disk", "memory", "--policy", "hillinfer"),
         SEARCH,
-        (*SEARCH, "--scorer", "mine:rate"),
         ("bench", "accuracy", "--samples", "1", "--tokens", "256", "--tasks", "multi_key_few",
-         "--settings", "full", "--workers", "2"),
+         "--settings", "full"),
+        (*SEARCH, "--scorer", "mine:rate"),
         (*SEARCH, "--scorer", "elsewhere/json.py:rate", "--json"),
         (*SEARCH, "--scorer", "elsewhere/none.py:rate"),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.entry import set_defaults
+from tests.ready_process import ReadyProcess
 
 MANY_SHAPES = """
 import ctypes, os
@@ -35,13 +36,12 @@ def test_products_of_many_shapes_keep_no_memory() -> None:
     """60 shapes more than the first 70 keep 31 MiB where they are kept."""
     if sys.platform != "linux":
         pytest.skip("asks glibc what is in use")
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=False
-    )
-    if "mallinfo2" in done.stderr:
-        pytest.skip("no glibc of 2.33 or newer")
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 6
+    with ReadyProcess(MANY_SHAPES) as run:
+        said, code = run.stdout.read(), run.wait()
+        if "mallinfo2" in run.errors():
+            pytest.skip("no glibc of 2.33 or newer")
+        assert code == 0, run.errors()
+    assert float(said) < 6
 
 
 MANY_THREADS = """

@@ -19,7 +19,7 @@ KEPT = '{"format": "penstock-trace-0"}'
 PROMPT = "The grass is green . The sky is blue . Here we go ."
 GENERATE = ("generate", "recall", "--prompt", PROMPT, "--max-new-tokens", 3, "--disk", "memory")
 SEARCH = (
-    "search", "recall", "--prompt", PROMPT, "--beams", 4, "--step", 4, "--max-new-tokens", 4,
+    "search", "recall", "--prompt", PROMPT, "--beams", 2, "--step", 2, "--max-new-tokens", 2,
     "--seed", 1, "--temperature", 2, "--disk", "memory",
 )  # fmt: skip
 

@@ -20,8 +20,8 @@ from penstock.models.loader import LoadedModel
 from penstock.storage.documents import Damage
 from penstock.testing.tiny_vision import END, IMAGE, START, VIDEO, tiny_picture, tiny_vision_model
 
-GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-TWO = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+TWO = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=4, ignore_eos=True)
 SMALL = KVSwap(group_tokens=4, selected_tokens=16, window_tokens=8, sink_tokens=4)
 ALL = KVSwap(group_tokens=4, selected_tokens=1000, window_tokens=8, sink_tokens=4)
 SETTINGS = DocumentSettings(store="memory", prefill_chunk_size=9)
