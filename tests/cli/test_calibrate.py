@@ -22,7 +22,7 @@ from penstock.models.calibrate import KEPT_TOKENS, _kept_windows, calibrate
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.testing.tiny_chat import tiny_chat_model
-from penstock.tuner.shipped_texts import TEXTS, shipped_texts
+from penstock.tuner.shipped_texts import TEXTS, _dialogue, shipped_texts
 
 TEXT = "The grass is green. The sky is blue. " * 20
 POLICY = KVSwap(selected_tokens=64, window_tokens=16)
@@ -139,9 +139,9 @@ def test_a_dialogue_goes_through_the_chat_template() -> None:
     text = tokenizer.decode(shipped_texts(loaded, 600)["dialogue"])
     assert text.index("user") < text.index("assistant")
     tokenizer.chat_template = "{{ raise_exception('no talk') }}"
-    plain = shipped_texts(loaded, 400)["dialogue"]
+    plain = _dialogue(loaded)
     tokenizer.chat_template = None
-    assert plain.tolist() == shipped_texts(loaded, 400)["dialogue"].tolist()
+    assert plain == _dialogue(loaded)
     with pytest.raises(Exception, match="without a tokenizer"):
         shipped_texts(LoadedModel(model=loaded.model, tokenizer=None, name="it"), 8)
 

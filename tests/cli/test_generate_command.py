@@ -61,7 +61,9 @@ def test_json_is_one_document(prompt_file: Path, sample: Sample) -> None:
 
 
 def test_a_simulated_disk_is_called_so(prompt_file: Path, sample: Sample) -> None:
-    options = ("--prompt-file", prompt_file, "--memory", "1/4", "--disk", "nvme")
+    options = (
+        "--prompt-file", prompt_file, "--memory", "1/3", "--disk", "nvme", "--max-new-tokens", 2,
+    )  # fmt: skip
     document = json.loads(run(*options, "--json").stdout)
     assert document["simulated"] == "nvme"
     assert "simulated" in document["store"]
@@ -115,7 +117,7 @@ def test_exact_and_verified_give_the_plain_models_tokens(
 
 def test_trace_is_a_chrome_trace(prompt_file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    run("--prompt-file", prompt_file, "--memory", "1/4", "--trace", trace)
+    run("--prompt-file", prompt_file, "--memory", "1/3", "--trace", trace, "--max-new-tokens", 2)
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"compute", "disk read", "disk write"} <= tracks
