@@ -16,9 +16,9 @@ from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.kernels.plain_attention import attention_twin
 from penstock.methods import POLICIES, SelectionPolicy
 
-SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 SCALING = 0.25
-PROMPT_TOKENS, STEPS = 150, 16
+PROMPT_TOKENS, STEPS = 150, 8
 PADDING = (0, 21)
 REBUILDS_KEYS = "shadowkv"  # attends to approximations of the keys it selects
 

@@ -20,7 +20,7 @@ from penstock.methods.louiskv.policy import LouisKV
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PROMPT_TOKENS, STEPS, MAX_TOKENS = 90, 24, 140
+PROMPT_TOKENS, STEPS, MAX_TOKENS = 90, 16, 140
 BUDGET: dict[str, Any] = {
     "selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4, "predict": True,
 }  # fmt: skip
@@ -94,13 +94,20 @@ def layer_of(runtime: TieredRuntime, number: int) -> DeviceLayer:
     return layer
 
 
-@pytest.mark.parametrize("staying", [False, True])
+@pytest.mark.parametrize(
+    ("feed", "staying"),
+    [
+        ("quest", False), ("quest", True), ("arkvale", True), ("louiskv", False), ("louiskv", True),
+        ("louiskv-spread", False), ("louiskv-segments", True),
+    ],
+    indirect=["feed"],
+)  # fmt: skip
 def test_true_predictions_change_nothing(
     feed: Feed, staying: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over tidyings of the units, which come before the first layer that is begun."""
     monkeypatch.setattr(device_layer, "STAYING_GATHER", staying)
-    monkeypatch.setattr(device_steps, "SETTLE_STEPS", 16)
+    monkeypatch.setattr(device_steps, "SETTLE_STEPS", 8)
     for _ in range(STEPS):
         feed.step()
     for number in range(SHAPE.num_layers):
@@ -132,20 +139,20 @@ def test_layers_are_begun_once_and_ahead(feed: Feed) -> None:
 
 
 def test_another_prompt_a_crop_and_a_row_change(feed: Feed) -> None:
-    for _ in range(5):
+    for _ in range(3):
         feed.step()
     feed.step(30)
-    for _ in range(5):
+    for _ in range(3):
         feed.step()
     for runtime in (feed.ahead, feed.plain):
         runtime.crop(feed.length - 3)
     feed.length -= 3
-    for _ in range(5):
+    for _ in range(3):
         feed.step()
     for runtime in (feed.ahead, feed.plain):
         runtime.select_rows(torch.tensor([1, 0]))
     feed.padding = feed.padding.flip(0)
-    for _ in range(5):
+    for _ in range(3):
         feed.step()
 
 
@@ -158,7 +165,7 @@ def test_what_was_begun_for_a_step_that_never_came_is_forgotten(feed: Feed) -> N
     feed.length -= 1
     assert not layer_of(feed.ahead, 1).fetch_begun
     # Queries to compare with are not among what is cropped: both look anew.
-    for _ in range(10):
+    for _ in range(5):
         feed.step()
 
 

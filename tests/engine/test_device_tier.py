@@ -23,7 +23,7 @@ from penstock.methods.louiskv.policy import LouisKV
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where there is a GPU the fast kernels and pinned memory are tested, else their meaning."""
-SCALING, PROMPT_TOKENS, STEPS, MAX_TOKENS = 0.25, 150, 24, 400
+SCALING, PROMPT_TOKENS, STEPS, MAX_TOKENS = 0.25, 150, 14, 400
 BUDGET: dict[str, Any] = {"selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4}
 
 POLICIES: dict[str, SelectionPolicy] = {
@@ -229,18 +229,18 @@ def index_of(runtime: TieredRuntime) -> DeviceSemanticUnits:
 @pytest.mark.parametrize("boundaries", ["stride:1", "adaptive"])
 def test_a_long_answer_merges_segments_and_loses_nothing(boundaries: str) -> None:
     policy = LouisKV(tau=0.7, boundaries=boundaries, cluster_tokens=8, **BUDGET)
-    runtime = make_runtime(policy, device_tier=True, max_tokens=140)
+    runtime = make_runtime(policy, device_tier=True, max_tokens=105)
     feed = Feed(runtime)
     feed.step(40)
     most = 0
-    for step in range(90):
+    for step in range(60):
         feed.step()
         count = int(index_of(runtime).state.count.max())
         assert count <= index_of(runtime).means.shape[1]
-        if step % 30 == 3:
+        if step % 20 == 3:
             check_books(runtime, feed)
         most = max(most, count)
-    assert int(index_of(runtime).counters[0, 0]) == 90
+    assert int(index_of(runtime).counters[0, 0]) == 60
     if boundaries == "stride:1":
         assert most > int(index_of(runtime).state.count.max()), "segments were merged"
 
@@ -248,13 +248,13 @@ def test_a_long_answer_merges_segments_and_loses_nothing(boundaries: str) -> Non
 @pytest.mark.parametrize("stride", [1, 2])
 def test_means_of_merged_segments_are_those_of_their_tokens(stride: int) -> None:
     policy = LouisKV(boundaries=f"stride:{stride}", cluster_tokens=8, **BUDGET)
-    runtime = make_runtime(policy, batch=1, device_tier=True, max_tokens=150)
+    runtime = make_runtime(policy, batch=1, device_tier=True, max_tokens=110)
     feed = Feed(runtime, padding=(0,))
     feed.step(40)
-    for _ in range(100):
+    for _ in range(60):
         feed.step()
     index, layer = index_of(runtime), runtime.layers[0]
-    assert int(index.state.count.max()) < 100 // stride, "segments were merged"
+    assert int(index.state.count.max()) < 60 // stride, "segments were merged"
     assert isinstance(layer, DeviceLayer)
     for row in range(2):
         keys = layer.host.tokens[row, : feed.length, 0, 0].to(DEVICE)
@@ -285,26 +285,26 @@ def check_segments(runtime: TieredRuntime, feed: Feed) -> None:
 
 def test_many_turns_merge_the_segments_of_all_answers() -> None:
     policy = LouisKV(boundaries="stride:2", cluster_tokens=16, **BUDGET)
-    runtime = make_runtime(policy, device_tier=True, max_tokens=320)
+    runtime = make_runtime(policy, device_tier=True, max_tokens=240)
     feed = Feed(runtime)
-    while feed.length < 270:
+    while feed.length < 210:
         feed.step(40)
-        for _ in range(50):
+        for _ in range(30):
             feed.step()
         check_books(runtime, feed)
         check_segments(runtime, feed)
-    index, answers = index_of(runtime), feed.length // 90
+    index, answers = index_of(runtime), feed.length // 70
     assert len(index._runs._closed) == answers - 1
-    assert int(index.state.count.max()) < answers * 50 // 2, "segments were merged"
+    assert int(index.state.count.max()) < answers * 30 // 2, "segments were merged"
 
 
 @pytest.mark.parametrize("tokens", [2, 17])
 def test_inputs_of_few_tokens_do_not_use_up_the_units(tokens: int) -> None:
     """As a draft's tokens come, a few at a time, of which some are taken back."""
-    runtime = make_runtime(LouisKV(cluster_tokens=16, **BUDGET), device_tier=True, max_tokens=200)
+    runtime = make_runtime(LouisKV(cluster_tokens=16, **BUDGET), device_tier=True, max_tokens=130)
     feed = Feed(runtime)
     feed.step(40)
-    while feed.length < 190 - tokens:
+    while feed.length < 120 - tokens:
         feed.step(tokens)
         feed.length -= tokens // 4
         runtime.crop(feed.length)
@@ -317,16 +317,16 @@ def test_a_second_prompt_and_a_crop_keep_the_books() -> None:
     runtime = make_runtime(policy, device_tier=True)
     feed = Feed(runtime)
     feed.step(PROMPT_TOKENS)
-    for _ in range(30):
+    for _ in range(15):
         feed.step()
     feed.step(50)
-    for _ in range(20):
+    for _ in range(10):
         feed.step()
     check_books(runtime, feed)
     for length in (200, 90):
         runtime.crop(length)
         feed.length = length
-        for _ in range(12):
+        for _ in range(6):
             feed.step()
         check_books(runtime, feed)
 
@@ -383,23 +383,23 @@ def test_clusters_and_segments_have_the_spread_of_their_keys() -> None:
     feed = Feed(runtime)
     feed.step(150)
     assert spread_error(runtime, feed) < 1e-5
-    for _ in range(30):
+    for _ in range(15):
         feed.step()
     feed.step(50)
-    for _ in range(20):
+    for _ in range(10):
         feed.step()
     assert spread_error(runtime, feed) < 1e-5
 
 
 def test_merged_segments_have_that_of_all_their_keys() -> None:
     policy = replace(SPREAD, boundaries="stride:1")
-    runtime = make_runtime(policy, batch=1, device_tier=True, max_tokens=150)
+    runtime = make_runtime(policy, batch=1, device_tier=True, max_tokens=110)
     feed = Feed(runtime, padding=(0,))
     feed.step(40)
     began = int(index_of(runtime).state.count.max())
-    for _ in range(100):
+    for _ in range(60):
         feed.step()
-    assert int(index_of(runtime).state.count.max()) - began < 82, "segments were merged"
+    assert int(index_of(runtime).state.count.max()) - began < 49, "segments were merged"
     assert spread_error(runtime, feed) < 1e-5
     halves = index_of(runtime)
     assert halves.spread is not None

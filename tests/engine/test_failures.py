@@ -17,6 +17,7 @@ from penstock.methods import FlexGen, KVSwap, SelectionPolicy
 from penstock.storage.memory_file import MemoryFile
 from penstock.storage.store import KVStore, Sealing
 from penstock.testing.faulty_file import FaultyFile
+from penstock.testing.pairs import covering
 from tests.ready_process import ReadyProcess
 
 SHAPE = KVShape(num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -125,8 +126,11 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     rig.runtime.close()
 
 
-@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
-@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize(
+    ("rig", "layer", "predict"),
+    covering(list(POLICIES), range(SHAPE.num_layers), [False, True]),
+    indirect=["rig"],
+)
 def test_failing_reads_in_decode(rig: Rig, layer: int, predict: bool) -> None:
     """The step raises; going on is refused until the cache is cropped or reset; then it works."""
     rig.step(60)

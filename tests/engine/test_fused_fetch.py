@@ -47,8 +47,8 @@ def step(runtime: TieredRuntime, count: int, seed: int, batch: int = 1) -> list[
 
 
 def run(runtime: TieredRuntime, batch: int = 1) -> tuple[list[torch.Tensor], int, int]:
-    out = step(runtime, 900, 0, batch)
-    for seed in range(1, 30):
+    out = step(runtime, 500, 0, batch)
+    for seed in range(1, 20):
         out += step(runtime, 1, seed, batch)
     decode = runtime.stats.decode
     return out, decode.units_hit, decode.read_bytes
@@ -125,7 +125,7 @@ def test_rows_that_are_reordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(RetrievalLayer, "may_fuse", may_fuse)
         runtime = open_runtime(tmp_path, limit_bytes=1 << 23)
         require_direct(runtime)
-        out = step(runtime, 900, 0, 2)
+        out = step(runtime, 500, 0, 2)
         for seed in range(1, 12):
             out += step(runtime, 1, seed, 2)
             if seed % 3 == 0:  # both rows share units then, which are read in no file's order

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock import KVSwap, TieredCache
-from penstock.engine.device_tier import joined_replays
+from penstock.engine.device_tier import device_steps, joined_replays
 from penstock.engine.joined_runtime import JoinedRuntime
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.generation.serving.steps import Steps, next_logits
@@ -27,9 +27,9 @@ POLICIES: dict[str, SelectionPolicy] = {
     "quest": Quest(group_tokens=8, **BUDGET),
     "arkvale-ahead": ArkVale(group_tokens=8, predict=True, **BUDGET),
 }
-LENGTHS = [70, 101, 33, 129, 90]
-STEPS = 40
-"""More than between two of the times at which an index tidies up, where nothing is recorded."""
+LENGTHS = [70, 33, 101]
+STEPS, SETTLE_STEPS = 18, 12
+"""An index tidies up within the steps of each, where nothing is recorded."""
 
 
 class Repeated:
@@ -59,6 +59,12 @@ class Stub:
     wait_event = record
 
 
+@pytest.fixture(autouse=True)
+def settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (device_steps, joined_replays):
+        monkeypatch.setattr(module, "SETTLE_STEPS", SETTLE_STEPS)
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Repeated]:
     """Recordings; caches are as on a GPU."""
@@ -81,7 +87,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Repeated]:
 
 @torch.no_grad()
 def decoded(model: Any, policy: SelectionPolicy, step: Callable[..., list[Any]]) -> list[Any]:
-    """Logits of every step of five caches, of which each joins, and leaves, at another one.
+    """Logits of every step of three caches, of which each joins, and leaves, at another one.
 
     Args:
         step: takes caches and a token for each of their rows.

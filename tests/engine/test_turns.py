@@ -17,6 +17,7 @@ from penstock.methods import POLICIES, KVSwap, Quest, SelectionPolicy
 from penstock.methods.baselines.infinigen import InfiniGen
 from penstock.methods.baselines.loki import Loki
 from penstock.methods.louiskv.policy import LouisKV
+from penstock.testing.pairs import covering
 
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 SCALING = 0.25
@@ -182,8 +183,8 @@ def test_a_basis_is_of_this_text_and_not_of_a_first_word_or_another(
 
     text = Text(1, seed=1)
     runtime = fresh()
-    text.feed(runtime, 0, 240)
-    least = error(runtime, text, 240)
+    text.feed(runtime, 0, 160)
+    least = error(runtime, text, 160)
     assert least < 0.1
 
     other = Text(1, seed=2)
@@ -192,21 +193,21 @@ def test_a_basis_is_of_this_text_and_not_of_a_first_word_or_another(
         each[:, :, :, :12] = there[:, :, :, :12]
     text.feed(turns, 0, 9)
     text.decode(turns, 9, 3)
-    text.feed(turns, 12, 120)
-    text.feed(turns, 120, 240)
-    assert error(turns, text, 240) < least + 0.1
+    text.feed(turns, 12, 90)
+    text.feed(turns, 90, 160)
+    assert error(turns, text, 160) < least + 0.1
 
     answer = fresh()  # a greeting, and a long answer
     text.feed(answer, 0, 9)
-    text.decode(answer, 9, 231)
-    assert error(answer, text, 240) < least + 0.1
+    text.decode(answer, 9, 151)
+    assert error(answer, text, 160) < least + 0.1
 
     again = fresh()
-    other.feed(again, 0, 240)
-    other.decode(again, 240, 2)
+    other.feed(again, 0, 160)
+    other.decode(again, 160, 2)
     again.reset()
-    text.feed(again, 0, 240)
-    assert error(again, text, 240) < least + 0.1
+    text.feed(again, 0, 160)
+    assert error(again, text, 160) < least + 0.1
     for used in (runtime, turns, answer, again):
         used.close()
 
@@ -249,9 +250,13 @@ def test_queries_of_a_second_prompt_are_not_kept_where_nobody_wants_them() -> No
     runtime.close()
 
 
-@pytest.mark.parametrize("name", ["kvswap", "loki", "shadowkv", "pqcache", "clusterkv", "louiskv"])
-@pytest.mark.parametrize("batches", [(1, 2), (2, 1), (4, 1)])
-@pytest.mark.parametrize("share", [0.4, 0.6])
+@pytest.mark.parametrize(
+    ("name", "batches", "share"),
+    covering(
+        ["kvswap", "loki", "shadowkv", "pqcache", "clusterkv", "louiskv"],
+        [(1, 2), (2, 1), (4, 1)], [0.4, 0.6],
+    ),
+)  # fmt: skip
 def test_another_batch_keeps_the_index_or_is_refused(
     name: str, batches: tuple[int, int], share: float
 ) -> None:

@@ -33,13 +33,13 @@ def live(runtime: Any) -> None:
     """A prompt with padding, steps, another turn, a crop, other rows."""
     mirrored = MirroredRuntime(runtime, [0, 5])
     mirrored.step(41)
-    mirrored.decode(3, predict=True)
+    mirrored.decode(2, predict=True)
     if not runtime.policy.drops:
         mirrored.step(9)
         mirrored.crop(37)
         mirrored.decode(2)
         mirrored.select_rows([1, 0])
-    mirrored.decode(5)
+    mirrored.decode(2)
 
 
 @pytest.mark.parametrize("shape", ["apart", "inside"])
@@ -64,8 +64,15 @@ SETTINGS: dict[str, tuple[KVSwap, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "shape"),
+    [
+        (setting, shape)
+        for number, setting in enumerate(SETTINGS)
+        for place, shape in enumerate(SHAPES)
+        if (number + place) % 3
+    ],
+)
 def test_other_ways_of_kvswap(setting: str, shape: str) -> None:
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 2, shape=SHAPES[shape], max_tokens=80, **options)

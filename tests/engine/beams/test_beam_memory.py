@@ -148,7 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_scheduled_equals_plain_attention(name: str, num_slots: int, window: int | None) -> None:
     memory = scheduled(block_shape(window), num_slots, **OPTIONS[name])
     search = Search(memory, seed=num_slots)
-    for _ in range(4):
+    for _ in range(3):
         search.step()
     search.end()
     assert not [*memory._fast.resident()]
@@ -157,8 +157,8 @@ def test_scheduled_equals_plain_attention(name: str, num_slots: int, window: int
     counts = [len(groups) for groups in search.groups]
     assert max(counts) > 1 or num_slots == 110
     if num_slots == 110:
-        assert counts == [1] * 4
-        assert search.loaded_blocks == [0] * 4, "nothing moves while everything fits"
+        assert counts == [1] * 3
+        assert search.loaded_blocks == [0] * 3, "nothing moves while everything fits"
     elif name == "inter-token":
         assert sum(search.loaded_blocks) > 0
 
@@ -167,7 +167,7 @@ def test_scheduled_equals_plain_attention(name: str, num_slots: int, window: int
 def test_layerwise_equals_plain_attention(resident: int, window: int | None) -> None:
     memory = layerwise(block_shape(window), resident)
     search = Search(memory, seed=resident)
-    for _ in range(4):
+    for _ in range(3):
         search.step()
     search.end()
     assert sorted(memory._free) == list(range(resident))
@@ -180,7 +180,7 @@ def test_shared_blocks_are_loaded_once_and_take_one_slot() -> None:
     for name in ("inter-token", "inter-beam", "prefetch", "share"):
         memory = scheduled(block_shape(None), 45, **OPTIONS[name])
         search = Search(memory, seed=3)
-        for _ in range(6):
+        for _ in range(4):
             search.step()
         loaded[name] = sum(search.loaded_blocks), sum(len(groups) for groups in search.groups)
         memory.close()
