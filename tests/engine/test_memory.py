@@ -91,14 +91,16 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def used_runtime(policy: SelectionPolicy, options: dict[str, Any]) -> TieredRuntime:
+def used_runtime(
+    policy: SelectionPolicy, options: dict[str, Any], tokens: int = 320
+) -> TieredRuntime:
     settings: dict[str, Any] = {
         "shape": SHAPE, "policy": policy, "limit_bytes": None, "store": "memory",
         "max_tokens": MAX_TOKENS, "exact": False, "adapter": None, "device": torch.device("cpu"),
         "rotations": [ROTATION] * SHAPE.num_layers,
     }  # fmt: skip
     runtime = TieredRuntime(RuntimeSettings(**{**settings, **options}), BATCH)
-    for count in (600, 1, 1):
+    for count in (tokens, 1, 1):
         step(runtime, count)
     return runtime
 
@@ -209,7 +211,7 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
 )
 def test_slots_lend_a_prompt_their_memory(policy: SelectionPolicy) -> None:
     """No byte more is held, and the next decode step has them back, empty."""
-    runtime = used_runtime(policy, {})
+    runtime = used_runtime(policy, {}, tokens=600)
     decoding = runtime.report()
     assert "prompt workspace" not in decoding.items
     assert runtime._setup is not None
