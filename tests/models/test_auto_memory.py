@@ -14,8 +14,9 @@ from penstock.methods import POLICIES
 from penstock.models.cache_argument import cache_argument
 from penstock.testing.tiny_models import tiny_model
 
-LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 64, 127, 200, 300]
-LONG = [1, 64, 300]
+LENGTHS = {False: [3, 17, 64, 200], True: [1, 2, 16, 17, 64, 127, 300]}
+"""By whether there must be tiers."""
+LONG = {False: [300], True: [1, 64]}
 """Of a policy that starts processes for each cache."""
 
 
@@ -46,7 +47,7 @@ def test_auto_refuses_nothing(
     policy = POLICIES[name]()
     if store == "host" and not (policy.device_tier or policy.stays_resident):
         pytest.skip("not for the device tier")
-    lengths = LONG if name == "hillinfer" else LENGTHS
+    lengths = (LONG if name == "hillinfer" else LENGTHS)[must_tier]
     for number, length in enumerate(lengths, start=sorted(POLICIES).index(name) + must_tier):
         batch = (1, 3)[number % 2]  # the other one where `must_tier` is otherwise
         with TieredCache(

@@ -28,7 +28,7 @@ from penstock.testing.plain_decoder import PlainDecoder
 from penstock.testing.tiny_models import FAMILIES, tiny_model
 
 PROMPT = [3 + 7 * i % 150 for i in range(29)]
-NEW, BLOCK = 24, 8
+NEW, BLOCK = 18, 8
 MOST = len(PROMPT) + NEW
 LAYERS, PAGE = 3, 4096
 """Of the tiny models; a layer of a block lies in a page, a block in two."""
@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "scheduled-in-order": {"memory": "2/5", "share": False, "overlap": False, "balance": False},
     "layerwise": {"strategy": "layerwise", "memory": "1/2"},
 }
+TIERS = ("scheduled", "layerwise")
 
 
 def search(decoder: BeamDecoder, **changes: Any) -> SearchOutput:
@@ -79,14 +80,19 @@ def test_every_way_gives_the_tokens_of_the_plain_model(
         decoder.close()
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("llama", "mistral", "qwen2")]
+)
 def test_every_tier_gives_the_tokens_of_the_plain_model(family: str) -> None:
-    """The ways that the engine sees differently, of fewer beams, on other models."""
+    """The ways that the engine sees differently, of fewer beams, on other models.
+
+    Both where layers have windows, else in turn."""
     model = tiny_model(family)
     # Two whole steps, and what is left.
-    sizes = {"beams": 4, "step_tokens": 5, "max_new_tokens": 12}
+    sizes = {"beams": 4, "step_tokens": 4, "max_new_tokens": 10}
     wanted = found(search(PlainDecoder(model, max_tokens=MOST), **sizes))
-    for way in ("scheduled", "layerwise"):
+    windows = family in ("gemma2", "gemma3", "gpt_oss")
+    for way in TIERS if windows else [TIERS[list(FAMILIES).index(family) % 2]]:
         decoder = decoder_of(model, **WAYS[way])
         try:
             assert found(search(decoder, **sizes)) == wanted, way
@@ -94,15 +100,15 @@ def test_every_tier_gives_the_tokens_of_the_plain_model(family: str) -> None:
             decoder.close()
 
 
-@pytest.mark.parametrize(("store", "block_tokens"), [("disk", 1), ("ufs", 16)])
+@pytest.mark.parametrize(
+    ("store", "block_tokens", "memory"), [("disk", 1, "300KiB"), ("ufs", 16, "200KiB")]
+)
 def test_blocks_and_stores_change_nothing(
     llama: PreTrainedModel, wanted: list[tuple[list[int], Any]], store: str, block_tokens: int,
-    tmp_path: Path,
+    memory: str, tmp_path: Path,
 ) -> None:  # fmt: skip
     place = str(tmp_path) if store == "disk" else store
-    decoder = decoder_of(
-        llama, store=place, block_tokens=block_tokens, memory="300KiB", share=False
-    )
+    decoder = decoder_of(llama, store=place, block_tokens=block_tokens, memory=memory, share=False)
     try:
         output = search(decoder)
     finally:
@@ -115,7 +121,7 @@ def test_blocks_and_stores_change_nothing(
 
 def test_measured_bytes_are_those_of_the_transfer_model(llama: PreTrainedModel) -> None:
     shape = block_shape(llama, BLOCK)
-    beams, step, prompt, new = 8, 16, 32, 64
+    beams, step, prompt, new = 8, 16, 32, 32
     slots = 3 * (prompt + new) // BLOCK  # three beams to the end
     request = TransferRequest.of_shape(
         shape.kv, beams=beams, step_tokens=step, prompt_tokens=prompt, new_tokens=new,
@@ -185,7 +191,7 @@ def test_the_budget_is_kept_and_too_little_is_refused(llama: PreTrainedModel) ->
         for w in work
     )
     assert 0 < held <= report.items["tables"]
-    with pytest.raises(BudgetError, match="room for 1 beam of 53 tokens") as caught:
+    with pytest.raises(BudgetError, match="room for 1 beam of 47 tokens") as caught:
         decoder_of(llama, memory="8KiB")
     assert caught.value.needed_bytes is not None
     decoder_of(llama, memory=caught.value.needed_bytes).close()
@@ -207,7 +213,7 @@ def test_what_makes_no_sense_is_refused(llama: PreTrainedModel) -> None:
         decoder.prefill([])
     beam = decoder.prefill(PROMPT)
     choose, uniforms = make_choose(), torch.zeros(1, 40, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="a step of 40 tokens after 29 passes the 53"):
+    with pytest.raises(ConfigError, match="a step of 40 tokens after 29 passes the 47"):
         decoder.run_step([beam], StepRequest(num_tokens=40, uniforms=uniforms, choose=choose))
     decoder.close()
 

@@ -1,9 +1,11 @@
 """A refused budget says what else would do; a cache says what it is."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from penstock import TieredCache
 from penstock.core.errors import BudgetError, UnsupportedModelError
@@ -15,9 +17,14 @@ from penstock.testing.tiny_models import tiny_model
 TOKENS = 300
 
 
+@functools.cache
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
 def refused(policy: str, memory: int) -> BudgetError:
     with pytest.raises(BudgetError, match="1 sequence of 300 tokens") as caught:
-        TieredCache(tiny_model("llama"), policy, memory, "memory", max_tokens=TOKENS)
+        TieredCache(llama(), policy, memory, "memory", max_tokens=TOKENS)
     return caught.value
 
 
@@ -28,10 +35,11 @@ def test_what_is_advised_holds(policy: str) -> None:
     assert error.needed_bytes is not None
     error = refused(policy, error.needed_bytes - 1)
     assert policy not in error.fitting
-    model = tiny_model("llama")
     for name in error.fitting:
+        if name == "hillinfer" and policy != "flexgen":
+            continue  # each opening starts processes
         memory = (error.needed_bytes or 0) - 1
-        with TieredCache(model, name, memory, "memory", max_tokens=TOKENS) as cache:
+        with TieredCache(llama(), name, memory, "memory", max_tokens=TOKENS) as cache:
             assert cache.policy.name == name
 
 

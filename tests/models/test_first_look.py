@@ -62,18 +62,20 @@ def test_a_configuration_that_promises_otherwise_is_refused() -> None:
         TieredCache(model, "full", store="memory", max_tokens=100)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "granite"])
-def test_autocast(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "policy", "exact"),
+    [("qwen3", ALL, False), ("phi3", "kvswap", False), ("granite", "kvswap", True)],
+)
+def test_autocast(family: str, policy: Any, exact: bool) -> None:
     model = tiny_model(family)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = generate(model, DynamicCache(config=model.config))
         shape, _ = first_look(model, inspect_model(model))
         assert shape.dtype == torch.bfloat16
-        for policy, exact in ((ALL, False), ("kvswap", False), ("kvswap", True)):
-            with TieredCache(model, policy, store="memory", max_tokens=100, exact=exact) as cache:
-                out = generate(model, cache)
-                assert out.shape == expected.shape
-                assert cache._settings.shape.dtype == torch.bfloat16
+        with TieredCache(model, policy, store="memory", max_tokens=100, exact=exact) as cache:
+            out = generate(model, cache)
+            assert out.shape == expected.shape
+            assert cache._settings.shape.dtype == torch.bfloat16
 
 
 def test_a_cache_from_outside_autocast_is_refused_and_stays_whole() -> None:

@@ -114,7 +114,7 @@ def test_a_fetch_that_ended_early_goes_on_with_what_is_missing(
         load(NAME, offline=True)  # which commit is main was not yet written down
     hub.asked.clear()
     checked: list[str] = []
-    load(NAME, on_bytes=lambda what, done, total: checked.append(what))
+    fetch_hub_model(NAME, on_bytes=lambda what, done, total: checked.append(what))
     assert hub.fetched(WEIGHTS) == hub.fetched("tokenizer.json") == []
     assert {f"checking {WEIGHTS}", "checking tokenizer.json"} <= set(checked)
 
@@ -127,7 +127,7 @@ def test_a_wrong_checksum(hub: Hub, file: str) -> None:
         load(NAME)
     with pytest.raises(ModelLoadError, match="no model folder"):
         load(NAME, offline=True)
-    load(NAME)
+    fetch_hub_model(NAME, on_bytes=quiet)
     assert len(hub.fetched(file)) == 2
 
 
@@ -135,7 +135,7 @@ def test_a_private_model(hub: Hub) -> None:
     hub.repositories[NAME].private = True
     with pytest.raises(ModelLoadError, match=r"if it is private, log in with: hf auth login"):
         load(NAME)
-    load(NAME, token=TOKEN)
+    fetch_hub_model(NAME, token=TOKEN, on_bytes=quiet)
 
 
 def test_a_gated_model(hub: Hub) -> None:

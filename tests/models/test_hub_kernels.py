@@ -15,6 +15,7 @@ from penstock.core.errors import ModelLoadError, UnsupportedModelError
 from penstock.models import loader
 from penstock.models.loader import BUNDLED
 from penstock.models.model_config import read_config
+from penstock.testing.tiny_chat import tiny_chat_model
 
 SOURCE = str(Path(penstock.__file__).parents[1])
 KERNELS = """
@@ -71,10 +72,10 @@ ASKING: dict[str, dict[str, object]] = {
 }
 
 
-def changed(folder: Path, name: str, changes: dict[str, object]) -> Path:
-    """The bundled model with other words in its config."""
+def changed(folder: Path, name: str, changes: dict[str, object], like: Path | None = None) -> Path:
+    """The bundled model, or another one, with other words in its config."""
     copy = folder / name
-    shutil.copytree(Path(loader.__file__).parent / BUNDLED, copy)
+    shutil.copytree(like or Path(loader.__file__).parent / BUNDLED, copy)
     path = copy / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     (copy / "generation_config.json").write_text(json.dumps({"custom_generate": "someone/code"}))
@@ -91,7 +92,10 @@ def test_nobody_asks_for_kernels(tmp_path: Path) -> None:
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     (about / "RECORD").write_text("kernels/__init__.py,,\n")
-    folders = [changed(tmp_path, name, changes) for name, changes in ASKING.items()]
+    tiny_chat_model(folder=tmp_path / "tiny")
+    folders = [
+        changed(tmp_path, name, changes, like=tmp_path / "tiny") for name, changes in ASKING.items()
+    ]
     done = subprocess.run(
         [sys.executable, "-c", OPEN, *map(str, folders)], text=True, capture_output=True,
         check=False, env=os.environ | {

@@ -52,29 +52,36 @@ def test_tokens_are_as_small_as_the_plain_cache(model: PreTrainedModel) -> None:
     assert kv.token_bytes == 4 * numbers
 
 
+@pytest.fixture(scope="module")
+def plain_turns(model: PreTrainedModel) -> list[Any]:
+    """What the plain model answers first, to a second turn, and behind a crop."""
+    cache = DynamicCache(config=model.config)
+    first = answer(model, cache, draw(70))
+    second = answer(model, cache, torch.cat([first.sequences, draw(9)], dim=1))
+    cache.crop(-20)
+    return [first, second, answer(model, cache, second.sequences[:, :-19])]
+
+
 @pytest.mark.parametrize(
     ("policy", "options"),
     [(EVERYTHING, {}), (KVSwap(), {"exact": True, "memory": "1/2"}), (FlexGen(), {})],
     ids=["everything", "exact", "flexgen"],
 )
 def test_turns_crops_and_lookup(
-    model: PreTrainedModel, policy: SelectionPolicy, options: dict[str, Any]
-) -> None:
+    model: PreTrainedModel, plain_turns: list[Any], policy: SelectionPolicy,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
     """A long first answer, a second turn, tokens taken back, and prompt lookup behind them."""
-    ids, plain = draw(70), DynamicCache(config=model.config)
+    ids, (first, expected, again) = draw(70), plain_turns
     with TieredCache(model, policy, store="memory", max_tokens=120, **options) as cache:
-        first, second = (answer(model, each, ids) for each in (plain, cache))
-        assert torch.equal(first.sequences, second.sequences)
-        both = torch.cat([first.sequences, draw(9)], dim=1)
-        expected, actual = (answer(model, each, both) for each in (plain, cache))
+        assert torch.equal(first.sequences, answer(model, cache, ids).sequences)
+        actual = answer(model, cache, torch.cat([first.sequences, draw(9)], dim=1))
         assert torch.equal(expected.sequences, actual.sequences)
         apart = torch.stack(expected.logits) - torch.stack(actual.logits)
         assert float(apart.abs().max()) < 1e-4
-        for each in (plain, cache):
-            each.crop(-20)
-        again = expected.sequences[:, :-19]
-        expected, actual = (answer(model, each, again) for each in (plain, cache))
-        assert torch.equal(expected.sequences, actual.sequences)
+        cache.crop(-20)
+        actual = answer(model, cache, expected.sequences[:, :-19])
+        assert torch.equal(again.sequences, actual.sequences)
         cache.reset()
         # transformers 5.2 looks for an end token; no token of these models has that number.
         looked = answer(model, cache, ids, prompt_lookup_num_tokens=2, eos_token_id=VOCABULARY)

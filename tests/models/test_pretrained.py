@@ -15,8 +15,8 @@ def test_the_capital_of_france(smollm2_folder: Path) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    plain = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
-    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
+    params = SamplingParams(temperature=0, max_tokens=8)
     [output] = LLM(loaded, store="memory").generate(ids, params)
     assert "Paris" in output.text
     assert output.token_ids == plain[0, len(ids) :].tolist()

@@ -56,14 +56,14 @@ def test_a_padded_batch_in_chunks_and_turns_is_the_plain_models(family: str) -> 
             model, policy, store="memory", max_tokens=90, batch_size=3, exact=exact,
             must_tier=not exact,
         ) as cache:  # fmt: skip
-            for repeat in range(2):
+            for repeat in range(1 + exact):
                 read(model, cache, 0, 33)
                 found = [read(model, cache, 33, 60)]
                 found += [read(model, cache, i, i + 1) for i in range(60, 64)]
                 found += [read(model, cache, 64, 80), read(model, cache, 80, 81)]
                 for mine, plains in zip(found, right, strict=True):
                     close(mine, plains)
-                if repeat == 0:
+                if repeat < exact:
                     cache.reset()
             held = cache.report().items["recurrent states"]
             tensors = [t for s in cache._states.values() for t in s.state_tensors().values()]

@@ -19,10 +19,10 @@ from penstock.storage.memory_file import MemoryFile
 from penstock.testing.tiny_models import VOCABULARY, tiny_model
 
 GROUP = 8
-DOCUMENT = 150  # the last group holds 6 tokens
+DOCUMENT = 110  # the last group holds 6 tokens
 QUESTION = 11
-NEW = 10
-MAX_TOKENS = 256
+NEW = 6
+MAX_TOKENS = 160
 SWAP = KVSwap(group_tokens=GROUP, window_tokens=16, selected_tokens=48, rank=32, index_bits=8)
 
 
@@ -109,8 +109,7 @@ def fresh(model: PreTrainedModel, policy: SelectionPolicy, question: Tensor, **k
 @pytest.mark.parametrize(
     ("family", "sinks", "reuse"),
     [
-        ("llama", 0, None), ("llama", 16, 0), ("qwen3", 0, None), ("qwen3", 16, 0),
-        ("opt", 16, None), ("gpt_neox", 0, 0),
+        ("llama", 0, None), ("qwen3", 16, 0), ("opt", 16, None), ("gpt_neox", 0, 0),
     ],
 )  # fmt: skip
 def test_shared_units_and_a_kept_index(family: str, sinks: int, reuse: int | None) -> None:
