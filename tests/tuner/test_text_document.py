@@ -61,13 +61,14 @@ def decoded(model: CausalLM, cache: TieredCache, tokens: int) -> Tensor:
 @pytest.mark.parametrize(
     ("policy", "memory", "store", "tokens"),
     [
-        (Full(), None, "memory", 1), (FlexGen(), "1MiB", "nvme", TOKENS),
+        (Full(), None, "memory", 61), (FlexGen(), "1MiB", "nvme", TOKENS),
         (FlexGen(), "1MiB", "nvme", 1), (KVSwap(), None, "memory", 61),
         (EVERYTHING, None, "nvme", TOKENS), (EVERYTHING, None, "nvme", 61),
+        (EVERYTHING, None, "nvme", 1),
     ],
     ids=[
         "full", "flexgen", "flexgen, a token", "resident", "selects everything",
-        "selects everything of a part",
+        "selects everything of a part", "selects everything of a token",
     ],
 )  # fmt: skip
 def test_a_cache_goes_on_as_the_plain_model(

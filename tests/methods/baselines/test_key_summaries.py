@@ -132,10 +132,10 @@ def test_small_selections_and_beams(make: type[BaselinePolicy]) -> None:
     ids = torch.randint(3, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
     with TieredCache(model, policy, store="memory", max_tokens=160) as cache:
         out: Any = model.generate(
-            input_ids=ids, **cache_argument(model, cache), max_new_tokens=8, num_beams=3,
+            input_ids=ids, **cache_argument(model, cache), max_new_tokens=16, num_beams=3,
             do_sample=False, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
-    assert out.shape == (1, 98)
+    assert out.shape == (1, 106)
 
 
 # Indexes --------------------------------------------------------------------------------------
