@@ -33,14 +33,14 @@ _CHARACTERS = 8
 """Of a token, more than most texts have."""
 _MARGIN = 16
 """Tokens before the place where a text was cut, which may be others for it."""
-LOSS_BOUND = 0.015
+LOSS_BOUND = 0.005
 """Divergence (nats a token) that 4 bits may cost, by the sum of what was measured."""
 MOST_MORE_BYTES = 0.25
 """Of the layers' bytes in 4 bits, that matrices in 8 bits may take on top."""
 _SMALL_WEIGHTS = 1_000_000_000
-_PARTS = 2
+_PARTS = 4
 """Of a small model's layers, measured apart; a larger one's are measured together."""
-_KEPT = 64
+_KEPT = 192
 """Last positions of each held-out piece that are compared."""
 _NUMBER = re.compile(r"\.(\d+)\.")
 
