@@ -108,7 +108,7 @@ def cases() -> list[tuple[str, str, int, int | None]]:
     ways = list(product((1, 3), sorted({None, CHUNK}, key=str)))
     others = [family for family in FAMILIES if family != "llama"]
     for place, setting in enumerate(SETTINGS):
-        families = ["llama", others[place % len(others)], others[(place + 5) % len(others)]]
+        families = ["llama", others[place % len(others)], others[(place + 8) % len(others)]]
         # The second way is the first one's opposite in both.
         chosen = [ways[place % len(ways)], ways[-1 - place % len(ways)], ways[place % 3]]
         found += [(family, setting, *way) for family, way in zip(families, chosen, strict=True)]

@@ -21,7 +21,7 @@ from penstock.testing.tiny_models import VOCABULARY, tiny_model
 GROUP = 8
 DOCUMENT = 110  # the last group holds 6 tokens
 QUESTION = 11
-NEW = 6
+NEW = 10
 MAX_TOKENS = 160
 SWAP = KVSwap(group_tokens=GROUP, window_tokens=16, selected_tokens=48, rank=32, index_bits=8)
 

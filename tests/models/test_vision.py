@@ -21,7 +21,7 @@ from penstock.models.processing import Media
 from penstock.search.beam_searcher import BeamSearcher
 from penstock.testing.tiny_vision import END, IMAGE, START, VIDEO, tiny_picture, tiny_vision_model
 
-NEW = 4
+NEW = 6
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 SMALL = KVSwap(group_tokens=4, selected_tokens=16, window_tokens=8, sink_tokens=4)
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
