@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.shape import KVShape
+from penstock.engine.resident_layer import ResidentLayer
 from penstock.engine.tiered_runtime import TieredRuntime
 from penstock.methods import FlexGen, Full, KVSwap, Quest, SelectionPolicy
 from penstock.methods.louiskv.policy import LouisKV
@@ -71,7 +72,7 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
 
 
 def make_runtime(policy: SelectionPolicy, batch: int, **changes: Any) -> TieredRuntime:
-    options: dict[str, Any] = {"shape": SHAPE, "max_tokens": MAX_TOKENS}
+    options: dict[str, Any] = {"shape": SHAPE, "max_tokens": MAX_TOKENS, "must_tier": True}
     return mirrored_runtime.make_runtime(policy, batch, **{**options, **changes})
 
 
@@ -165,4 +166,21 @@ def test_a_long_answer_to_a_short_prompt(setting: str) -> None:
     policy, options = SETTINGS[setting]
     runtime = make_runtime(policy, 1, **options)
     play(MirroredRuntime(runtime, [0], 0), 2, [("decode", 9), ("predicted", 24)])
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "kvswap", "kvswap-staged", "kvswap-no-window", "kvswap-shared", "exact-staged",
+        "device-kvswap", "device-louiskv-ahead",
+    ],
+)  # fmt: skip
+def test_an_answer_after_a_crop(setting: str) -> None:
+    """What slots and window held of the tokens cut off is not what stands there later."""
+    policy, options = SETTINGS[setting]
+    runtime = make_runtime(policy, 2, **options)
+    mirrored = MirroredRuntime(runtime, [0, 5], 0)
+    play(mirrored, 25, [("decode", 2), ("crop", 14), ("predicted", 13), ("crop", 6), ("decode", 9)])
+    assert not any(isinstance(layer, ResidentLayer) for layer in runtime.layers)
     runtime.close()
