@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import entry
 from tests.ready_process import ReadyProcess
 
 BEGUN = "from penstock.cli.entry import main; print('begun', flush=True); main()"
@@ -56,6 +58,32 @@ def test_while_libraries_are_imported(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     check(process.returncode, errors, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["destructor", "weak reference"])
+def test_where_python_drops_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in importlib's locks while libraries are imported."""
+    monkeypatch.setattr(sys, "unraisablehook", entry.interrupt_again)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Held:
+        def __del__(self) -> None:
+            if where == "destructor":
+                signal.raise_signal(signal.SIGINT)
+
+    def drop() -> None:
+        held = Held()
+        watched = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+        if where == "destructor":
+            del watched
+        del held
+        time.sleep(600)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            drop()
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.parametrize("awaited", ["Penstock demo", "prefill  1"])

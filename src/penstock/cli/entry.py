@@ -1,17 +1,24 @@
 """The process's entry point: whatever Ctrl-C interrupts, imports included, ends in one line."""
 
+import _thread
 import contextlib
 import ctypes
 import io
 import os
 import signal
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 from penstock.core.child_python import import_path
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 EXIT_INTERRUPTED = 130
 INTERRUPTED = "interrupted; nothing is left of what was not finished"
 
+_SOON_S = 0.05
 _M_ARENA_MAX = -8
 """`mallopt`'s number for it, in glibc's malloc.h."""
 _DEFAULTS = {
@@ -35,9 +42,27 @@ def set_defaults() -> None:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
+def interrupt_again(ignored: "UnraisableHookArgs") -> None:
+    """As `sys.unraisablehook`: a Ctrl-C that fell into a destructor or a callback of a weak
+    reference, where Python drops it, comes again a moment later."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(_SOON_S, _press).start()
+    else:
+        sys.__unraisablehook__(ignored)
+
+
+def _press() -> None:
+    """Interrupt the main thread, out of a system call too where there are POSIX's signals."""
+    if sys.platform == "win32":
+        _thread.interrupt_main()
+    else:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 def main() -> None:
     """Run the command line of this process."""
     set_defaults()
+    sys.unraisablehook = interrupt_again
     # `python -m penstock` puts the current folder first, and so does a Python that we start.
     sys.path[:] = import_path()
     os.environ.setdefault("PYTHONSAFEPATH", "1")

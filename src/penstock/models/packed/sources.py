@@ -24,8 +24,8 @@ from penstock.models.packed.gptq import METHODS, check_readable, folder_rows
 from penstock.models.packed.quantizer import PackedConfig
 from penstock.models.packed.rows import model_of_rows
 
-FORMAT = 3
-"""Of packed weights in a file."""
+FORMAT = 4
+"""Of packed weights in a file, and of how they are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
