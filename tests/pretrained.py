@@ -89,5 +89,6 @@ def _convert(folder: Path) -> None:
     from penstock.models.gguf_file import converted_folder
 
     with pytest.MonkeyPatch.context() as patch:  # it is read four times, two seconds each
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        read = functools.cache(gguf.GGUFReader)
+        patch.setattr(gguf, "GGUFReader", lambda path, *how: read(str(path), *how))
         converted_folder(folder / GGUF, lambda *_: None, folder / CONVERTED)

@@ -101,7 +101,7 @@ def rows_found(disk: bytes) -> int:
     near = torch.cdist(rows[:, :4], there[:, :4], p=math.inf) < 0.05
     of_prompt, of_disk = near.nonzero(as_tuple=True)
     same = (rows[of_prompt] - there[of_disk]).abs().amax(dim=1) < 0.05
-    return len(of_prompt[same].unique())
+    return len(set(of_prompt[same].tolist()))
 
 
 @pytest.mark.parametrize("run", [KILLED, "sealed api"])
