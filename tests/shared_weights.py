@@ -18,8 +18,8 @@ _checked, _read = loader._checked_config, loader._read
 
 @contextmanager
 def read_once(*folders: Path) -> Iterator[None]:
-    """Within it, whoever loads the bundled model gets the same weights, which nobody may change,
-    and all else of it anew.
+    """Within it, each load of the bundled model has the same weights, which stay as they are, and
+    all else of it anew.
 
     Args:
         folders: of other models that this goes for.

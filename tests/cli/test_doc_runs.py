@@ -35,7 +35,7 @@ def doc(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that nobody changes."""
+    """A library that stays as it is."""
     (text := tmp_path_factory.mktemp("stored") / "text.txt").write_text(TEXT)
     library = text.parent / "lib"
     options = ("--name", "green", "--disk", "memory", "--library", library)

@@ -84,7 +84,7 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.fixture(scope="module")
 def stored_three(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that nobody changes."""
+    """A library that stays as it is."""
     shelf = DocumentLibrary(tmp_path_factory.mktemp("three"), SETTINGS)
     for name, shared in (("forty", 40), ("most", 120), ("some", 80)):
         add(shelf, model, name, [*TEXT[:shared], *ids(30, seed=shared)], shares=False)
@@ -174,7 +174,7 @@ def limit_disk(shelf: DocumentLibrary, spare_bytes: int) -> None:
 
 @pytest.fixture(scope="module")
 def stored_asked(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that nobody changes."""
+    """A library that stays as it is."""
     shelf = DocumentLibrary(tmp_path_factory.mktemp("asked"), SETTINGS)
     add_alone(shelf, model, "a", "b", "c")
     for name in "bca":

@@ -93,7 +93,7 @@ def prompts(model: PreTrainedModel) -> tuple[LoadedModel, PromptBatch]:
 
 @functools.cache
 def referred(family: str) -> tuple[PreTrainedModel, Reference]:
-    """What nobody changes."""
+    """A model that stays as it is."""
     model = tiny_model(family)
     return model, refer(model)
 

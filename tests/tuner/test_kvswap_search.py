@@ -41,7 +41,7 @@ CPU = BlockProfile(
 )  # fmt: skip
 """Ranking costs about as much as reading."""
 NOISE = cache(SyntheticKV)
-"""Of works that nobody decodes."""
+"""Of works that are not decoded."""
 
 
 class Machine:

@@ -2,12 +2,13 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import penstock
 from penstock.core.errors import BudgetError, ConfigError, StorageError
@@ -52,14 +53,15 @@ def _short() -> Iterator[None]:
         yield
 
 
-READ: list[Any] = []
+READ: dict[Any, Any] = {}
 
 
-def _read_once(*about: Any) -> Any:
-    """Every tuning here reads the same text with the same model."""
-    if not READ:
-        READ.append(READ_ANEW(*about))
-    return READ[0]
+def _read_once(loaded: LoadedModel, pieces: Sequence[Tensor], progress: Any) -> Any:
+    """A text is read once with each model."""
+    about = (loaded.model, *(tuple(piece.tolist()) for piece in pieces))
+    if about not in READ:
+        READ[about] = READ_ANEW(loaded, pieces, progress)
+    return READ[about]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def _press() -> None:
 def main() -> None:
     """Run the command line of this process."""
     set_defaults()
-    sys.unraisablehook = interrupt_again
+    former, sys.unraisablehook = sys.unraisablehook, interrupt_again
     # `python -m penstock` puts the current folder first, and so does a Python that we start.
     sys.path[:] = import_path()
     os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -78,6 +78,7 @@ def main() -> None:
         code = EXIT_INTERRUPTED
     except SystemExit as leave:
         code = leave.code
+    sys.unraisablehook = former
     # From here on nothing takes time, and a second Ctrl-C must not turn it into a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == EXIT_INTERRUPTED:
