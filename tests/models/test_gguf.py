@@ -147,8 +147,8 @@ def test_another_file_of_that_name_is_another_model(file: Path) -> None:
 def test_a_failed_conversion_leaves_nothing(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> torch.dtype:
-        raise OSError(28, "No space left on device", str(path))
+    def full(reader: Any) -> torch.dtype:
+        raise OSError(28, "No space left on device", str(file))
 
     monkeypatch.setattr(gguf_file, "_dtype", full)
     with pytest.raises(OSError, match="No space left on device"):

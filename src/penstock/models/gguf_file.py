@@ -24,6 +24,8 @@ from penstock.core.errors import ModelLoadError, StorageError
 from penstock.core.regular_file import open_regular
 from penstock.models.fetch import OnBytes
 from penstock.models.model_shape import inspect_model
+from penstock.models.packed.gguf_rows import ARCHITECTURES, file_rows
+from penstock.models.packed.rows import plain_model_of_rows
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -140,6 +142,8 @@ def _sum(path: Path, on_bytes: OnBytes) -> str:
 
 
 def _convert(path: Path, folder: Path, on_bytes: OnBytes) -> None:
+    from gguf import GGUFReader
+
     for left in folder.parent.glob(f"{_WORK}*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     source: Any = {
@@ -148,11 +152,18 @@ def _convert(path: Path, folder: Path, on_bytes: OnBytes) -> None:
     }  # fmt: skip
     config: PretrainedConfig = AutoConfig.from_pretrained(**source)
     with torch.device("meta"):
-        inspect_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    inspect_model(empty)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        **source, config=config, dtype=_dtype(path), **_dequantised()
-    )
+    reader = GGUFReader(path)
+    model: Any
+    if config.model_type in ARCHITECTURES:  # transformers makes gguf's table of names per module
+        matrices, others = file_rows(reader, config, empty.state_dict())
+        model = plain_model_of_rows(type(empty), matrices, others, config, _dtype(reader))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, config=config, dtype=_dtype(reader), **_dequantised()
+        )
     size = sum(weight.numel() * weight.element_size() for weight in model.state_dict().values())
     on_bytes(f"writing {folder}", 0, size)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_WORK) as work:
@@ -178,11 +189,9 @@ def _describe(path: Path, folder: Path) -> None:
         beside.rename(folder)
 
 
-def _dtype(path: Path) -> torch.dtype:
+def _dtype(reader: Any) -> torch.dtype:
     """What the values are kept in."""
-    from gguf import GGUFReader
-
-    kind = GGUFReader(path).get_field("general.file_type")
+    kind = reader.get_field("general.file_type")
     return (
         torch.bfloat16 if kind is None else _PLAIN_TYPES.get(int(kind.contents()), torch.bfloat16)
     )

@@ -3,8 +3,7 @@
 Block layouts: ggml's `ggml-common.h` and `ggml-quants.c`, `dequantize_row_*`.
 """
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -101,19 +100,20 @@ _DECODERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 def file_rows(
-    path: Path, config: Any, names: list[str]
+    reader: Any, config: Any, names: Iterable[str]
 ) -> tuple[dict[str, RowSource], dict[str, Callable[[], Tensor]]]:
     """A file's matrices, and its other tensors, by the names that transformers gives.
 
     Args:
+        reader: gguf's, of the file.
         config: of the model, as transformers reads it from the file.
         names: of the model's parameters.
     """
-    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     known = get_tensor_name_map(arch, config.num_hidden_layers)
-    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     matrices: dict[str, RowSource] = {}
     others: dict[str, Callable[[], Tensor]] = {}
     for name in names:

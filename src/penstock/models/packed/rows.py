@@ -130,12 +130,33 @@ def model_of_rows(
             packed.on_packed(made)
         return made
 
-    state = {name: _OnRead(partial(read, name, source)) for name, source in matrices.items()}
-    state |= {name: _OnRead(partial(_in, dtype, make)) for name, make in others.items()}
+    state = {name: partial(read, name, source) for name, source in matrices.items()}
+    state |= {name: partial(_in, dtype, make) for name, make in others.items()}
     config.quantization_config = packed.to_dict()
-    model, info = type(empty).from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-    )
+    return _filled(type(empty), state, config, dtype)
+
+
+def plain_model_of_rows(
+    kind: type[PreTrainedModel], matrices: Mapping[str, RowSource],
+    others: Mapping[str, Callable[[], Tensor]], config: PretrainedConfig, dtype: torch.dtype,
+) -> PreTrainedModel:  # fmt: skip
+    """As `model_of_rows`, with plain weights. `kind` is the model's class."""
+    made: dict[str, Callable[[], Tensor]] = dict(others)
+    for name, source in matrices.items():
+        made[name] = partial(source.plain, 0, source.shape[0])
+    state = {name: partial(_in, dtype, make) for name, make in made.items()}
+    return _filled(kind, state, config, dtype)
+
+
+def _filled(
+    kind: type[PreTrainedModel], state: Mapping[str, Callable[[], Tensor]],
+    config: PretrainedConfig, dtype: torch.dtype,
+) -> PreTrainedModel:  # fmt: skip
+    """A model whose tensors are made one at a time, as transformers' loading comes to them."""
+    model, info = kind.from_pretrained(
+        None, config=config, state_dict={name: _OnRead(make) for name, make in state.items()},
+        dtype=dtype, output_loading_info=True,
+    )  # fmt: skip
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(

@@ -145,12 +145,14 @@ class GgufFile(PackedSource):
 
     @override
     def make(self) -> PreTrainedModel:
+        from gguf import GGUFReader
+
         config = copy.deepcopy(self.config)
         packed = PackedConfig(self.bits, origin="gguf")
         packed.on_packed = self._counted([self.file])
         with torch.device("meta"):
             names = list(auto_class(config).from_config(config).state_dict())
-        matrices, others = file_rows(self.file, config, names)
+        matrices, others = file_rows(GGUFReader(self.file), config, names)
         return model_of_rows(matrices, others, config, packed, self._plain_dtype)
 
 
