@@ -14,7 +14,7 @@ CLUSTER := .venv-cluster
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak soak-devices fuzz-server faults-server soak-server test-cluster clean
+.PHONY: help install demo test test-all test-matrix sanitize sweep snapshot check format bench docs wheel wheel-check soak soak-devices fuzz-server faults-server soak-server test-cluster clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -45,9 +45,15 @@ demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the f
 # the shell says: tests start many processes, and each would compile the package anew. In a fresh clone each worker would rewrite all
 # assertions, ten seconds long: they stay plain, and what fails is run again to say more. Threads that wait leave their core to others.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive $(PY) -m pytest -q
-test: $(INTERPRETER) ## Lint, then run the tests.
+TESTS := $(TEST) -n $(WORKERS) --dist loadfile --assert=plain
+MORE := { [ $$? -ne 1 ] || $(TEST) -q --last-failed; exit 1; }
+test: $(INTERPRETER) ## Lint, then run the tests, all but the slow ones.
 	$(PY) -m ruff check --quiet .
-	$(TEST) -n $(WORKERS) --dist loadfile --assert=plain || { [ $$? -ne 1 ] || $(TEST) -q --last-failed; exit 1; }
+	$(TESTS) -m 'not gpu and not slow' || $(MORE)
+
+test-all: $(INTERPRETER) ## Lint, then run all tests: before a release, and behind larger changes.
+	$(PY) -m ruff check --quiet .
+	$(TESTS) || $(MORE)
 
 # Ray is installed beside the environment, not into it: `make test` runs without Ray, and this sees the packages of both.
 $(CLUSTER)/installed.stamp: $(INSTALLED)

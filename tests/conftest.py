@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.choose_slow import mark_slow
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -89,7 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.nn.functional.linear = _rounded_otherwise(torch.nn.functional.linear, seed)
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow(items)
     seed: int | None = config.getoption("shuffle")
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:

@@ -1,6 +1,6 @@
 """`make test-matrix`: the suite as other machines run it, line by line, and the table of it.
 
-A line is one `make test` in a fresh clone, under settings that stand for another machine. The
+A line is one `make test-all` in a fresh clone, under settings that stand for another machine. The
 lines together cover every setting, and every pair of torch's and oneDNN's instruction sets.
 Lines of several machines may stand in one table: `--add` takes over those of another one.
 """
@@ -48,7 +48,7 @@ _ONEDNN_FLAGS = {"AVX2": {"avx2"}, "AVX512_CORE": {"avx512f"}}
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One run of the suite; what is not said is as `make test` has it."""
+    """One run of the suite; what is not said is as `make test-all` has it."""
 
     name: str
     python: str = OWN_PYTHON
@@ -307,7 +307,7 @@ def run(line: Line, commit: str, work: Path, *, workers: int, limit_s: float) ->
         made = target(ENVIRONMENT)
         shown = made and target("demo")
         began = time.monotonic()
-        tested = made and target("test")
+        tested = made and target("test-all")
         seconds = time.monotonic() - began
         versions = versions_of(folder / ".venv" / "bin" / "python", env)
     found = read_log(log.read_text(encoding="utf-8", errors="replace"))
@@ -329,8 +329,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     bars = ("---:" if title in NUMBERS else "---" for title in TITLES)
     rows = [
         "# The suite on other machines", "",
-        "`make test-matrix` wrote this table. A line is `make demo` and `make test` in a fresh",
-        "clone. Its settings stand for another machine. Seconds are those of `make test`.",
+        "`make test-matrix` wrote this table. A line is `make demo` and `make test-all` in a fresh",
+        "clone. Its settings stand for another machine. Seconds are those of `make test-all`.",
         "A row stays until its line is run with newer code: its commit says what it is of.", "",
         *(
             f"- Machine {letter}: {has['cpu']}, {has['cores']} cores "

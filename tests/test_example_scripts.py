@@ -92,6 +92,7 @@ def test_a_policy_of_ones_own_answers(run: Run) -> None:
     assert held["mean_key"] < held["full"] / 3
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_one_sample_does_not(run: Run) -> None:
     printed, names = run("search_with_verifier.py")
     prompt, _ = names["make_puzzle"](names["random"].Random(1))
@@ -110,6 +111,7 @@ def test_the_verifier_counts_hops(run: Run) -> None:
     assert sooner < later < 0
 
 
+@pytest.mark.slow
 def test_quality_is_measured_at_every_budget(run: Run) -> None:
     printed, names = run("budget_against_quality.py", "--puzzles", "1", "--budgets", "1/4,1/6")
     share = names["share_of_hops"]

@@ -168,7 +168,7 @@ MAKEFILE = """
 \t@echo installed >> {calls}; mkdir -p .venv; touch $@
 demo:
 \t@echo demo $(PYTHON) >> {calls}
-test:
+test-all:
 \t@echo test $(THREADS) $(WORKERS) $$ONEDNN_MAX_CPU_ISA $$PYTEST_ADDOPTS >> {calls}
 \t@{first}
 \t@echo '5 passed in 0.10s'

@@ -220,6 +220,18 @@ def test_what_the_sanitizers_run_is_there() -> None:
     assert [path for path in named if not (sanitize.ROOT / path).exists()] == []
 
 
+def test_slow_tests_are_there() -> None:
+    from tests.choose_slow import LIST
+
+    missing = []
+    for line in LIST.read_text().splitlines():
+        path, *names = line.partition("[")[0].split("::")
+        file = TESTS.parent / path
+        if not file.exists() or any(f"def {name}(" not in text_of(file) for name in names[-1:]):
+            missing.append(line)
+    assert missing == []
+
+
 def test_a_models_cache_is_named_by_cache_argument() -> None:
     """transformers calls it `cache`, before 5.20 `past_key_values`."""
     passing = re.compile(r"\b(cache|past_key_values)\s*=")

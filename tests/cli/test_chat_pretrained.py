@@ -36,6 +36,7 @@ def test_generate_knows_the_capital_of_france(model: Path) -> None:
     assert "Paris" in run("generate", model, "--prompt", FRANCE, *OPTIONS).stdout
 
 
+@pytest.mark.slow
 def test_a_chat_over_a_file_goes_on_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:
     notes, saved = tmp_path / "notes.txt", tmp_path / "saved"
     notes.write_text(NOTES)

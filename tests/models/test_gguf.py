@@ -188,6 +188,7 @@ def test_a_files_name_lasts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert lasting_name(file.name) == str(file)
 
 
+@pytest.mark.slow
 def test_a_real_file_is_its_folder(smollm2_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2's own, against what the library of such files reads. Converted once a checkout."""
     monkeypatch.setattr(gguf_file, "gguf_cache", lambda: smollm2_home / CONVERTED)

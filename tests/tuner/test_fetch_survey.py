@@ -99,6 +99,7 @@ def surveyed(work: Workpiece) -> dict[FetchSetting, Fetches]:
     return found
 
 
+@pytest.mark.slow
 def test_its_own_setting_is_counted_nearly(
     work: Workpiece, surveyed: dict[FetchSetting, Fetches]
 ) -> None:
@@ -125,6 +126,7 @@ def needed(work: Workpiece, reuse: int, groups: tuple[int, ...]) -> dict[FetchSe
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_written")
 def test_other_settings_are_foretold(work: Workpiece) -> None:
     """They attend to other tokens, which changes what is selected a little."""
@@ -138,6 +140,7 @@ def test_other_settings_are_foretold(work: Workpiece) -> None:
         assert found[choice].reads == pytest.approx(reads, rel=0.06), choice
 
 
+@pytest.mark.slow
 def test_what_they_say_themselves_is_foretold_on_the_whole(
     work: Workpiece, ids: torch.Tensor, surveyed: dict[FetchSetting, Fetches]
 ) -> None:

@@ -56,6 +56,7 @@ def test_everything_is_as_good_as_full_attention(short: Reference) -> None:
         assert found.selections == ()
 
 
+@pytest.mark.slow
 def test_selections_pass_and_garbage_does_not(reference: Reference) -> None:
     good = reference.measure(KVSwap(selected_tokens=100), memory="1/4")
     bad = reference.measure(KVSwap(selected_tokens=64, rank=2, group_tokens=16), memory="1/4")

@@ -127,6 +127,7 @@ def test_no_file(tmp_path: Path) -> None:
             LookupTables.load(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_measuring(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in (
         ("GROUPS", (4, 16)), ("SELECTIONS", (200, 100, 800)), ("RANKS", (24, 2, 999)),

@@ -44,6 +44,7 @@ def recordings(reference: Reference) -> tuple[Recording, ...]:
     return reference.measure(POLICY, memory=None, record=True).selections
 
 
+@pytest.mark.slow
 def test_the_engine_counts_the_same(
     reference: Reference, recordings: tuple[Recording, ...]
 ) -> None:
