@@ -110,7 +110,8 @@ def cases() -> list[tuple[str, str, int, int | None]]:
     for place, setting in enumerate(SETTINGS):
         families = ["llama", others[place % len(others)], others[(place + 8) % len(others)]]
         # The second way is the first one's opposite in both.
-        chosen = [ways[place % len(ways)], ways[-1 - place % len(ways)], ways[place % 3]]
+        third = place % 3 % len(ways)
+        chosen = [ways[place % len(ways)], ways[-1 - place % len(ways)], ways[third]]
         found += [(family, setting, *way) for family, way in zip(families, chosen, strict=True)]
     return found
 
