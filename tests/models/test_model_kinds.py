@@ -137,8 +137,9 @@ def test_the_tokens_of_the_plain_model(kind: str, ids: list[int], tmp_path: Path
     adapter = calibrate(model, [torch.tensor(ids[:60])], rank=16)
     assert adapter.fingerprint == fingerprint(model) == named, "running it changes nothing"
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    memory = "9/10" if kind == "peft-lora" else "1/2"  # predictions need copies of its projections
     for exact in (False, True):
-        [output] = LLM(model, memory="1/2", store="memory", exact=exact).generate(ids, params)
+        [output] = LLM(model, memory=memory, store="memory", exact=exact).generate(ids, params)
         assert output.token_ids == expected
         assert output.run.stats.decode.read_bytes_per_token > 0
     assert ModelIdentity.of(model, None) == identity
