@@ -147,7 +147,8 @@ def test_prompts_stream_through_the_slots(policy: SelectionPolicy) -> None:
                     each.forget_slots()
         layer = device.layers[0]
         assert isinstance(layer, DeviceLayer)
-        assert layer.setup.workspace.times_lent == 8  # by two layers, in each pass with a past
+        # By two layers, in each pass with a past; a GPU's attention in float32 keeps its logits there.
+        assert layer.setup.workspace.times_lent == (8 if DEVICE.type == "cpu" else 0)
 
 
 def test_a_closed_runtime_holds_no_memory() -> None:

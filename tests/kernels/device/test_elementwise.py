@@ -91,9 +91,12 @@ def test_forms_round_alike(device: torch.device, triton: None, dtype: torch.dtyp
         plain, fast = (kernel(name, form)(*given) for form in ("torch", "triton"))
         pairs = zip(plain, fast, strict=True) if name == "rotate" else [(plain, fast)]
         for one, other in pairs:
-            cut_off = dtype == torch.bfloat16 and not one.is_cuda  # so Triton's interpreter rounds
-            rtol, atol = (0.04, 0.04) if cut_off else (1e-2, 1e-6)
+            if one.is_cuda:  # a compiler joins a product and a sum, which then are rounded once
+                rtol = atol = 4 * ROUNDING[dtype]
+            else:
+                cut_off = dtype == torch.bfloat16  # so Triton's interpreter rounds
+                rtol, atol = (0.04, 0.04) if cut_off else (1e-2, 1e-6)
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-            if not cut_off:
+            if not one.is_cuda and not cut_off:
                 unequal = (one != other).double().mean().item()
                 assert unequal <= (0.3 if dtype == torch.float32 else 0.02)
