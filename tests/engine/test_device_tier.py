@@ -23,6 +23,8 @@ from penstock.methods.louiskv.policy import LouisKV
 SHAPE = KVShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where there is a GPU the fast kernels and pinned memory are tested, else their meaning."""
+LENDS = DEVICE.type == "cpu"
+"""Whether slots lend a prompt their memory; a GPU's attention in float32 keeps logits there."""
 SCALING, PROMPT_TOKENS, STEPS, MAX_TOKENS = 0.25, 150, 14, 400
 BUDGET: dict[str, Any] = {"selected_tokens": 24, "window_tokens": 8, "sink_tokens": 4}
 
@@ -147,8 +149,8 @@ def test_prompts_stream_through_the_slots(policy: SelectionPolicy) -> None:
                     each.forget_slots()
         layer = device.layers[0]
         assert isinstance(layer, DeviceLayer)
-        # By two layers, in each pass with a past; a GPU's attention in float32 keeps its logits there.
-        assert layer.setup.workspace.times_lent == (8 if DEVICE.type == "cpu" else 0)
+        # By two layers, in each pass with a past.
+        assert layer.setup.workspace.times_lent == (8 if LENDS else 0)
 
 
 def test_a_closed_runtime_holds_no_memory() -> None:
