@@ -6,18 +6,23 @@ may go whole. Single tests that take long carry the mark `slow` where they stand
 
     python -m pytest --cov --cov-branch --cov-context=test --durations=0 > log
     python tests/choose_slow.py .coverage log
+
+What draws or waits does not reach the same each time. With the coverage of a run of what was left,
+as a third word, the cheapest instance for each branch that it missed stays too.
 """
 
 import argparse
 import re
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 LIST = Path(__file__).with_name("slow.txt")
 """A file, a test or an instance of one, a line."""
+Branch: TypeAlias = tuple[str, int, int]
+"""A file, and two of its lines."""
 _ALWAYS = re.compile(r"tests/([^/]*\.py|conformance/.*|storage/documents/.*|.*exactness.*)::")
 """Rules, examples, invariants of every policy, crashes."""
 _PROGRAM = re.compile(r"tests/(research|training)/")
@@ -28,7 +33,7 @@ _LONG_FILE_S = 2.0
 """Of a program's tests that may go whatever each takes: what they share is dear."""
 
 
-def chosen(seconds: Mapping[str, float], reached: Mapping[str, frozenset[int]]) -> list[str]:
+def chosen(seconds: Mapping[str, float], reached: Mapping[str, frozenset[Branch]]) -> list[str]:
     """What may go, the dearest first.
 
     Args:
@@ -60,6 +65,18 @@ def chosen(seconds: Mapping[str, float], reached: Mapping[str, frozenset[int]]) 
 def function_of(name: str) -> str:
     """A test's name without what its instance is called."""
     return name.partition("[")[0]
+
+
+def put_back(
+    names: Iterable[str], seconds: Mapping[str, float], reached: Mapping[str, frozenset[Branch]],
+    missed: Set[Branch],
+) -> list[str]:  # fmt: skip
+    """What may go of those that were chosen, when some branches were missed without them."""
+    staying: set[str] = set()
+    cheapest = sorted(names, key=lambda name: seconds[name])
+    for branch in missed:
+        staying.update([name for name in cheapest if branch in reached.get(name, ())][:1])
+    return [name for name in names if name not in staying]
 
 
 def file_of(name: str) -> str:
@@ -94,20 +111,18 @@ def read_durations(log: str) -> dict[str, float]:
     return found
 
 
-def read_branches(path: Path) -> dict[str, frozenset[int]]:
-    """Branches that each instance reached, of coverage's file."""
-    reached: defaultdict[str, set[tuple[int, int, int]]] = defaultdict(set)
+def read_branches(path: Path) -> dict[str, frozenset[Branch]]:
+    """Branches of src that each instance reached, of coverage's file."""
+    reached: defaultdict[str, set[Branch]] = defaultdict(set)
     with sqlite3.connect(path) as database:
         names = dict(database.execute("select id, context from context"))
+        files = dict(database.execute("select id, path from file"))
         for file, context, first, last in database.execute(
             "select file_id, context_id, fromno, tono from arc"
         ):
-            reached[names[context].rpartition("|")[0]].add((file, first, last))
-    numbers: dict[tuple[int, int, int], int] = {}
-    return {
-        name: frozenset(numbers.setdefault(branch, len(numbers)) for branch in branches)
-        for name, branches in reached.items()
-    }
+            own = files[file].rpartition("/penstock/")[2]
+            reached[names[context].rpartition("|")[0]].add((own, first, last))
+    return {name: frozenset(branches) for name, branches in reached.items()}
 
 
 def main() -> None:
@@ -115,12 +130,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("coverage", type=Path, help="coverage's file, with contexts")
     parser.add_argument("log", type=Path, help="what pytest printed")
+    parser.add_argument("left", type=Path, nargs="?", help="coverage's file of what was left")
     asked = parser.parse_args()
     seconds = read_durations(asked.log.read_text(encoding="utf-8"))
     reached = read_branches(asked.coverage)
     for name in reached.keys() - seconds.keys():  # pytest lists no phase below its least
         seconds[name] = 0.0
     names = chosen(seconds, reached)
+    if asked.left is not None:
+        left = read_branches(asked.left)
+        missed = frozenset().union(*reached.values()) - frozenset().union(*left.values())
+        names = put_back(names, seconds, reached, missed)
     lines = shortened(names, seconds)
     LIST.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     taken = sum(seconds[name] for name in names)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import choose_slow
-from tests.choose_slow import chosen, mark_slow, read_durations, shortened
+from tests.choose_slow import chosen, mark_slow, put_back, read_durations, shortened
 
 PRODUCT = "tests/engine/test_it.py::test_it"
 SECONDS = {
@@ -14,18 +14,25 @@ SECONDS = {
     "tests/research/test_run.py::test_run": 5.0, "tests/research/test_run.py::test_alone": 4.0,
     "tests/research/test_few.py::test_few": 0.1, "tests/conformance/test_all.py::test_all[a]": 8.0,
 }  # fmt: skip
+
+
+def branches(*lines: int) -> frozenset[tuple[str, int, int]]:
+    return frozenset(("a.py", line, line + 1) for line in lines)
+
+
 REACHED = {
-    f"{PRODUCT}[a]": {1, 2}, f"{PRODUCT}[b]": {1, 3}, f"{PRODUCT}[c]": {1, 2},
-    "tests/research/test_run.py::test_run": {1, 2}, "tests/research/test_run.py::test_alone": {4},
+    f"{PRODUCT}[a]": branches(1, 2), f"{PRODUCT}[b]": branches(1, 3),
+    f"{PRODUCT}[c]": branches(1, 2), "tests/research/test_run.py::test_run": branches(1, 2),
+    "tests/research/test_run.py::test_alone": branches(4),
 }  # fmt: skip
 
 
 def test_instances_whose_branches_others_reach() -> None:
-    found = chosen(SECONDS, {name: frozenset(each) for name, each in REACHED.items()})
+    found = chosen(SECONDS, REACHED)
     assert found == ["tests/research/test_run.py::test_run", f"{PRODUCT}[a]"], (
         "[b] alone reaches 3, then [c] alone 2; the last instance of the product stays"
     )
-    everything = {name: frozenset({1}) for name in SECONDS}
+    everything = {name: branches(1) for name in SECONDS}
     found = chosen(SECONDS, everything)
     assert f"{PRODUCT}[c]" not in found
     assert set(found) == {
@@ -35,6 +42,12 @@ def test_instances_whose_branches_others_reach() -> None:
     assert shortened(found, SECONDS) == [
         f"{PRODUCT}[a]", f"{PRODUCT}[b]", "tests/research/test_run.py"
     ]  # fmt: skip
+
+
+def test_what_was_missed_is_put_back() -> None:
+    names = ["tests/research/test_run.py::test_run", f"{PRODUCT}[a]"]
+    assert put_back(names, SECONDS, REACHED, branches(2, 9)) == names[:1], "[a] is the cheaper one"
+    assert put_back(names, SECONDS, REACHED, branches(3)) == names
 
 
 def test_a_test_with_no_instance_left_is_named_whole() -> None:
