@@ -4,7 +4,7 @@ What is left out costs no covered line and no branch of src: another test reache
 a test of the product one instance stays at least. Tests of the programs in research/ and training/
 may go whole. Single tests that take long carry the mark `slow` where they stand.
 
-    python -m pytest --cov --cov-branch --cov-context=test --durations=0 > log
+    python -m pytest --cov=penstock --cov-branch --cov-context=test --durations=0 > log
     python tests/choose_slow.py .coverage log
 
 What draws or waits does not reach the same each time. With the coverage of a run of what was left,
