@@ -1,14 +1,15 @@
 """Chooses the tests that `make test` leaves out, and writes tests/slow.txt.
 
-What is left out costs no covered line and no branch of src: another test reaches each of them. Of
+What is listed costs no covered branch of src by that measure: another test reached each of them. Of
 a test of the product one instance stays at least. Tests of the programs in research/ and training/
 may go whole. Single tests that take long carry the mark `slow` where they stand.
 
     python -m pytest --cov=penstock --cov-branch --cov-context=test --durations=0 > log
     python tests/choose_slow.py .coverage log
 
-What draws or waits does not reach the same each time. With the coverage of a run of what was left,
-as a third word, the cheapest instance for each branch that it missed stays too.
+What draws or waits does not reach the same each time, and tests with the mark count as staying.
+With the coverage of a run of what was left, as a third word, the cheapest instance for each branch
+that it missed stays too.
 """
 
 import argparse
@@ -48,11 +49,9 @@ def chosen(seconds: Mapping[str, float], reached: Mapping[str, frozenset[Branch]
     found = []
     for name in sorted(seconds, key=lambda name: -seconds[name]):
         of_program = _PROGRAM.match(name) is not None
-        quick = seconds[name] < _LEAST_S
-        if of_program and files[file_of(name)] >= _LONG_FILE_S:
-            quick = False
+        dear = of_program and files[file_of(name)] >= _LONG_FILE_S
         last = staying[function_of(name)] == 1 and not of_program
-        if last or quick or _ALWAYS.match(name):
+        if last or _ALWAYS.match(name) or not (dear or seconds[name] >= _LEAST_S):
             continue
         branches = reached.get(name, frozenset())
         if all(others[branch] > 1 for branch in branches):

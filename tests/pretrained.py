@@ -88,7 +88,7 @@ def _convert(folder: Path) -> None:
 
     from penstock.models.gguf_file import converted_folder
 
-    with pytest.MonkeyPatch.context() as patch:  # it is read four times, two seconds each
+    with pytest.MonkeyPatch.context() as patch:  # it is read three times, two seconds each
         read = functools.cache(gguf.GGUFReader)
         patch.setattr(gguf, "GGUFReader", lambda path, *how: read(str(path), *how))
         converted_folder(folder / GGUF, lambda *_: None, folder / CONVERTED)
