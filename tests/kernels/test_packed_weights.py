@@ -65,6 +65,32 @@ def test_important_columns_have_the_smaller_error() -> None:
     assert Int4Matrix(none, 256, torch.float32).plain(0, ROWS).isfinite().all()
 
 
+@pytest.mark.parametrize("levels", [16, 13, 9])
+@pytest.mark.parametrize("least", [None, -0.3, 0.5])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_on_a_grid_stay_on_it(
+    levels: int, least: float | None, stored: torch.dtype
+) -> None:
+    """As those of quantisation-aware training, or of a 4-bit file that was made plain."""
+    draw = torch.Generator().manual_seed(levels)
+    codes = torch.randint(0, levels, (ROWS, 8, 32), generator=draw).float()
+    scale = torch.rand(ROWS, 8, 1, generator=draw) + 0.2
+    offset = torch.full_like(scale, -8)
+    if least is not None:
+        offset = least * 8 * torch.rand(scale.shape, generator=draw)
+    weight = ((codes + offset) * scale).flatten(1).to(stored)
+    weight[::5] = drawn(len(weight[::5]), 256).to(stored)  # these rows are on none
+    weight = weight.roll(1, 0)
+    for importance in (torch.ones(256), drawn(256).square()):
+        packed = Int4Matrix.pack(weight, stored, importance=importance)
+        plain, factor = Int4Matrix(packed, 256, stored).plain(0, ROWS), importance.sqrt()
+        difference = (plain.float() - weight.float()) * factor
+        wrong = difference.norm(dim=1) / (weight.float() * factor).norm(dim=1)
+        on_one = torch.arange(ROWS).sub(1).remainder(ROWS).remainder(5) != 0
+        assert wrong[on_one].max() < (1e-5 if stored == torch.float32 else 1e-2)
+        assert wrong[~on_one].min() > 0.03
+
+
 def test_equal_and_extreme_weights() -> None:
     weight = torch.zeros(BLOCK, 64)
     weight[1], weight[2], weight[3, ::2], weight[4, 5] = 0.25, -3.0, 1e4, 1e-6

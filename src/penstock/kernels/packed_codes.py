@@ -9,6 +9,12 @@ _LEAST_SPREAD = 3e-5
 """Of codes, for which a slope means something."""
 _ROUNDS = 2
 """Of: the best scale and offset for the codes, the best codes for these."""
+_STEPS = range(15, 6, -1)
+"""Of a grid, that a group's range may be."""
+_OFF_THE_GRID = 0.2
+"""Of a step: more than bfloat16 moves weights on one, and the ends of their range."""
+_SHARE_ON_A_GRID = 0.25
+"""Of a row's groups, from which on all others are looked at."""
 
 
 def best_codes(
@@ -17,7 +23,8 @@ def best_codes(
     """Codes 0 to 15, scales and offsets: weight = (code - 8) * scale + offset.
 
     Alternating least squares from several ranges, the best of which is taken. It is the search of
-    llama.cpp's `make_qkx2_quants`.
+    llama.cpp's `make_qkx2_quants`. Weights that lie on a grid of 16 levels already, as those of
+    quantisation-aware training do and those of a 4-bit file that was made plain, stay on it.
 
     Args:
         weight: float32 [rows, groups, group]
@@ -36,10 +43,13 @@ def best_codes(
     else:  # a column that is never used counts a little, so that no group is without any
         share_of = importance + 1e-6 * importance.mean() + 1e-30
         share_of = share_of / share_of.sum(dim=-1, keepdim=True)
+    starts = [(range_ * (share / 15), middle) for share in _SHARES]
+    if (grid := _grid(weight, low, range_)) is not None:
+        starts.append(grid)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     least = torch.full_like(low, torch.inf)
-    for share in _SHARES:
-        scale, offset = _rounded(range_ * (share / 15), middle, dtype)
+    for start in starts:
+        scale, offset = _rounded(*start, dtype)
         codes = _nearest(weight, scale, offset)
         for _ in range(_ROUNDS):
             scale, offset = _rounded(*_fit(weight, codes, scale, offset, share_of), dtype)
@@ -64,6 +74,32 @@ def best_codes(
         )
     assert best is not None
     return best[0].add_(8).to(torch.uint8), best[1].to(dtype), best[2].to(dtype)
+
+
+def _grid(weight: Tensor, low: Tensor, range_: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Scales and offsets of the grids that groups lie on, something else where they lie on none.
+
+    Returns:
+        Alike [rows, groups]; None where hardly any group of the first row lies on one.
+    """
+    first = _steps(weight[:1], low[:1], range_[:1])
+    if (first > 0).float().mean() < _SHARE_ON_A_GRID:
+        return None
+    scale = range_ / _steps(weight, low, range_).clamp_min(1.0)
+    return scale, low + 8 * scale
+
+
+def _steps(weight: Tensor, low: Tensor, range_: Tensor) -> Tensor:
+    """How many steps of a grid each group's range is, 0 where it is on none. [rows, groups]"""
+    above = (weight - low[..., None]) / range_.clamp_min(1e-30)[..., None]
+    found = torch.zeros_like(low)
+    nearest = torch.full_like(low, _OFF_THE_GRID)
+    for steps in _STEPS:
+        at = above * steps
+        off = at.sub_(at.round()).abs_().amax(dim=-1)
+        found = torch.where(off < nearest, float(steps), found)
+        nearest = torch.minimum(nearest, off)
+    return found
 
 
 def _rounded(scale: Tensor, offset: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

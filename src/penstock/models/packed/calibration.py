@@ -3,9 +3,11 @@
 The mean square of each input column weighs the error of its weights, as llama.cpp's imatrix and
 AWQ (Lin et al. 2023, section 3) have it. Which matrices stay in 8 bits is measured: each kind of
 each part of the layers is rounded alone, and the model's distribution of tokens compared with what
-it was. Rounding does not add up exactly, but nearly so.
+it was. The layers of a part share what is found by the errors of their outputs. Rounding does not
+add up exactly, but nearly so.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,14 +54,6 @@ class Calibrated(NamedTuple):
     """Mean square of input columns, by module. float32 [width]"""
     forms: dict[str, list[int]]
     """Bits and group, by module."""
-
-
-class _Unit(NamedTuple):
-    """Matrices that are measured together."""
-
-    paths: tuple[str, ...]
-    more_bytes: int
-    """That 8 bits take."""
 
 
 def calibration_pieces(tokenizer: Any, config: Any) -> list[Tensor]:
@@ -119,9 +113,9 @@ def calibrate(
     if not linear:
         return Calibrated({}, {})
     held_out, seen = [text[:_HELD_TOKENS] for text in texts[-2:]], texts[:-2]
-    units = _units(linear)
     together = _pieces_together(linear, len(texts[0]))
     batches = [seen[first : first + together] for first in range(0, len(seen), together)]
+    units = _units(linear)
     steps = len(batches) + 1 + len(units)
     squares = {path: torch.zeros(module.in_features) for path, module in linear.items()}
     with ExitStack() as hooks:
@@ -131,14 +125,16 @@ def calibrate(
         for number, batch in enumerate(batches, 1):
             _logits(model, torch.stack(list(batch)), 1)
             on_step(number, steps)
-    ids = torch.stack(held_out)
+    ids, done = torch.stack(held_out), itertools.count(len(batches) + 1)
     plain = _logits(model, ids, _KEPT)
-    costs = []
-    for number, unit in enumerate(units, len(batches) + 2):
-        with _rounded(linear, unit.paths, squares):
-            costs.append(divergence(plain, _logits(model, ids, _KEPT)))
-        on_step(number, steps)
-    eight = _stay_in_eight(units, costs, sum(_bytes(each, 4) for each in linear.values()))
+    on_step(next(done), steps)
+
+    def diverges() -> float:
+        found = divergence(plain, _logits(model, ids, _KEPT))
+        on_step(next(done), steps)
+        return found
+
+    eight = _stay_in_eight(linear, _costs(linear, units, squares, diverges))
     forms = {path: [8, 0] if path in eight else [4, GROUP] for path in linear}
     return Calibrated(squares, forms)
 
@@ -156,20 +152,39 @@ def _four_bit_layers(model: PreTrainedModel, empty: PreTrainedModel) -> dict[str
     }  # fmt: skip
 
 
-def _units(linear: Mapping[str, nn.Linear]) -> list[_Unit]:
-    """Matrices of one kind and one part of the layers."""
+def _units(linear: Mapping[str, nn.Linear]) -> dict[tuple[str, int], list[str]]:
+    """Paths by kind and part of the layers: what is measured together."""
     small = sum(module.weight.numel() for module in linear.values()) < _SMALL_WEIGHTS
     parts = _PARTS if small else 1
     numbers = {path: int(found[1]) if (found := _NUMBER.search(path)) else 0 for path in linear}
     layers = max(numbers.values(), default=0) + 1
-    found_units: dict[tuple[str, int], list[str]] = {}
+    units: dict[tuple[str, int], list[str]] = {}
     for path, number in numbers.items():
         kind = _NUMBER.split(path)[-1]
-        found_units.setdefault((kind, number * parts // layers), []).append(path)
-    more = {path: _bytes(module, 8) - _bytes(module, 4) for path, module in linear.items()}
-    return [
-        _Unit(tuple(paths), sum(more[path] for path in paths)) for paths in found_units.values()
-    ]
+        units.setdefault((kind, number * parts // layers), []).append(path)
+    return units
+
+
+def _costs(
+    linear: Mapping[str, nn.Linear], units: Mapping[tuple[str, int], Sequence[str]],
+    importance: Mapping[str, Tensor], diverges: Callable[[], float],
+) -> dict[str, float]:  # fmt: skip
+    """How much each layer's 4 bits make the model diverge.
+
+    A unit's layers share its divergence by the errors of their outputs. The least of a part of the
+    layers is taken off: in bfloat16 another order of sums makes as much, the more the earlier.
+    """
+    found: dict[tuple[str, int], float] = {}
+    errors: dict[str, float] = {}
+    for unit, paths in units.items():
+        with _rounded(linear, paths, importance, errors):
+            found[unit] = diverges()
+    costs = {}
+    for unit, paths in units.items():
+        cost = found[unit] - min(found[each] for each in units if each[1] == unit[1])
+        every = sum(errors.get(path, 0.0) for path in paths) or 1.0
+        costs.update({path: cost * errors.get(path, 0.0) / every for path in paths})
+    return costs
 
 
 def _bytes(module: nn.Linear, bits: int) -> int:
@@ -199,20 +214,31 @@ def _logits(model: PreTrainedModel, ids: Tensor, kept: int) -> Tensor:
 
 @contextmanager
 def _rounded(
-    linear: Mapping[str, nn.Linear], paths: Sequence[str], importance: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Have some layers compute with their weights in 4 bits, rounded when they are called."""
+    linear: Mapping[str, nn.Linear], paths: Sequence[str], importance: Mapping[str, Tensor],
+    errors: dict[str, float],
+) -> Iterator[None]:  # fmt: skip
+    """Have some layers compute with their weights in 4 bits, rounded when they are called.
+
+    Args:
+        errors: receives the mean square of what each adds to an output.
+    """
     with ExitStack() as hooks:
         for path in paths:
-            hook = linear[path].register_forward_hook(partial(_by_rounded, importance[path]))
-            hooks.callback(hook.remove)
+            on_error = partial(errors.__setitem__, path)
+            hook = partial(_by_rounded, importance[path], on_error)
+            hooks.callback(linear[path].register_forward_hook(hook).remove)
         yield
 
 
-def _by_rounded(importance: Tensor, module: Any, inputs: tuple[Tensor, ...], _: Any) -> Tensor:
+def _by_rounded(
+    importance: Tensor, on_error: Callable[[float], None], module: Any, inputs: tuple[Tensor, ...],
+    _: Any,
+) -> Tensor:  # fmt: skip
     form, dtype = Form(4, GROUP), module.weight.dtype
     packed = form.pack(module.weight, dtype, importance)
     weight = form.view(packed, module.in_features, dtype).plain(0, module.out_features)
+    wrong = weight.float().sub_(module.weight).square_().mean(dim=0)
+    on_error(float(wrong @ importance))
     return nn.functional.linear(inputs[0], weight, module.bias)
 
 
@@ -225,20 +251,18 @@ def divergence(plain: Tensor, other: Tensor) -> float:
     return total / count
 
 
-def _stay_in_eight(units: Sequence[_Unit], costs: Sequence[float], layer_bytes: int) -> set[str]:
+def _stay_in_eight(linear: Mapping[str, nn.Linear], costs: Mapping[str, float]) -> set[str]:
     """Paths that stay in 8 bits: those that cost most for their bytes, until the rest costs little
     enough or there is no room for more."""
-    room = MOST_MORE_BYTES * layer_bytes
-    least = min(costs, default=0.0)  # what another order of sums makes of a model in bfloat16
-    costs = [cost - least for cost in costs]
-    left = sum(costs)
+    room = MOST_MORE_BYTES * sum(_bytes(each, 4) for each in linear.values())
+    more = {path: _bytes(module, 8) - _bytes(module, 4) for path, module in linear.items()}
+    left = sum(costs.values())
     eight: set[str] = set()
-    order = sorted(zip(costs, units, strict=True), key=lambda pair: -pair[0] / pair[1].more_bytes)
-    for cost, unit in order:
+    for path in sorted(costs, key=lambda path: -costs[path] / more[path]):
         if left <= LOSS_BOUND:
             break
-        if unit.more_bytes <= room:
-            room -= unit.more_bytes
-            left -= cost
-            eight.update(unit.paths)
+        if more[path] <= room:
+            room -= more[path]
+            left -= costs[path]
+            eight.add(path)
     return eight
