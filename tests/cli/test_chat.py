@@ -259,7 +259,7 @@ def test_at_a_terminal_killed_and_resumed(model: Path, tmp_path: Path) -> None:
         terminal.interrupt("> ")  # clears the line
         terminal.type("Who ?\n")
         terminal.wait(r"Who \?\s+\S+")
-        time.sleep(0.5)
+        terminal.wait(r"\S")  # more of the answer
         terminal.process.send_signal(signal.SIGINT)  # stops the answer
         line = terminal.wait(r"tokens?, .*?/8,000")
         terminal.type(f"/save {saved}\n")

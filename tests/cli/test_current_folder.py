@@ -10,6 +10,7 @@ import pytest
 
 import penstock
 from penstock.core.child_python import python_command
+from tests.ready_process import ReadyProcess
 
 SOURCE = str(Path(penstock.__file__).parents[1])
 RAN = "the current folder's code ran"
@@ -17,6 +18,33 @@ NAMES = (
     "ast", "runpy", "json", "struct", "pickle", "multiprocessing", "numpy", "torch", "kernels",
     "matplotlib", "penstock", "sitecustomize", "usercustomize", "accelerate", "flash_attn",
 )  # fmt: skip
+ANEW = f"""
+import os, sys
+from functools import cache
+from transformers.quantizers import auto
+for name in [*sys.modules]:
+    if name.partition(".")[0] in {{*{NAMES}}} - {{"numpy", "torch"}}:
+        del sys.modules[name]
+for registered in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+    registered.pop("penstock", None)
+os.environ.pop("PYTHONSAFEPATH", None)
+real, here, first = cache(os.path.realpath), os.getcwd(), [*sys.path]
+
+class Watch:
+    def find_spec(name, path=None, target=None):
+        entries = [real(entry or here) for entry in sys.path]
+        if path is None and here in entries:
+            # The folder of a scorer stands behind all that was there before.
+            if "--scorer" not in sys.argv or not {{*first}} <= {{*entries[: entries.index(here)]}}:
+                print({RAN!r}, "for", name, sys.path, file=sys.stderr)
+
+sys.meta_path.insert(0, Watch)
+"""
+"""What a process that is forked with the libraries imports anew, and where it looks for the rest.
+
+Both libraries cannot be imported twice. Wherever a module is looked for, the folder is not on the
+path, or is behind all others.
+"""
 COMMANDS = """
 import json, multiprocessing, sys
 from penstock.cli.entry import main
@@ -64,14 +92,11 @@ def assert_nothing_ran(folder: Path) -> None:
 def run(folder: Path, *commands: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     """Commands as their script runs them, in one process, up to the first that fails.
 
-    It has the script's folder first, not the current one. What one command imports is there for the
-    next; a path that a command added would stay as well.
+    What one command imports is there for the next; a path that a command added would stay as well.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
-    return subprocess.run(
-        [sys.executable, "-P", "-c", COMMANDS, json.dumps(commands), WORKER], cwd=folder, text=True,
-        env=environment | {"PYTHONPATH": SOURCE}, capture_output=True, check=False,
-    )  # fmt: skip
+    with ReadyProcess(ANEW + COMMANDS, json.dumps(commands), WORKER, folder=folder) as process:
+        said = process.stdout.read()
+        return subprocess.CompletedProcess([], process.wait(), said, process.errors())
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +131,19 @@ def test_commands_run_nothing_of_the_folder(
 ) -> None:
     assert done.returncode == 2, done.stderr
     assert "elsewhere/none.py" in done.stderr.splitlines()[-1], "the last one alone fails"
+    assert RAN not in done.stdout + done.stderr
+    assert_nothing_ran(hostile)
+
+
+def test_nor_does_a_process_as_it_starts(hostile: Path) -> None:
+    """Its script is not in the folder: nothing would be imported from there."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{COMMANDS}\nexec(worker, {{}})", '[["config"]]', WORKER],
+        cwd=hostile, env=environment | {"PYTHONPATH": SOURCE}, text=True, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert RAN not in done.stdout + done.stderr
     assert_nothing_ran(hostile)
 

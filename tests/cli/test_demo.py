@@ -1,11 +1,14 @@
 """`penstock demo` answers correctly at a small size, and says so."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.evaluate.tasks import recall
+from penstock.evaluate.tasks.sample import Sample
 
 
 def run(*arguments: object) -> Any:
@@ -23,6 +26,12 @@ def test_answers_are_called_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     for said in ("at token", "Question : ", "Answer : ", "Correct", "of the full", "stall"):
         assert said in result.stdout
 
+    def few_words(*arguments: Any) -> Sample:
+        """The same question; two tokens are wrong as surely as all of them."""
+        return replace(make_sample(*arguments), max_new_tokens=2)
+
+    make_sample = recall.make_sample
+    monkeypatch.setattr(recall, "make_sample", few_words)
     monkeypatch.setattr("penstock.evaluate.tasks.sample.score", lambda sample, text: 0.0)
     other = run("--memory", "1/4", "--seed", 1)
     assert other.exit_code == 1

@@ -23,7 +23,9 @@ import sys
 from pathlib import Path
 from penstock import LLM, SamplingParams
 from penstock.cli.entry import main
+from tests.shared_weights import read_once
 text, disks = sys.argv[1], Path(sys.argv[2])
+(once := read_once()).__enter__()
 llm = LLM("recall", policy="quest", memory="1/2", store=disks / "sealed api", seal=True)
 llm.generate(text, SamplingParams(temperature=0, max_tokens=8))
 for disk, option, new in ("open", "--no-seal", 8), ("sealed and killed", "--seal", 4000):

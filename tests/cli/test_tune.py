@@ -13,7 +13,14 @@ from penstock.cli import tune as command
 from penstock.cli.main import app
 from penstock.cli.tune import TuneProgress
 from penstock.testing.tiny_chat import tiny_chat_model
-from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
+from penstock.tuner import (
+    build_tables,
+    engine_run,
+    fetch_survey,
+    kvswap_search,
+    other_policies,
+    pace,
+)
 
 RUN = CliRunner()
 QUICK = ["tune", "talks", "--max-context", "1024", "--memory", "1/2", "--disk", "memory"]
@@ -33,6 +40,8 @@ def _short() -> Iterator[None]:
         patch.setattr(pace, "_PASSES", 1)
         patch.setattr(other_policies, "varied", partial(other_policies.varied, most=2))
         patch.setattr("penstock.tuner.tune.FORCED_TOKENS", 8)
+        patch.setattr(build_tables, "GROUPS", (4, 8))
+        patch.setattr(build_tables, "RANKS", (48, 32))
         yield
 
 

@@ -4,11 +4,14 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
+
+if TYPE_CHECKING:
+    import openai
+
+# Each client takes a second to import, which only the process that runs these tests pays.
 
 SCHEMA = {
     "type": "object",
@@ -22,12 +25,14 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
+def client(url: str) -> "Iterator[openai.OpenAI]":
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
-def test_openai_chats_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_openai_chats_whole_and_streamed(client: "openai.OpenAI") -> None:
     asked: dict[str, Any] = {
         "model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 12, "extra_body": LONG,
     }  # fmt: skip
@@ -52,7 +57,7 @@ def test_openai_chats_whole_and_streamed(client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list()] == ["tiny"]
 
 
-def test_openai_completes_several_prompts(client: openai.OpenAI) -> None:
+def test_openai_completes_several_prompts(client: "openai.OpenAI") -> None:
     asked = {"model": "tiny", "prompt": ["One", "Two"], "temperature": 0, "max_tokens": 6}
     whole = client.completions.create(**asked, logprobs=1)
     assert [each.index for each in whole.choices] == [0, 1]
@@ -64,7 +69,7 @@ def test_openai_completes_several_prompts(client: openai.OpenAI) -> None:
     assert texts == [each.text for each in whole.choices]
 
 
-def test_openai_gets_forms_and_calls(client: openai.OpenAI) -> None:
+def test_openai_gets_forms_and_calls(client: "openai.OpenAI") -> None:
     form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
     answer = client.chat.completions.create(
         model="tiny", messages=HELLO, response_format=form, n=2, temperature=1, seed=1
@@ -98,7 +103,9 @@ def test_openai_gets_forms_and_calls(client: openai.OpenAI) -> None:
     assert again.usage.completion_tokens == 3
 
 
-def test_openai_hears_what_is_wrong(client: openai.OpenAI) -> None:
+def test_openai_hears_what_is_wrong(client: "openai.OpenAI") -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="8,192 positions") as long:
@@ -147,7 +154,9 @@ CODEX: dict[str, Any] = {
 """What Codex sends, by its fields."""
 
 
-def test_responses_as_codex_asks(client: openai.OpenAI) -> None:
+def test_responses_as_codex_asks(client: "openai.OpenAI") -> None:
+    import openai
+
     asked: dict[str, Any] = {
         "model": "tiny", "input": "Hello", "temperature": 0, "max_output_tokens": 7,
         "extra_body": LONG,
@@ -178,6 +187,8 @@ def test_responses_as_codex_asks(client: openai.OpenAI) -> None:
 
 
 def test_anthropic_talks_and_calls(url: str) -> None:
+    import anthropic
+
     asked: dict[str, Any] = {
         "model": "tiny", "messages": HELLO, "max_tokens": 8, "system": "You are short.",
         "extra_body": {"temperature": 0, **LONG},
