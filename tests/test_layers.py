@@ -2,10 +2,13 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.source_trees import blocks_in, no_collections, text_of, tree_of
 
 PACKAGE = "penstock"
 ROOT = Path(__file__).parents[1] / "src" / PACKAGE
@@ -51,23 +54,22 @@ def place(path: Path) -> Path:
     return path.relative_to(RESEARCH.parent if path.is_relative_to(RESEARCH) else ROOT)
 
 
-@cache
-def imported_names(source: str) -> set[str]:
-    """Every absolute name imported anywhere, lazy and typing-only imports included.
+@pytest.fixture(scope="module", autouse=True)
+def _no_collections() -> Iterator[None]:
+    with no_collections():
+        yield
 
-    Imports stand in blocks: no expression is looked through for them.
-    """
+
+@cache
+def imported_names(tree: ast.Module) -> set[str]:
+    """Every absolute name imported anywhere, lazy and typing-only imports included."""
     names = set()
-    blocks: list[ast.AST] = [ast.parse(source)]
-    while blocks:
-        node = blocks.pop()
+    for node in blocks_in(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            blocks += getattr(node, name, [])
     return names
 
 
@@ -83,10 +85,10 @@ NAMES = re.compile(
 )
 
 
-def broken_rules(package: str, source: str) -> list[str]:
+def broken_rules(package: str, tree: ast.Module) -> list[str]:
     """What a module of `package` may not import but does."""
     broken = []
-    for name in sorted(imported_names(source)):
+    for name in sorted(imported_names(tree)):
         top, *rest = name.split(".")
         if top in (PACKAGE, "research"):
             there = "research" if top == "research" else rest[0] if rest else ""
@@ -107,7 +109,7 @@ def test_imports_go_one_way() -> None:
     assert [
         f"{place(path)}: {broken}"
         for path in inside
-        for broken in broken_rules(place(path).parts[0], path.read_text())
+        for broken in broken_rules(place(path).parts[0], tree_of(path))
     ] == []
 
 
@@ -118,7 +120,7 @@ def test_every_package_has_a_rung_and_every_rung_its_packages() -> None:
 def test_walls_are_opened_for_those_who_go_through() -> None:
     going: dict[str, set[str]] = {library: set() for library in WALLS}
     for path in MODULES:
-        for name in imported_names(path.read_text()):
+        for name in imported_names(tree_of(path)):
             if (library := name.split(".")[0]) in WALLS:
                 going[library].add(place(path).parts[0])
     assert going == WALLS
@@ -137,7 +139,7 @@ def test_walls_are_opened_for_those_who_go_through() -> None:
     ],
 )
 def test_a_broken_rule_is_seen(package: str, source: str) -> None:
-    assert len(broken_rules(package, source)) == 1
+    assert len(broken_rules(package, ast.parse(source))) == 1
 
 
 def named_methods(source: str) -> list[str]:
@@ -170,7 +172,7 @@ def test_engine_and_core_know_no_method() -> None:
     assert [
         f"{place(path)}: {found}"
         for path in MODULES
-        if place(path).parts[0] in GENERAL and (found := named_methods(path.read_text()))
+        if place(path).parts[0] in GENERAL and (found := named_methods(text_of(path)))
     ] == []
 
 
@@ -192,7 +194,7 @@ def test_methods_are_strangers() -> None:
     broken = []
     for path in METHODS.rglob("*.py"):
         folder = path.relative_to(METHODS).parts[0]
-        for name in imported_names(path.read_text()):
+        for name in imported_names(tree_of(path)):
             there = name.removeprefix("penstock.methods.").split(".")[0]
             is_other = name.startswith("penstock.methods.") and there in STRANGERS
             if folder in STRANGERS and is_other and there != folder:

@@ -4,16 +4,21 @@ A rule is one test: it lists every place that breaks it.
 """
 
 import ast
-import gc
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-Node = TypeVar("Node", bound=ast.AST)
+from tests.source_trees import (
+    Node,
+    blocks_in,
+    no_collections,
+    of_kind,
+    text_of,
+    tree_of,
+)
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent / "src" / "penstock"
 RESEARCH = TESTS.parent / "research"
@@ -29,49 +34,17 @@ BANNED_ENDINGS = ("Manager", "Helper", "Handler", "Utils")
 BANNED_TEXT = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "break" + "point(", "pdb.set_" + "trace")
 
 
-@cache
-def text_of(path: Path) -> str:
-    return path.read_text()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _no_collections() -> Iterator[None]:
-    """So many trees, kept from rule to rule, would be walked by each collection again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    yield
-    if was_on:
-        gc.enable()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
-
-
-@cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree_of(path)))
+    with no_collections():
+        yield
 
 
 def nodes(paths: list[Path], kind: type[Node]) -> Iterator[tuple[Path, Node]]:
     """Every node of the kind, with its file."""
     for path in paths:
-        for node in nodes_of(path):
-            if isinstance(node, kind):
-                yield path, node
-
-
-def functions_of(path: Path) -> Iterator[ast.FunctionDef]:
-    """They stand in blocks: no expression is looked through for them."""
-    blocks: list[ast.AST] = [tree_of(path)]
-    while blocks:
-        block = blocks.pop()
-        if isinstance(block, ast.FunctionDef):
-            yield block
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inner = getattr(block, name, [])
-            blocks += inner if isinstance(inner, list) else []  # of a lambda: an expression
+        for node in of_kind(path, kind):
+            yield path, node
 
 
 def place(path: Path, line: int = 1) -> str:
@@ -90,7 +63,7 @@ def outside(*packages: str) -> list[Path]:
 
 def is_method(path: Path) -> bool:
     """Whether a file implements a published method: it derives a policy."""
-    classes = [node for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+    classes = of_kind(path, ast.ClassDef)
     bases = [base.id for c in classes for base in c.bases if isinstance(base, ast.Name)]
     return "SelectionPolicy" in bases
 
@@ -119,7 +92,8 @@ def test_functions_are_short() -> None:
     assert [
         f"{place(path, node.lineno)} {node.name}"
         for path in FILES
-        for node in functions_of(path)
+        for node in blocks_in(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
         if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX
     ] == []
 
@@ -178,16 +152,11 @@ def test_no_state_in_modules() -> None:
 
 def names_in(path: Path) -> set[str]:
     """Every name that a file uses, looks up, imports or quotes; not those that it defines."""
-    names: set[str] = set()
-    for node in nodes_of(path):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
-                names.add(name)
-            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
-                names |= {alias.name.split(".")[-1] for alias in aliases}
-            case ast.Constant(value=str(text)) if text.isidentifier():
-                names.add(text)
-    return names
+    names = {node.id for node in of_kind(path, ast.Name) if isinstance(node.ctx, ast.Load)}
+    names |= {node.attr for node in of_kind(path, ast.Attribute)}
+    names |= {node.name.split(".")[-1] for node in of_kind(path, ast.alias)}
+    quoted = {node.value for node in of_kind(path, ast.Constant) if isinstance(node.value, str)}
+    return names | {text for text in quoted if text.isidentifier()}
 
 
 def test_nothing_is_there_for_tests_alone() -> None:

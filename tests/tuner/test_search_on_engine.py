@@ -6,17 +6,21 @@ import pytest
 
 from penstock.models.model_shape import inspect_model
 from penstock.tuner import engine_run, kvswap_search, pace
-from penstock.tuner.kvswap_search import CHECKS, FINALISTS, POINTS, KVSwapSearch
+from penstock.tuner.kvswap_search import KVSwapSearch
 from penstock.tuner.tuning_task import TuningTask
 
 MakeTask = Callable[..., TuningTask]
 STEPS, ROUNDS, FINAL_ROUNDS = 2, 2, 3
+POINTS, CHECKS, FINALISTS = 4, 2, 2
 
 
 def test_what_was_run_is_what_was_wanted(sparse: MakeTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_run, "STEPS", STEPS)
     monkeypatch.setattr(kvswap_search, "ROUNDS", ROUNDS)
     monkeypatch.setattr(kvswap_search, "FINAL_ROUNDS", FINAL_ROUNDS)
+    monkeypatch.setattr(kvswap_search, "POINTS", POINTS)
+    monkeypatch.setattr(kvswap_search, "CHECKS", CHECKS)
+    monkeypatch.setattr(kvswap_search, "FINALISTS", FINALISTS)
     monkeypatch.setattr(pace, "_PASSES", 1)
     full = inspect_model(sparse().model).kv.full_cache_bytes(1, 1024)
     task = sparse(max_context=1024, max_batch=1, store="memory", limit_bytes=int(full * 0.7))

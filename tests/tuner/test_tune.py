@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,26 @@ from torch import Tensor
 
 import penstock
 from penstock.core.errors import BudgetError, ConfigError, StorageError
+from penstock.engine.adapter import LowRankAdapter
 from penstock.evaluate.tasks.recall import make_sample
 from penstock.methods.kvswap.policy import KVSwap
 from penstock.methods.search_space import settings_of
 from penstock.methods.tuned_config import TunedConfig
+from penstock.models import bundled_adapter
+from penstock.models.bundled_adapter import find_adapter
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loader import LoadedModel, load
 from penstock.models.model_shape import inspect_model
+from penstock.models.plain_model import share_weights
 from penstock.tuner import engine_run, fetch_survey, kvswap_search, other_policies, pace
 from penstock.tuner.engine_run import EngineRun
 from penstock.tuner.fidelity import KL_FLOOR
+from penstock.tuner.lookup_tables import shipped_tables
 from penstock.tuner.tune import Tuned, _read, tune
 from penstock.tuner.tuning_task import TuningTask
 
 READ_ANEW = _read
+LAYERS = 3
 WORDS = "The grass is green . The sky is blue . The sun is yellow . Here we go . "
 
 
@@ -70,6 +78,21 @@ def recall() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
+def short(recall: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Its first layers, with their adapter: a search takes half as long and does the same."""
+    whole = find_adapter(fingerprint(recall.model))
+    assert whole is not None
+    model: Any = share_weights(recall.model)
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    model.config.layer_types = model.config.layer_types[:LAYERS]
+    model.name_or_path = str(folder := tmp_path_factory.mktemp("short"))
+    first = LowRankAdapter(whole.layers[:LAYERS], fingerprint(model), whole.tokens)
+    first.save(folder / bundled_adapter._NAME)
+    return LoadedModel(model=model, tokenizer=recall.tokenizer, name="short")
+
+
+@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, recall: LoadedModel) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     assert recall.tokenizer is not None
@@ -80,9 +103,12 @@ def text(tmp_path_factory: pytest.TempPathFactory, recall: LoadedModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick(recall: LoadedModel, text: Path) -> dict[str, Any]:
+def quick(recall: LoadedModel, short: LoadedModel, text: Path) -> dict[str, Any]:
+    tables = shipped_tables(fingerprint(recall.model))
+    assert tables is not None
     return {
-        "model": recall, "max_context": 1024, "memory": "1/2", "disk": "nvme", "texts": [text],
+        "model": short, "max_context": 1024, "memory": "1/2", "disk": "nvme", "texts": [text],
+        "tables": replace(tables, fingerprint=fingerprint(short.model)),
     }  # fmt: skip
 
 
@@ -144,11 +170,11 @@ def test_a_policy_that_loses_too_much_says_how_much(tuned: Tuned, quick: dict[st
         assert why.startswith(("KL ", "needs "))
 
 
-def test_the_config_runs(tuned: Tuned, recall: LoadedModel, tmp_path: Path) -> None:
+def test_the_config_runs(tuned: Tuned, short: LoadedModel, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     tuned.save(path)
     assert TunedConfig.load(path) == tuned.config
-    [output] = penstock.LLM(recall, config=path, policy="auto").generate(
+    [output] = penstock.LLM(short, config=path, policy="auto").generate(
         WORDS * 50, penstock.SamplingParams(max_tokens=4)
     )
     assert output.run.simulated == "nvme"
@@ -220,6 +246,7 @@ def test_an_interrupted_tuning_goes_on_and_a_pick_that_loses_too_much_is_ruled_o
 def test_an_interrupted_tuning_within_free_memory_goes_on(
     quick: dict[str, Any], recall: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The whole model, whose adapter and tables are shipped."""
     from penstock.tuner import tune as module
 
     class Stop(Exception):
@@ -230,11 +257,12 @@ def test_an_interrupted_tuning_within_free_memory_goes_on(
         raise Stop
 
     monkeypatch.setattr(module, "search_kvswap", stop)
+    whole_model = {**quick, "model": recall, "tables": None}
     limits, whole = list[int](), inspect_model(recall.model).kv.full_cache_bytes(1, 1024)
     for free in (whole, whole // 2):  # which is never the same twice
         monkeypatch.setattr(module, "free_bytes", lambda _, free=free: free)
         with pytest.raises(Stop):
-            tune(**{**quick, "memory": "auto"}, journal=tmp_path / "journal")
+            tune(**{**whole_model, "memory": "auto"}, journal=tmp_path / "journal")
     assert limits == [whole // 2] * 2
 
 
@@ -270,9 +298,9 @@ def test_tables_of_another_model_are_refused(
     tuned.tables.save(path)
     path.write_text(path.read_text().replace(tuned.tables.fingerprint, "0" * 16))
     with pytest.raises(ConfigError, match="made for another model"):
-        tune(**quick, tables=path)
+        tune(**{**quick, "tables": path})
 
 
-def test_the_budget_is_a_share_of_the_full_cache(tuned: Tuned, recall: LoadedModel) -> None:
-    full = inspect_model(recall.model).kv.full_cache_bytes(2, 1024)
+def test_the_budget_is_a_share_of_the_full_cache(tuned: Tuned, short: LoadedModel) -> None:
+    full = inspect_model(short.model).kv.full_cache_bytes(2, 1024)
     assert tuned.config.limit_bytes == full // 2

@@ -42,7 +42,7 @@ def run(out: Path, *more: str, methods: str = METHODS) -> Result:
 
 def test_every_method_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.json"
-    run(out, "--breakdown", "4", "--places", "2")
+    run(out, "--steps", "4", "--breakdown", "2", "--places", "2")
     rows = {row["method"].partition(":")[0]: row for row in Result.load(out).figures["rows"]}
     assert set(rows) == {
         "louiskv", "arkvale", "kvswap", "quest", "flexgen", "full-dynamic", "full-static",
@@ -50,8 +50,8 @@ def test_every_method_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture
     for row in rows.values():
         assert "error" not in row
         assert "skipped" not in row
-        assert [place["length"] for place in row["places"]] == [160, 235]
-        assert all(place["steps"] == 8 for place in row["places"])
+        assert [place["length"] for place in row["places"]] == [160, 241]
+        assert all(place["steps"] == 4 for place in row["places"])
         assert row["tokens_per_s"] == pytest.approx(2e3 / row["answer_mean_ms"])
         assert row.get("graph", False) is False
     for name in ("louiskv", "arkvale", "kvswap", "quest"):
