@@ -48,7 +48,7 @@ class TestInfiniGenStar(PolicyContract):
 
 
 class TestSlotsIn8Bits(PolicyContract):
-    policies = (KVSwap(slot_bits=8),)
+    policies = (KVSwap(slot_bits=8, shared_every=2),)
 
     # The device tier refuses them.
     test_units_partition_the_past = None  # type: ignore[assignment]

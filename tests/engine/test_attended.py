@@ -34,6 +34,7 @@ SETTINGS: dict[str, Setting] = DEVICE_TIER | {
     "kvswap-selected": ("kvswap", {"attend": "selected", "reuse_tokens": 64}),
     "kvswap-no-reuse": ("kvswap", {"reuse_tokens": 0, "slot_bits": 16}),
     "kvswap-8-bits": ("kvswap", {"reuse_tokens": 32, "slot_bits": 8}),
+    "kvswap-some-shared": ("kvswap", {"reuse_tokens": 32, "slot_bits": 8, "shared_every": 2}),
     "kvswap-groups-of-8": ("kvswap", {"group_tokens": 8, "reuse_tokens": 64}),
     "quest-no-reuse": ("quest", {"reuse_tokens": 0}),
 }  # fmt: skip

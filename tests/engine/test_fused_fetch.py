@@ -72,6 +72,7 @@ def require_direct(runtime: TieredRuntime) -> None:
         (1, {}),
         (3, {"keep": 2.0}),
         (3, {"keep": 2.0, "slot_bits": 8}),
+        (2, {"keep": 2.0, "slot_bits": 8, "shared_every": 2}),
         (1, {"group_tokens": 1, "selected_tokens": 100, "slot_bits": 8}),  # more than land at once
         (2, {"group_tokens": 3}),  # with another shape, in units that are padded to sectors
     ],

@@ -54,6 +54,9 @@ SETTINGS: dict[str, tuple[SelectionPolicy, dict[str, Any]]] = {
     "in-8-bits-shared": (
         KVSwap(slot_bits=8, reuse_tokens=0, group_tokens=5), {"limit_bytes": FULL_BYTES // 3},
     ),
+    "in-8-bits-some-shared": (
+        KVSwap(slot_bits=8, shared_every=2), {"limit_bytes": FULL_BYTES // 3},
+    ),
     "no-limit": (KVSwap(), {}),
     "exact": (KVSwap(), {"exact": True, "limit_bytes": FULL_BYTES // 3}),
     "flexgen": (FlexGen(), {}),

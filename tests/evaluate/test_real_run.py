@@ -109,6 +109,9 @@ def test_fidelity_of_full_attention_and_of_a_selection(model: Path, tmp_path: Pa
     cells = [cell for cell in result.figures["cells"] if cell["setting"] == OURS]
     assert [len(cell["kl"]) for cell in cells] == [2, 2]
     assert [cell["sparse_tokens"] for cell in cells] == [2 * STEPS] * 2
+    for cell in cells:
+        assert 0 < cell["units_hit"] < cell["units_wanted"]
+        assert cell["read_bytes"] > 0
     assert result.figures["summary"] == [], "no answer was asked for"
 
 
@@ -147,7 +150,8 @@ def test_layers_are_means_over_samples_and_tables_rank() -> None:
     for scores, mass in (([1.0], [0.9, 0.3]), ([0.5, 0.5, 0.5], [0.5, 0.7])):
         cell.merge(
             Cell(
-                length=9, task=cell.task, setting="a@1/2", scores=scores, kl=scores, mass=mass
+                length=9, task=cell.task, setting="a@1/2", scores=scores, kl=scores, mass=mass,
+                units_wanted=10, units_hit=6 + len(scores),
             )
         )  # fmt: skip
     [summary] = fidelity_of([cell])
@@ -162,3 +166,5 @@ def test_layers_are_means_over_samples_and_tables_rank() -> None:
     names = [line.split()[0] for line in lines if "@1/2 " in line or line.startswith("full")]
     assert names == ["full", "b@1/2", "a@1/2"] * 2, "best first, full attention on top"
     assert lines[-1] == "b@1/2: rank=8"
+    [fidelity, *_] = [line for line in lines if line.startswith("a@1/2")]
+    assert "80%" in fidelity.split()

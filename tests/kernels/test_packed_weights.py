@@ -91,6 +91,32 @@ def test_weights_on_a_grid_stay_on_it(
         assert wrong[~on_one].min() > 0.03
 
 
+@pytest.mark.parametrize("levels", [16, 11, 7])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_8_bits_miss_less_of_a_grid(levels: int, stored: torch.dtype) -> None:
+    """Whose step and offset are nearly multiples of some scale; others are as they were."""
+    draw = torch.Generator().manual_seed(levels)
+    codes = torch.randint(0, levels, (ROWS, 8, 32), generator=draw).float()
+    scale = torch.rand(ROWS, 8, 1, generator=draw) + 0.2
+    offset = -levels * torch.rand(scale.shape, generator=draw)
+    weight = ((codes + offset) * scale).flatten(1).to(stored)
+    weight[1::5] = drawn(len(weight[1::5]), 256).to(stored)  # these rows are on none
+    grouped = weight.float().view(ROWS, 8, 32)
+    former = (grouped.abs().amax(dim=-1, keepdim=True) / 127).to(stored).float()
+    rounded = (grouped / former).round() * former
+    made = Int8Matrix(Int8Matrix.pack(weight, stored), 256, stored)
+    plain = made.codes.view(ROWS, 8, 32).float() * made.scales.float()[..., None]
+    before, behind = (
+        (each - grouped).flatten(1).norm(dim=1) / grouped.flatten(1).norm(dim=1)
+        for each in (rounded, plain)
+    )
+    on_one = torch.arange(ROWS).remainder(5) != 1
+    gain = 0.55 if stored == torch.float32 else 0.75
+    assert behind[on_one].mean() < gain * before[on_one].mean()
+    assert (behind <= before * 1.001).all()
+    assert torch.equal(plain[~on_one], rounded[~on_one])
+
+
 def test_equal_and_extreme_weights() -> None:
     weight = torch.zeros(BLOCK, 64)
     weight[1], weight[2], weight[3, ::2], weight[4, 5] = 0.25, -3.0, 1e4, 1e-6

@@ -255,7 +255,7 @@ def test_neighbours_are_found_from_runs_that_reuse_too() -> None:
 
 PLAN = SlotPlan(
     batch=6, max_units=512, group_tokens=4, num_slots=150, selected_units=100, sink_slots=1,
-    window_slots=17, shared_pools=False, compact=False, index_bytes=7777, fixed_bytes=0,
+    window_slots=17, shared_every=0, compact=False, index_bytes=7777, fixed_bytes=0,
     unit_bytes=4096, staging_slots=0, pool_bytes=0,
 )  # fmt: skip
 
@@ -284,10 +284,12 @@ def test_work_of_a_plan() -> None:
 
 
 def test_work_without_reuse_and_of_a_selection_alone() -> None:
-    shared = replace(PLAN, shared_pools=True, num_slots=100, staging_slots=6, predictor_bytes=9)
+    shared = replace(PLAN, shared_every=1, num_slots=100, staging_slots=6, predictor_bytes=9)
     assert work(shared).missing == 5 * 6 * 100, "nothing is kept, whatever the hit rate"
     assert work(shared).is_staged
     assert work(shared).copies_weights
+    some = replace(PLAN, shared_every=2)
+    assert work(some).missing == pytest.approx((2 + 0.25 * 3) * 6 * 100), "two of five layers"
     compact = replace(PLAN, compact=True)
     assert work(compact).attended_tokens == 5 * 6 * (100 + 18) * 4
     assert work(compact).missing == work(PLAN).missing

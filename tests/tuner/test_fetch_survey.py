@@ -72,7 +72,9 @@ def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]
         run.decode(ROUNDS * STEPS)
         plan = run.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return run.figures(), FetchSetting(plan.group_tokens, plan.selected_units, slots)
+        return run.figures(), FetchSetting(
+            plan.group_tokens, plan.selected_units, slots, plan.shared_every if slots else 0
+        )
 
 
 OWN = FetchSetting(1, 400, 400)

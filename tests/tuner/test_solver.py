@@ -39,8 +39,9 @@ def candidate(
     slots = (capacity or selected) // group
     plan = SlotPlan(
         batch=batch, max_units=CONTEXT // group, group_tokens=group, num_slots=slots,
-        selected_units=selected // group, sink_slots=1, window_slots=2, shared_pools=not capacity,
-        compact=False, index_bytes=LAYERS * CONTEXT * rank, fixed_bytes=0,
+        selected_units=selected // group, sink_slots=1, window_slots=2,
+        shared_every=int(not capacity), compact=False,
+        index_bytes=LAYERS * CONTEXT * rank, fixed_bytes=0,
         unit_bytes=1024 * group, staging_slots=0, pool_bytes=LAYERS * slots * group * 1024,
     )  # fmt: skip
     policy = KVSwap(

@@ -35,13 +35,14 @@ class SlotPlan:
     """Units that a sequence of `max_tokens` tokens fills."""
     group_tokens: int
     num_slots: int
-    """Slots of a pool (reuse capacity, or the preload buffer when pools are shared)."""
+    """Slots of a pool (reuse capacity, or the preload buffer of layers that share)."""
     selected_units: int
     """Units that one step selects (the paper's M)."""
     sink_slots: int
     window_slots: int
-    shared_pools: bool
-    """Two pools serve all layers in turn (no reuse between steps) instead of one each."""
+    shared_every: int
+    """Which layers have no pool of their own, and reuse nothing between steps. 0: none; 1: all, and
+    two pools serve them in turn; n: every nth, and one serves them."""
     compact: bool
     """Selected slots are gathered before attention instead of attending to the whole pool."""
     index_bytes: int
@@ -107,6 +108,19 @@ class SlotPlan:
     def slot_bytes(self) -> int:
         """Bytes of one slot of one layer."""
         return self.unit_bytes if self.coded_bytes is None else self.coded_bytes
+
+    @property
+    def shared_pools(self) -> bool:
+        """Whether all layers share pools."""
+        return self.shared_every == 1
+
+    def shares(self, layer_idx: int) -> bool:
+        """Whether a layer has another's pool."""
+        return self.shared_every > 0 and (layer_idx + 1) % self.shared_every == 0
+
+    def sharing(self, num_layers: int) -> float:
+        """The share of so many layers that have another's pool, 0 to 1."""
+        return num_layers // self.shared_every / num_layers if self.shared_every else 0.0
 
     @property
     def keeps_apart(self) -> bool:

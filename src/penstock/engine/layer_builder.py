@@ -41,9 +41,15 @@ class LayerBuilder:
         self._pools: dict[int, PoolMemory] = {}
 
     def pool(self, i: int) -> PoolMemory:
-        """Slots, sinks and window of layer i: its own, or one of two that serve all in turn."""
+        """Slots, sinks and window of layer i: its own, or what it shares.
+
+        A fetch begins one layer ahead: neighbours that share take turns with two pools. Layers that
+        are further apart need one.
+        """
         plan = self.setup.plan
-        key = (i - self.numbers.start) % 2 if plan.shared_pools else i
+        key = i
+        if plan.shares(i):
+            key = -1 - (i - self.numbers.start) % 2 if plan.shared_pools else -1
         if key not in self._pools:
             self._pools[key] = self._allocate(plan)
             self.setup.workspace.may_lend(self._pools[key])

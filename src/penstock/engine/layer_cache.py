@@ -100,7 +100,7 @@ class LayerCache(Layer):
             tokens = self._window_memory.tensor.view(shape.dtype).view(size)
         else:
             tokens = self.pool.kept_tokens()
-        if plan.shared_pools:
+        if plan.shares(layer_idx):
             mask = torch.full_like(mask, NEGATIVE_INFINITY)
         self.window = RollingWindow(
             tokens, mask, group_tokens=plan.group_tokens, sink_slots=plan.sink_slots,
@@ -356,8 +356,8 @@ class LayerCache(Layer):
             self._halves.write(self.transfer, units, half)
             self._count_write(plan.batch * (last - first))
             self.on_closed(keys[:, part], first)
-        if plan.shared_pools and self._halves is self._own:
-            self.transfer.drain()  # the next layer but one uses the same slots
+        if plan.shares(self.layer_idx) and self._halves is self._own:
+            self.transfer.drain()  # a layer soon uses the same slots
 
     def _reserve(self, first_unit: int, end_unit: int) -> None:
         num_units = self.setup.units.ensure(first_unit, end_unit)

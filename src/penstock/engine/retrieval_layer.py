@@ -56,6 +56,7 @@ class RetrievalLayer(LayerCache):
         super().__init__(layer_idx, setup, pool_memory)
         plan = setup.plan
         self.policy, self.index = policy, index
+        self._shares_slots = plan.shares(layer_idx)
         self.table = SlotTable(plan.batch, plan.num_slots, plan.max_units)
         self.slot_pool = self.pool
         """What the table's slots are of."""
@@ -105,7 +106,7 @@ class RetrievalLayer(LayerCache):
         if end_unit <= self._lowest_unit or self._all_resident(end_unit):
             return
         setup = self.setup
-        if setup.plan.shared_pools and not self.has_prefetched:
+        if self._shares_slots and not self.has_prefetched:
             # The slots hold another layer's units.
             self._clear_table()
         self._fetch = self._fetch_fused(query, end_unit) or self._fetch_in_steps(query, end_unit)
@@ -170,7 +171,7 @@ class RetrievalLayer(LayerCache):
     def _all_resident(self, end_unit: int) -> bool:
         first = self._lowest_unit
         plan = self.setup.plan
-        if plan.shared_pools or plan.compact or plan.num_slots < end_unit - first:
+        if self._shares_slots or plan.compact or plan.num_slots < end_unit - first:
             return False
         return bool((self.table.slot_of[:, first:end_unit] >= 0).all())
 
@@ -277,7 +278,7 @@ class RetrievalLayer(LayerCache):
 
     def show_kept(self) -> None:
         """Put sinks and window behind the slots, where another layer's were before."""
-        if self.setup.plan.shared_pools:
+        if self._shares_slots:
             self.pool.show_kept(self.window.tokens, self.window.mask)
 
     def see_step(
@@ -431,7 +432,7 @@ class RetrievalLayer(LayerCache):
     def keeps_slots(self) -> bool:
         """Slots of its own, in the order that they are filled in, hold whole units of the past."""
         setup, alone = self.setup, type(self) is RetrievalLayer
-        own = not setup.plan.shared_pools and type(self.replacement) is FIFO
+        own = not self._shares_slots and type(self.replacement) is FIFO
         return setup.checks_drafts and alone and own
 
     @override
@@ -457,7 +458,7 @@ class RetrievalLayer(LayerCache):
     def _clear_table(self) -> None:
         self.table.clear()
         self._slots_full = False
-        if self.setup.plan.shared_pools:
+        if self._shares_slots:
             self.pool.hide_slots()
 
     @override
@@ -482,7 +483,7 @@ class RetrievalLayer(LayerCache):
         self._set_first_units(other._first_unit[rows_np])
         self._visible = None if other._visible is None else other._visible[rows]
         self._fit.take_rows_from(other._fit, rows)
-        if other is self and (self.slot_pool is not self.pool or not self.setup.plan.shared_pools):
+        if other is self and (self.slot_pool is not self.pool or not self._shares_slots):
             self.slot_pool.take_rows(rows.to(self.slot_pool.memory.device))
             self.table = self.table.copy_rows(rows_np)
             self.replacement = self.replacement.copy_rows(rows_np)

@@ -155,7 +155,7 @@ class BaselinePolicy(SelectionPolicy):
             request, group_tokens=self.group_tokens, num_slots=max(num_slots, 2),
             selected_units=selected, sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
-            shared_pools=shared and not request.device_tier,
+            shared_every=int(shared and not request.device_tier),
             compact=False, index_bytes=request.shape.num_layers * size.index_bytes,
             scratch_bytes=size.scratch_bytes + 4 * request.batch * request.max_tokens,
         )  # fmt: skip

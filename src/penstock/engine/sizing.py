@@ -47,7 +47,7 @@ def streaming_plan(request: SizingRequest, group_tokens: int, what: str) -> Slot
         return make_plan(
             request, group_tokens=group_tokens, num_slots=num_slots, selected_units=0,
             sink_slots=0, window_slots=2,
-            shared_pools=not request.device_tier, compact=False, index_bytes=0,
+            shared_every=0 if request.device_tier else 1, compact=False, index_bytes=0,
             scratch_bytes=0,
         )  # fmt: skip
 
@@ -63,7 +63,7 @@ def resident_plan(request: SizingRequest) -> SlotPlan:
     mask = request.batch * request.max_tokens * request.shape.dtype.itemsize
     return SlotPlan(
         batch=request.batch, max_units=request.max_tokens, group_tokens=1, num_slots=0,
-        selected_units=0, sink_slots=0, window_slots=0, shared_pools=False, compact=False,
+        selected_units=0, sink_slots=0, window_slots=0, shared_every=0, compact=False,
         index_bytes=0, fixed_bytes=mask + request.shape.padding_bytes(request.batch * tokens),
         unit_bytes=request.shape.token_bytes, staging_slots=0,
         pool_bytes=size,
@@ -115,7 +115,7 @@ def make_plan(
     selected_units: int,
     sink_slots: int,
     window_slots: int,
-    shared_pools: bool,
+    shared_every: int,
     compact: bool,
     index_bytes: int,
     scratch_bytes: int,
@@ -128,6 +128,7 @@ def make_plan(
     Args:
         coded: whether slots hold units in 8 bits; outside the device tier they are
             `fewest_coded_slots` at least.
+        shared_every: as in the plan. More than 1 is for slots in 8 bits.
         read_units: of a row that a step usually misses, at most; None: all that it selects.
         window_slots: made at least 2, a closed unit beside the unfinished one.
     """
@@ -136,12 +137,12 @@ def make_plan(
     max_units = ceil_div(request.max_tokens, group_tokens)
     unit_bytes = group_tokens * shape.token_bytes
     kept = sink_slots + window_slots
-    pools = 2 if shared_pools else shape.num_layers
+    assert shared_every <= 1 or coded  # or sinks and windows would lie in the shared pool
+    sharing = shape.num_layers // shared_every if shared_every else 0
+    pools = shape.num_layers - sharing + min(sharing, 2 if shared_every == 1 else 1)
     slot_bytes = coded_unit_bytes(shape, group_tokens) if coded else unit_bytes
-    kept_copies = pools * (not coded) + shape.num_layers * (shared_pools or coded)
-    mask_slots = shape.num_layers * batch * (num_slots + kept)
-    if shared_pools:
-        mask_slots += shape.num_layers * batch * kept
+    kept_copies = pools * (not coded) + shape.num_layers * (sharing > 0 or coded)
+    mask_slots = batch * (shape.num_layers * (num_slots + kept) + sharing * kept)
     mask_bytes = mask_slots * group_tokens * shape.dtype.itemsize
     staging_slots = 0
     if not request.device_tier and (coded or not request.is_direct(group_tokens)):
@@ -170,7 +171,7 @@ def make_plan(
     return SlotPlan(
         batch=batch, max_units=max_units, group_tokens=group_tokens, num_slots=num_slots,
         selected_units=selected_units, sink_slots=sink_slots, window_slots=window_slots,
-        shared_pools=shared_pools, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
+        shared_every=shared_every, compact=compact, index_bytes=index_bytes, fixed_bytes=fixed,
         unit_bytes=unit_bytes, coded_bytes=slot_bytes if coded else None,
         staging_slots=staging_slots, stream_units=block, score_tokens=score_tokens,
         host_bytes=0 if request.device_is_cpu else staging_bytes,

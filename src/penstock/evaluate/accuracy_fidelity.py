@@ -65,4 +65,6 @@ def follow_passages(
     cell.scores, cell.kl, cell.mass = done.row_same, done.row_kl, done.mass
     cell.tokens = reference.num_steps * len(done.row_kl)
     cell.sparse_tokens = cell.tokens if min(done.mass) < 1 - 1e-6 else 0
+    cell.units_wanted, cell.units_hit = done.units_wanted, done.units_hit
+    cell.read_bytes = round(done.read_bytes * reference.num_steps)
     cell.ledger_bytes, cell.full_cache_bytes = done.ledger_bytes, done.full_cache_bytes

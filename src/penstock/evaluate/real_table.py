@@ -26,8 +26,9 @@ LEGEND = """\
 score: mean over tasks, %. lost: points lost to full attention on the same samples, with its 95 %
 interval. KL: of the next token over 256 decoded tokens of held-out text, full attention to policy,
 in nats. same: steps with the same most likely token. mass: share of full attention's probability on
-what was attended to. sparse: tokens of an answer that were decoded over a selection, the mean; its
-first token comes from exact prefill. like full: ROUGE-L of long answers with full attention's own.
+what was attended to. hits: of the units that steps wanted, those that were in memory. sparse:
+tokens of an answer that were decoded over a selection, the mean; its first token comes from exact
+prefill. like full: ROUGE-L of long answers with full attention's own.
 memory: of the cache, as a share of the full one."""
 
 
@@ -138,7 +139,8 @@ def _tables(cells: Sequence[Cell]) -> str:
             by_task.append(
                 [names[setting], *(_per_cent(one) for one in scores), _like_full(at, setting)]
             )
-    header = ["policy", "score", "lost", "KL prose", "KL code", "same", "mass", "sparse", "memory"]
+    closeness = ["KL prose", "KL code", "same", "mass"]
+    header = ["policy", "score", "lost", *closeness, "hits", "sparse", "memory"]
     table = format_table(header, rows)
     if not by_task:
         return table
@@ -189,7 +191,9 @@ def _cost(cells: Sequence[Cell]) -> list[str]:
     count = sum(len(cell.scores) for cell in answers)
     sparse = f"{sum(cell.sparse_tokens for cell in answers) / count:.0f}" if count else ""
     shares = [c.ledger_bytes / c.full_cache_bytes for c in cells if c.scores and c.full_cache_bytes]
-    return [sparse, f"{max(shares):.1%}" if shares else ""]
+    wanted = sum(cell.units_wanted for cell in cells)
+    hits = f"{sum(cell.units_hit for cell in cells) / wanted:.0%}" if wanted else ""
+    return [hits, sparse, f"{max(shares):.1%}" if shares else ""]
 
 
 def _per_cent(scores: Sequence[float]) -> str:

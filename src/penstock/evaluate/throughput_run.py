@@ -208,7 +208,7 @@ def _describe(row: LiveRow, result: RowResult, drift: int) -> None:
         full_cache_bytes=report.full_cache_bytes, ledger_items=report.items,
         policy=_settings_of(cache.policy),
         num_slots=plan.num_slots, selected_groups=plan.selected_units,
-        shared_pools=plan.shared_pools, unit_bytes=plan.unit_bytes,
+        shared_pools=plan.shared_pools, shared_every=plan.shared_every, unit_bytes=plan.unit_bytes,
     )  # fmt: skip
     store = cache.tiers._store
     if store is not None:

@@ -1,4 +1,4 @@
-"""best_codes(): 4-bit codes of groups of weights, with the scale and offset of the least error."""
+"""best_codes() and symmetric_codes(): groups of weights in 4 and 8 bits, with the least error."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ _OFF_THE_GRID = 0.2
 """Of a step: more than bfloat16 moves weights on one, and the ends of their range."""
 _SHARE_ON_A_GRID = 0.25
 """Of a row's groups, from which on all others are looked at."""
+
+_LARGEST = 127
+"""Code of 8 bits."""
+_FINENESSES = 16
+"""Multiples of a scale that a grid's step may be: tried from the finest on."""
 
 
 def best_codes(
@@ -76,17 +81,72 @@ def best_codes(
     return best[0].add_(8).to(torch.uint8), best[1].to(dtype), best[2].to(dtype)
 
 
+def symmetric_codes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes -127 to 127 and scales: weight = code * scale.
+
+    A group's largest weight gets the largest code. A group on a grid gets the scale, at most half
+    as fine, of which the grid's step and its offset from zero are nearest to multiples.
+
+    Args:
+        weight: float32 [rows, groups, group]
+        dtype: that scales are rounded to, before codes are chosen for them.
+
+    Returns:
+        int8 [..., group]; scales in `dtype` [...].
+    """
+    low, high = weight.amin(dim=-1), weight.amax(dim=-1)
+    peak = torch.maximum(high, -low)
+    tiny = torch.finfo(dtype).tiny
+    scale = (peak / _LARGEST).clamp_min(tiny)
+    codes, scale = _on_scale(weight, scale, dtype)
+    if not _is_on_grids(weight, low, high - low):
+        return codes.to(torch.int8), scale
+    steps = _steps(weight, low, high - low)
+    step = ((high - low) / steps.clamp_min(1.0)).clamp_min(tiny)
+    finest = (step * _LARGEST / peak.clamp_min(tiny)).floor()
+    wrong = torch.full_like(low, torch.inf)
+    fine = finest.clone()
+    for less in range(_FINENESSES):
+        times = (finest - less).clamp_min(1.0)
+        at = low * times / step
+        off = at.sub_(at.round()).abs_() / times
+        fine = torch.where(off < wrong, times, fine)
+        wrong = torch.minimum(wrong, off)
+    better, fitted = _on_scale(weight, step / fine.clamp_min(1.0), dtype)
+    gain = _squares(weight, codes, scale) > _squares(weight, better, fitted)
+    gain &= (steps > 0) & (finest > 0)
+    codes = torch.where(gain[..., None], better, codes)
+    return codes.to(torch.int8), torch.where(gain, fitted, scale)
+
+
+def _on_scale(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes as floats, and the scale in `dtype`."""
+    scale = scale.to(dtype)
+    codes = weight.div(scale.float()[..., None]).round_()
+    return codes.clamp_(-_LARGEST, _LARGEST), scale
+
+
+def _squares(weight: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """What codes and scales miss, squared, by group."""
+    return codes.mul(scale.float()[..., None]).sub_(weight).square_().sum(dim=-1)
+
+
 def _grid(weight: Tensor, low: Tensor, range_: Tensor) -> tuple[Tensor, Tensor] | None:
     """Scales and offsets of the grids that groups lie on, something else where they lie on none.
 
     Returns:
         Alike [rows, groups]; None where hardly any group of the first row lies on one.
     """
-    first = _steps(weight[:1], low[:1], range_[:1])
-    if (first > 0).float().mean() < _SHARE_ON_A_GRID:
+    if not _is_on_grids(weight, low, range_):
         return None
     scale = range_ / _steps(weight, low, range_).clamp_min(1.0)
     return scale, low + 8 * scale
+
+
+def _is_on_grids(weight: Tensor, low: Tensor, range_: Tensor) -> bool:
+    """Whether groups of the first row lie on grids, so that it is worth to look for others."""
+    first = _steps(weight[:1], low[:1], range_[:1])
+    return bool((first > 0).float().mean() >= _SHARE_ON_A_GRID)
 
 
 def _steps(weight: Tensor, low: Tensor, range_: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.native.compiled import kernel
 from penstock.kernels.native.dtype_codes import DTYPE_CODES
-from penstock.kernels.packed_codes import best_codes
+from penstock.kernels.packed_codes import best_codes, symmetric_codes
 
 GROUP = 32
 """Input columns that share a scale; in 4 bits unless a file says otherwise."""
@@ -35,7 +35,7 @@ _PACKING_ELEMENTS = 1 << 17
 
 
 class Int8Matrix:
-    """A scale per group of 32 input columns, symmetric, rounded to the nearest."""
+    """A scale per group of 32 input columns, symmetric; see `symmetric_codes`."""
 
     bits: ClassVar[int] = 8
 
@@ -92,10 +92,7 @@ class Int8Matrix:
     def put_plain(self, first: int, weight: Tensor) -> None:
         """Pack some rows, from `first` on. [count, width]"""
         wide = weight.float().view(len(weight), -1, GROUP)
-        tiny = torch.finfo(self.dtype).tiny
-        scale = (wide.abs().amax(dim=-1) / 127).clamp_min(tiny).to(self.dtype)
-        codes = (wide / scale.float()[..., None]).round_().clamp_(-127, 127)
-        self.put(first, codes.to(torch.int8), scale)
+        self.put(first, *symmetric_codes(wide, self.dtype))
 
     def put(self, first: int, codes: Tensor, scale: Tensor) -> None:
         """Write rows of codes that are known already.

@@ -82,7 +82,8 @@ def work_of(
     """
     rows = plan.batch
     selected = num_layers * rows * plan.selected_units
-    missing = selected * (1.0 if plan.shared_pools else 1.0 - hit_rate)
+    sharing = plan.sharing(num_layers)
+    missing = selected * (sharing + (1.0 - sharing) * (1.0 - hit_rate))
     places = plan.selected_units if plan.compact else plan.num_slots
     attended = min(context, (places + plan.kept_slots) * plan.group_tokens)
     return Work(

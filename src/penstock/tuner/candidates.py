@@ -99,7 +99,9 @@ class Candidate:
         """What decides which units it fetches."""
         plan = self.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return FetchSetting(plan.group_tokens, plan.selected_units, slots)
+        return FetchSetting(
+            plan.group_tokens, plan.selected_units, slots, plan.shared_every if slots else 0
+        )
 
 
 def candidates(
@@ -141,6 +143,7 @@ def _made_explicit(policy: KVSwap, plan: SlotPlan) -> KVSwap:
     factor = policy.resident_factor(plan.selected_units)
     return replace(
         policy, reuse_tokens=reuse, selected_tokens=plan.selected_units * plan.group_tokens,
+        shared_every=plan.shared_every if plan.shared_every > 1 else policy.shared_every,
         keep=policy.keep if factor == 1 else factor,
     )  # fmt: skip
 

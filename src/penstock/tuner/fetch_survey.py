@@ -40,6 +40,13 @@ class FetchSetting(NamedTuple):
     selected_groups: int
     num_slots: int
     """Of each layer; 0: two pools that all layers share, where nothing is found again."""
+    shared_every: int = 0
+    """Layers of every so many share one pool; 0: none does."""
+
+    def slots_of(self, layer: int) -> int:
+        """What a layer, counted from 0, finds again lies in so many slots."""
+        shares = self.shared_every and (layer + 1) % self.shared_every == 0
+        return 0 if shares else self.num_slots
 
 
 class Fetches(NamedTuple):
@@ -121,8 +128,8 @@ class Rankings:
         """What a choice would have fetched."""
         counts = [
             _fetched([best[: choice.selected_groups] for best in steps[choice.group_tokens]],
-                     choice.num_slots)
-            for steps in self._layers.values()
+                     choice.slots_of(layer))
+            for layer, steps in enumerate(self._layers.values())
         ]  # fmt: skip
         if not counts:
             return Fetches(0.0, 0.0)

@@ -51,7 +51,7 @@ class StepWork:
     """Reads go on behind the layer before."""
     selects: bool
     """The host waits for a selection in every layer."""
-    reused_units: int
+    reused_units: float
     """Units that are looked up in a reuse buffer; 0: nothing is kept from step to step."""
 
 
@@ -91,11 +91,11 @@ def work_of(
         )  # fmt: skip
     rows = shape.num_kv_heads if policy.per_head else 1
     chunk_units = (policy.landmark_units or 1) if isinstance(policy, ShadowKV) else 1
-    missing = 1.0
-    if not plan.shared_pools:
-        # A larger buffer misses less in proportion, or still less (research/notes, 2026-11-26).
-        missing = (1.0 - reuse_rate) * min(1.0, plan.selected_units / plan.num_slots)
-        missing *= missing_by_factor(policy.resident_factor(plan.selected_units))
+    # A larger buffer misses less in proportion, or still less (research/notes, 2026-11-26).
+    missing = (1.0 - reuse_rate) * min(1.0, plan.selected_units / plan.num_slots)
+    missing *= missing_by_factor(policy.resident_factor(plan.selected_units))
+    sharing = plan.sharing(shape.num_layers)
+    missing = sharing + (1.0 - sharing) * missing
     slots = plan.selected_units
     if isinstance(policy, KVSwap) and policy.attend == "resident":
         slots = plan.num_slots
@@ -117,7 +117,7 @@ def work_of(
         rebuild_flops=rebuild,
         is_prefetched=PREDICTABLE[policy.name],
         selects=True,
-        reused_units=0 if plan.shared_pools else plan.selected_units * rows,
+        reused_units=(1.0 - sharing) * plan.selected_units * rows,
     )
 
 

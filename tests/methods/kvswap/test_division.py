@@ -119,6 +119,49 @@ def test_slots_are_in_8_bits_where_that_holds_more() -> None:
             KVSwap(**faulty)
 
 
+def test_every_third_layer_shares_where_own_slots_are_few() -> None:
+    """The same bytes hold more for all layers than slots of their own would."""
+    request = asked(8192, 13)
+    policy, plan = KVSwap().plan(request)
+    assert isinstance(policy, KVSwap)
+    assert plan.shared_every == 3
+    assert not plan.shared_pools
+    assert plan.is_coded
+    assert [i for i in range(24) if plan.shares(i)] == list(range(2, 24, 3))
+    assert plan.sharing(24) == pytest.approx(1 / 3)
+    assert plan.sharing(4) == pytest.approx(1 / 4)
+    own = KVSwap(shared_every=0).plan(request)[1]
+    assert (own.shared_every, own.sharing(24)) == (0, 0.0)
+    assert plan.num_slots > 1.25 * own.num_slots
+    assert plan.num_slots * plan.group_tokens <= SHARED_TOKENS
+    made = replace(
+        policy, selected_tokens=4 * plan.selected_units, reuse_tokens=4 * plan.num_slots,
+        shared_every=plan.shared_every, keep=policy.resident_factor(plan.selected_units),
+    )  # fmt: skip
+    assert made.plan(request)[1] == plan, "a tuner states what was chosen"
+    for other in (asked(16_384, 13), asked(8192, 4), asked(8192, 13, device_tier=True)):
+        assert KVSwap().plan(other)[1].shared_every in (0, 1)
+
+
+def test_shared_pools_are_all_or_some_by_what_is_stated() -> None:
+    request = asked(8192, 13)
+    assert KVSwap(shared_every=1).plan(asked(4096, 13))[1] == KVSwap().plan(asked(4096, 13))[1]
+    assert KVSwap(shared_every=5).plan(request)[1].sharing(24) == pytest.approx(4 / 24)
+    for faulty in (
+        {"shared_every": -1}, {"shared_every": 3, "reuse_tokens": 0},
+        {"shared_every": 1, "reuse_tokens": 400}, {"shared_every": 2, "slot_bits": 16},
+        {"shared_every": 2, "mass": 0.9}, {"shared_every": 4, "attend": "selected"},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="shared_every="):
+            KVSwap(**faulty)
+    for where in (
+        asked(8192, 13, device_tier=True), replace(request, device_is_cpu=False),
+        asked(8192, 13, replace(SMALL, value_dim=32)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="shared_every=3"):
+            KVSwap(shared_every=3).plan(where)
+
+
 def test_shared_pools_hold_one_selection() -> None:
     _, plan = KVSwap().plan(asked(4096, 13))
     assert plan.shared_pools

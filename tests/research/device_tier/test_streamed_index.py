@@ -119,7 +119,7 @@ def test_selections_are_distinct_and_in_reach() -> None:
     queries = stream(0.9, sequences=2)
     plan = SlotPlan(
         batch=6, max_units=400, group_tokens=2, selected_units=32, num_slots=32, sink_slots=3,
-        window_slots=8, shared_pools=False, compact=False, index_bytes=0, fixed_bytes=0,
+        window_slots=8, shared_every=0, compact=False, index_bytes=0, fixed_bytes=0,
         unit_bytes=0, staging_slots=0, pool_bytes=0,
     )  # fmt: skip
     stated = StatedUnits(queries, plan, at_turns=True, stays=0.5)

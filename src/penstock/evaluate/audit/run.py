@@ -52,6 +52,10 @@ class Fidelity:
     """Share of all steps and rows with the same most likely token."""
     counted: int = 0
     """Steps of all rows that count."""
+    units_wanted: int = 0
+    """By all steps, layers and rows."""
+    units_hit: int = 0
+    """Of those, the ones that were in memory."""
     hit_rate: float | None = None
     """Of the units that steps wanted, the share in memory; None: none was wanted."""
     read_bytes: float = 0.0
@@ -152,6 +156,7 @@ def follow(
         row_kl=_means(kl, reference.live), row_same=_means(same, reference.live),
         mean_mass=_mean(mass), mean_recall=_mean(recall), mean_kl=float(kl[reference.live].mean()),
         same_token=float(same[reference.live].mean()), counted=int(reference.live.sum()),
+        units_wanted=decode.units_wanted, units_hit=decode.units_hit,
         hit_rate=decode.hit_rate if decode.units_wanted else None,
         read_bytes=decode.read_bytes / reference.num_steps,
         ledger_bytes=peak_bytes, full_cache_bytes=full_bytes, notices=notices,

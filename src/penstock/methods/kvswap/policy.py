@@ -55,6 +55,9 @@ DEVICE_REUSE_PAYS = 0.9
 """The same on the device tier, which reads from host memory."""
 WANTS_REUSE = 0.01
 """The same where `reuse_tokens` is stated."""
+SHARED_EVERY = 3
+"""Layers of every so many may share a pool: two thirds reuse their slots, of which the same bytes
+hold four for three (research/notes/2026-11-26-dividing-a-budget.md)."""
 KEPT_TOKENS, KEEPS = 300, 4 / 3
 """`keep` for slots of so many tokens is 1, and grows by this power, so that a step reads what the
 paper's does: 0.23 of 400 tokens. A factor f leaves 0.305 / f ** (1 / KEEPS) of the slots to be read
@@ -95,6 +98,10 @@ class KVSwap(SelectionPolicy):
     """Tokens that the reuse buffer holds per layer, the paper's C in tokens; 0 for no reuse; None:
     one selection where its size is given, which is what the next step's overlap can hit, else as
     many as the budget has room for."""
+    shared_every: int | None = None
+    """Layers of every so many share slots, and keep nothing from step to step: 0: none, 1: all (the
+    paper's, without reuse), 3: the third, the sixth, and so on, in 8 bits and on a CPU. None: what
+    keeps more. Not of the paper."""
     rank: int | None = None
     """Components of the index per token and layer; None: chosen from the budget. The paper's sigma
     is kv_heads * head_dim / rank."""
@@ -146,7 +153,9 @@ class KVSwap(SelectionPolicy):
     index_fields: ClassVar[tuple[str, ...]] = (
         "group_tokens", "rank", "index_bits", "index_block_tokens", "layer_ranks",
     )  # fmt: skip
-    free_fields: ClassVar[tuple[str, ...]] = (*SelectionPolicy.free_fields, "slot_bits")
+    free_fields: ClassVar[tuple[str, ...]] = (
+        *SelectionPolicy.free_fields, "slot_bits", "shared_every",
+    )  # fmt: skip
     choices: ClassVar[tuple[Choice, ...]] = (
         Choice("group_tokens", (1, 2, 4, 8, 16), "tokens read as one, the paper's G"),
         Choice("selected_tokens", (800, 400, 200), "tokens that a step selects, the paper's MG"),
@@ -177,6 +186,7 @@ class KVSwap(SelectionPolicy):
             raise ConfigError(f"slot_bits={self.slot_bits} must be 16 or 8")
         if self.slot_bits == 8 and not self._may_code:
             raise ConfigError("slot_bits=8 does not go with mass=, tail=mean or attend='selected'")
+        self._check_sharing()
         for name, share in (("mass", self.mass), ("floor", self.floor)):
             if share is not None and not 0 < share < 1:
                 raise ConfigError(f"{name}={share} must lie between 0 and 1")
@@ -195,6 +205,22 @@ class KVSwap(SelectionPolicy):
             raise ConfigError(f"keep={self.keep} must be between 1 and {MOST_KEEP:,}")
         if self.window_tokens < 0 or self.sink_tokens < 0:
             raise ConfigError("window_tokens and sink_tokens must not be negative")
+
+    def _check_sharing(self) -> None:
+        every = self.shared_every
+        if every is None:
+            return
+        if every < 0:
+            raise ConfigError(f"shared_every={every} must not be negative")
+        if self.reuse_tokens is not None and (self.reuse_tokens == 0) != (every == 1):
+            raise ConfigError(
+                f"reuse_tokens={self.reuse_tokens} and shared_every={every} contradict each other"
+            )
+        if every > 1 and (self.slot_bits == 16 or not self._may_code):
+            raise ConfigError(
+                f"shared_every={every} is for slots in 8 bits, which do not go with slot_bits=16, "
+                "mass=, tail=mean or attend='selected'"
+            )
 
     @property
     @override
@@ -261,8 +287,8 @@ class KVSwap(SelectionPolicy):
         reuse are given, everything stays in memory, as under `Full`. Below that, index and slots
         are divided so that the most of the attention is kept (`division.py`). Each layer has its
         own slots, for reuse, unless two preload buffers that serve all layers in turn (appendix
-        A.2; `reuse_tokens` 0) hold so much more that reuse does not pay. The window shrinks where
-        that makes much more room.
+        A.2; `reuse_tokens` 0) hold so much more that reuse does not pay, or one that serves every
+        third layer. The window shrinks where that makes much more room.
         """
         smallest: list[int] = []
         if self.selected_tokens is None and self.reuse_tokens is None and not request.must_tier:
@@ -272,13 +298,13 @@ class KVSwap(SelectionPolicy):
             smallest.append(everything.total_bytes)  # of a short text it is less than an index
         plans = []
         for candidate in self._candidates(request):
-            for shared in self._pools:
-                least = candidate._build(request, shared=shared)
+            for every in candidate._sharing(request):
+                least = candidate._build(request, every=every)
                 if request.limit_bytes is not None and least.total_bytes > request.limit_bytes:
                     smallest.append(least.total_bytes)
                     continue
-                plan = candidate._grow(request, shared=shared)
-                if plan.is_coded or self.slot_bits != 8 or plan.num_slots >= plan.max_units:
+                plan = candidate._grow(request, every=every)
+                if plan.is_coded or not self._wants_codes or plan.num_slots >= plan.max_units:
                     plans.append((candidate, plan))
                 else:
                     smallest.append(least.total_bytes)
@@ -305,12 +331,23 @@ class KVSwap(SelectionPolicy):
         shared = DEVICE_REUSE_PAYS if request.device_tier else REUSE_PAYS
         if self.reuse_tokens:
             shared = WANTS_REUSE
-        return kept * SMALLER_WINDOW ** sum(halvings) * (shared if plan.shared_pools else 1)
+        factor: float = shared ** plan.sharing(request.shape.num_layers)
+        return kept * SMALLER_WINDOW ** sum(halvings) * factor
 
     @property
     def _may_code(self) -> bool:
         """Whether attention is the kind that reads slots in 8 bits."""
         return self.mass is None and self.tail == "none" and self.attend == "resident"
+
+    @property
+    def _some_share(self) -> bool:
+        """Whether it is stated that some layers share a pool, and others do not."""
+        return self.shared_every is not None and self.shared_every > 1
+
+    @property
+    def _wants_codes(self) -> bool:
+        """Whether slots in 8 bits are stated."""
+        return self.slot_bits == 8 or self._some_share
 
     def _slot_bits(self, request: SizingRequest) -> Sequence[Literal[16, 8]]:
         """What slots may be in, of this model and on this device.
@@ -322,16 +359,23 @@ class KVSwap(SelectionPolicy):
         if self.slot_bits == 16 or not self._may_code:
             return (16,)
         may = request.device_is_cpu or request.device_tier
-        if self.slot_bits == 8 and not (may and shape.is_even):
+        if self._some_share and (request.device_tier or not request.device_is_cpu):
+            raise ConfigError(f"shared_every={self.shared_every} is for a CPU; leave it out")
+        if self._wants_codes and not (may and shape.is_even):
             why = "keys and values of two widths" if may else "a GPU over a store on disk"
-            raise ConfigError(f"slot_bits=8 does not do for {why}; leave it out")
-        fast = self.slot_bits == 8 or shape.head_dim % _CODED_WIDTHS == 0
+            what = "slot_bits=8" if self.slot_bits == 8 else f"shared_every={self.shared_every}"
+            raise ConfigError(f"{what} does not do for {why}; leave it out")
+        fast = self._wants_codes or shape.head_dim % _CODED_WIDTHS == 0
         return (16, 8) if may and shape.is_even and fast else (16,)
 
-    @property
-    def _pools(self) -> tuple[bool, ...]:
-        """Whether pools may be shared by layers."""
-        return (False, True) if self.reuse_tokens != 0 else (True,)
+    def _sharing(self, request: SizingRequest) -> tuple[int, ...]:
+        """Which layers may share a pool, as `SlotPlan.shared_every`."""
+        if self.shared_every is not None:
+            return (self.shared_every,)
+        if self.reuse_tokens is not None:
+            return (0, 1) if self.reuse_tokens else (1,)
+        may = self.slot_bits == 8 and self._selects_all and not request.device_tier
+        return (0, SHARED_EVERY, 1) if may and request.device_is_cpu else (0, 1)
 
     def _turns(self, request: SizingRequest) -> bool:
         """Whether the index has keys turned back to their offset in a block."""
@@ -359,7 +403,14 @@ class KVSwap(SelectionPolicy):
         if self.index_bits is not None:
             bits = (self.index_bits,)
         return [
-            replace(self, rank=rank, index_bits=each, window_tokens=window, slot_bits=slot_bits)
+            replace(
+                self,
+                rank=rank,
+                index_bits=each,
+                window_tokens=window,
+                slot_bits=slot_bits,
+                shared_every=0 if self._some_share and slot_bits == 16 else self.shared_every,
+            )
             for slot_bits in self._slot_bits(request)
             for window in sorted({min(each, self.window_tokens) for each in (1 << 30, *WINDOWS)})
             for each in bits
@@ -383,12 +434,13 @@ class KVSwap(SelectionPolicy):
             return min(paper, max(1, LEAST_SELECTED_TOKENS // self.group_tokens))
         return slots if shared else min(slots, max(paper, slots // SLOTS_BY_SELECTED))
 
-    def _grow(self, request: SizingRequest, *, shared: bool) -> SlotPlan:
+    def _grow(self, request: SizingRequest, *, every: int) -> SlotPlan:
         """The plan with as many slots as the budget allows."""
+        shared = every == 1
         least = self._selected_units(request, None)
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
-        if shared and self.selected_tokens is None:
+        if (shared or (every and self.reuse_tokens is None)) and self.selected_tokens is None:
             most = max(least, self._most_shared_tokens(request) // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
@@ -398,7 +450,7 @@ class KVSwap(SelectionPolicy):
             most = max_units
         most = min(max_units, most)
         return largest_plan(
-            request, lambda slots: self._build(request, slots, shared=shared), least, most
+            request, lambda slots: self._build(request, slots, every=every), least, most
         )
 
     def _most_shared_tokens(self, request: SizingRequest) -> int:
@@ -414,7 +466,7 @@ class KVSwap(SelectionPolicy):
         chunk = CHUNK_TOKENS
         while chunk > SMALLEST_CHUNK_TOKENS:
             larger = self._build(
-                request, plan.num_slots, shared=plan.shared_pools, score_tokens=chunk
+                request, plan.num_slots, every=plan.shared_every, score_tokens=chunk
             )
             if request.limit_bytes is None:
                 return larger
@@ -432,7 +484,7 @@ class KVSwap(SelectionPolicy):
         request: SizingRequest,
         num_slots: int | None = None,
         *,
-        shared: bool,
+        every: int,
         score_tokens: int = SMALLEST_CHUNK_TOKENS,
     ) -> SlotPlan:
         """Price a plan with `num_slots` slots a pool; the least selection if None."""
@@ -440,7 +492,7 @@ class KVSwap(SelectionPolicy):
         assert self.index_bits is not None
         shape, batch = request.shape, request.batch
         max_units = ceil_div(request.max_tokens, self.group_tokens)
-        selected = self._selected_units(request, num_slots, shared=shared)
+        selected = self._selected_units(request, num_slots, shared=every == 1)
         num_slots = selected if num_slots is None else num_slots
         num_slots = max(num_slots, 2 if self.mass is None else LEAST_UNITS)
         coded = self.slot_bits == 8
@@ -449,7 +501,7 @@ class KVSwap(SelectionPolicy):
         read_units = None
         if self._selects_all:
             selected = num_slots
-            read_units = num_slots if shared else num_slots // 2
+            read_units = num_slots if every else num_slots // 2
         sizes = {
             "batch": batch, "max_units": max_units, "group_tokens": self.group_tokens,
             "rank": self.rank, "bits": self.index_bits,
@@ -482,7 +534,7 @@ class KVSwap(SelectionPolicy):
             selected_units=selected,
             sink_slots=ceil_div(self.sink_tokens, self.group_tokens),
             window_slots=ceil_div(self.window_tokens, self.group_tokens) + 1,
-            shared_pools=shared,
+            shared_every=every,
             compact=self.attend == "selected" and num_slots > selected,
             index_bytes=shape.num_layers * per_layer + table, scratch_bytes=scratch,
             score_tokens=score_tokens, read_units=read_units, coded=coded,

@@ -24,7 +24,7 @@ from penstock.models.packed.gptq import METHODS, check_readable, folder_rows
 from penstock.models.packed.quantizer import PackedConfig
 from penstock.models.packed.rows import model_of_rows
 
-FORMAT = 5
+FORMAT = 6
 """Of packed weights in a file, and of how they are chosen."""
 
 
