@@ -126,7 +126,8 @@ class PeerRow:
         """Judge the answers."""
         right = [samples.score(ids, index) for index, ids in enumerate(reply.pop("answers"))]
         self.recall = {
-            **reply, "right": sum(right), "answered": len(right), "asked": len(samples.plain)
+            **reply, "scores": right, "right": sum(right), "answered": len(right),
+            "asked": len(samples.plain),
         }  # fmt: skip
 
     def has(self, job: str) -> bool:

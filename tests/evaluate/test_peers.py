@@ -162,6 +162,7 @@ def test_rows_and_table() -> None:
     row.planned = {"tokens_per_s": 6.0}
     assert row.speed["tokens_per_s"] == pytest.approx(5.0)
     assert (row.recall["right"], row.recall["answered"]) == (1, 2)
+    assert row.recall["scores"] == [1.0, 0.0]
     other = rows.PeerRow(peer="ollm", setting="disk", context=8192)
     other.fail("recall", "time", "answer 1", "not ready after 9 s")
     text = rows.peers_table([row, other])
