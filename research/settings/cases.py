@@ -218,11 +218,15 @@ def part_of(plan: SlotPlan, num_layers: int, of_layers: int) -> SlotPlan:
     What belongs to layers shrinks with their number; what they share stays.
     """
     kept = plan.batch * plan.kept_slots * plan.unit_bytes
-    per_layer = kept if plan.shared_pools else plan.batch * plan.num_slots * plan.slot_bytes + kept
-    shared = plan.pool_bytes - of_layers * per_layer
+    slots = plan.batch * plan.num_slots * plan.slot_bytes
+
+    def own_bytes(count: int) -> int:
+        own = count - round(count * plan.sharing(count))
+        return count * kept + own * slots
+
     return replace(
         plan, index_bytes=-(-plan.index_bytes * num_layers // of_layers),
-        pool_bytes=shared + num_layers * per_layer,
+        pool_bytes=plan.pool_bytes - own_bytes(of_layers) + own_bytes(num_layers),
         predictor_bytes=-(-plan.predictor_bytes * num_layers // of_layers),
     )  # fmt: skip
 
