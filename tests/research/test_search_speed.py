@@ -158,6 +158,7 @@ def test_a_run_is_gone_on_with(
         speed.run([*SMALL, *asked, "--seed=1"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("reserving")
 def test_places_load_what_the_whole_search_loads_there(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "places.json"

@@ -312,6 +312,7 @@ def test_the_finished_folder_is_a_model_of_penstock(finished: Path) -> None:
     assert sums_hold(finished / "model")
 
 
+@pytest.mark.slow
 def test_adapter_evaluation_and_card(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = finished / "model"
     assert adapter.main([str(model), "--tokens", "256", "--samples", "1"]) == 0

@@ -229,6 +229,7 @@ class PartitionMachine(RuleBasedStateMachine):
             self.life.check_statistics()
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_in_thousands_of_steps() -> None:
     PartitionMachine.steps = 0
     lengths = settings(max_examples=30, stateful_step_count=60, deadline=None)

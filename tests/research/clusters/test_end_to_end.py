@@ -209,6 +209,7 @@ def test_a_text_on_the_real_disk(shallow: Path, tmp_path: Path) -> None:
         end_to_end.run([*SMALL, "--lengths=256", f"--prompt-file={tmp_path}/none.txt"])
 
 
+@pytest.mark.slow
 def test_caches_of_several_sizes(
     four_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
