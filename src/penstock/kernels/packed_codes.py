@@ -19,7 +19,7 @@ _SHARE_ON_A_GRID = 0.25
 _LARGEST = 127
 """Code of 8 bits."""
 _FINENESSES = 16
-"""Multiples of a scale that a grid's step may be: tried from the finest on."""
+"""Parts that a grid's step may be divided into: tried from the most on."""
 
 
 def best_codes(
@@ -84,8 +84,8 @@ def best_codes(
 def symmetric_codes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes -127 to 127 and scales: weight = code * scale.
 
-    A group's largest weight gets the largest code. A group on a grid gets the scale, at most half
-    as fine, of which the grid's step and its offset from zero are nearest to multiples.
+    A group's largest weight gets the largest code. A group on a grid gets the scale, of 16 that
+    divide the grid's step, of which its offset from zero is nearest to a multiple.
 
     Args:
         weight: float32 [rows, groups, group]
