@@ -11,6 +11,8 @@ INSTALLED := $(VENV)/installed.stamp
 INTERPRETER := $(VENV)/interpreter.stamp
 SITE := $(VENV)/site.stamp
 CLUSTER := .venv-cluster
+# Bytecode is made of what is imported: of all packages it takes longer than to unpack them.
+PIP := -m pip install -qq --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -28,18 +30,18 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/nati
 	@$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	@echo 'Building the environment in $(VENV); the first time this takes a few minutes.'
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check torch==$(TORCH)
-	@$(PY) -m pip install -qq --disable-pip-version-check transformers==$(TRANSFORMERS)
-	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[bench,dev]'
+	@$(PY) $(PIP) torch==$(TORCH)
+	@$(PY) $(PIP) transformers==$(TRANSFORMERS)
+	@$(PY) $(PIP) --editable '.[bench,dev]'
 	@touch $@
 
 # For the tests alone: the kernels for GPUs are tested in Triton's interpreter.
 $(INTERPRETER): $(INSTALLED)
-	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[interpreter]'
+	@$(PY) $(PIP) --editable '.[interpreter]'
 	@touch $@
 
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
-	@$(VENV)/bin/penstock demo
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/penstock demo
 
 # WORKERS processes with THREADS threads each; files stay whole, so that a module's fixtures are made once. Bytecode is kept, whatever
 # the shell says: tests start many processes, and each would compile the package anew. In a fresh clone each worker would rewrite all
@@ -60,7 +62,7 @@ $(CLUSTER)/installed.stamp: $(INSTALLED)
 	@$(PY) -m venv --clear $(CLUSTER)
 	@$(PY) -c 'import sysconfig as at; print("import site; site.addsitedir(%r)" % at.get_path("purelib"))' \
 		> $$($(CLUSTER)/bin/python -c 'import sysconfig as at; print(at.get_path("purelib"))')/main.pth
-	@$(CLUSTER)/bin/python -m pip install -qq --disable-pip-version-check 'penstock[cluster]'
+	@$(CLUSTER)/bin/python $(PIP) 'penstock[cluster]'
 	@touch $@
 
 # Both files wait for processes most of the time, so that two clusters run beside each other. Ray looks twice a second, not every three,
@@ -100,7 +102,7 @@ bench: $(INSTALLED) ## A quick throughput table on this machine.
 
 # Their own extra: neither the demo nor a test needs it.
 $(SITE): $(INSTALLED)
-	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[docs]'
+	@$(PY) $(PIP) --editable '.[docs]'
 	@touch $@
 
 docs: $(SITE) ## Build the site of docs/ into build/site; a broken link fails it.
