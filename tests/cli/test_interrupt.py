@@ -60,6 +60,38 @@ def test_while_libraries_are_imported(tmp_path: Path) -> None:
     check(process.returncode, errors, tmp_path)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_where_another_error_is_made_of_it(wrapped: bool) -> None:
+    """As by Python 3.11 where a class is made, and by libraries that import it."""
+    script = f"""if True:
+        from penstock.cli import entry, main
+
+        class Field:
+            def __set_name__(self, owner, name):
+                raise KeyboardInterrupt
+
+        def app(**_):
+            try:
+                type("Made", (), {{"field": Field()}})
+            except Exception as error:
+                if {wrapped}:
+                    raise ImportError("it cannot be imported") from error
+                raise
+
+        main.app = app
+        entry.main()
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (130, 1), done.stderr
+
+
+def test_another_error_stays_one() -> None:
+    assert not entry.is_of_interrupt(ValueError("a"))
+    handled = ValueError("b")
+    handled.__context__ = KeyboardInterrupt()
+    assert not entry.is_of_interrupt(handled)
+
+
 @pytest.mark.parametrize("where", ["destructor", "weak reference"])
 def test_where_python_drops_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in importlib's locks while libraries are imported."""

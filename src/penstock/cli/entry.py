@@ -51,6 +51,14 @@ def interrupt_again(ignored: "UnraisableHookArgs") -> None:
         sys.__unraisablehook__(ignored)
 
 
+def is_of_interrupt(error: BaseException | None) -> bool:
+    """Whether an error was made of a Ctrl-C: Python 3.11 makes one of what falls into
+    `__set_name__`, and imports of libraries make another one of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
+
+
 def _press() -> None:
     """Interrupt the main thread, out of a system call too where there are POSIX's signals."""
     if sys.platform == "win32":
@@ -78,6 +86,10 @@ def main() -> None:
         code = EXIT_INTERRUPTED
     except SystemExit as leave:
         code = leave.code
+    except Exception as error:
+        if not is_of_interrupt(error):
+            raise
+        code = EXIT_INTERRUPTED
     sys.unraisablehook = former
     # From here on nothing takes time, and a second Ctrl-C must not turn it into a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
