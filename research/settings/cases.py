@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.core.byte_size import format_bytes, parse_memory
 from penstock.core.errors import BudgetError, ConfigError, PenstockError
 from penstock.core.shape import KVShape
-from penstock.core.slot_plan import SizingRequest, SlotPlan
+from penstock.core.slot_plan import SizingRequest, SlotPlan, sharing_layers
 from penstock.devices.presets import PRESETS
 from penstock.devices.profile import DeviceProfile
 from penstock.engine.adapter import LowRankAdapter
@@ -221,7 +221,7 @@ def part_of(plan: SlotPlan, num_layers: int, of_layers: int) -> SlotPlan:
     slots = plan.batch * plan.num_slots * plan.slot_bytes
 
     def own_bytes(count: int) -> int:
-        own = count - round(count * plan.sharing(count))
+        own = count - sharing_layers(count, plan.shared_every)
         return count * kept + own * slots
 
     return replace(

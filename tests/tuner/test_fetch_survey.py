@@ -72,9 +72,7 @@ def counted(work: Workpiece, policy: KVSwap) -> tuple[StepFigures, FetchSetting]
         run.decode(ROUNDS * STEPS)
         plan = run.plan
         slots = 0 if plan.shared_pools else plan.num_slots
-        return run.figures(), FetchSetting(
-            plan.group_tokens, plan.selected_units, slots, plan.shared_every if slots else 0
-        )
+        return run.figures(), FetchSetting(plan.group_tokens, plan.selected_units, slots)
 
 
 OWN = FetchSetting(1, 400, 400)
@@ -102,6 +100,12 @@ def surveyed(work: Workpiece) -> dict[FetchSetting, Fetches]:
 
 
 @pytest.mark.slow
+def test_layers_that_share_find_nothing_again() -> None:
+    choice = FetchSetting(4, 50, 50, shared_every=3)
+    assert [choice.slots_of(layer) for layer in range(6)] == [50, 50, 0] * 2
+    assert {OWN.slots_of(layer) for layer in range(6)} == {400}
+
+
 def test_its_own_setting_is_counted_nearly(
     work: Workpiece, surveyed: dict[FetchSetting, Fetches]
 ) -> None:

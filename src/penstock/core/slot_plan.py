@@ -26,6 +26,16 @@ def host_units(max_units: int, unit_bytes: int) -> int:
     return max_units + clash
 
 
+def shares_pool(layer_idx: int, shared_every: int) -> bool:
+    """Whether a layer has another's pool, see `SlotPlan.shared_every`."""
+    return shared_every > 0 and (layer_idx + 1) % shared_every == 0
+
+
+def sharing_layers(num_layers: int, shared_every: int) -> int:
+    """How many of the layers have another's pool."""
+    return num_layers // shared_every if shared_every else 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
     """Sizes of every fixed allocation of a cache, per layer and batch row unless said otherwise."""
@@ -116,11 +126,11 @@ class SlotPlan:
 
     def shares(self, layer_idx: int) -> bool:
         """Whether a layer has another's pool."""
-        return self.shared_every > 0 and (layer_idx + 1) % self.shared_every == 0
+        return shares_pool(layer_idx, self.shared_every)
 
     def sharing(self, num_layers: int) -> float:
         """The share of so many layers that have another's pool, 0 to 1."""
-        return num_layers // self.shared_every / num_layers if self.shared_every else 0.0
+        return sharing_layers(num_layers, self.shared_every) / num_layers
 
     @property
     def keeps_apart(self) -> bool:

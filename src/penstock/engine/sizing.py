@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
-from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units
+from penstock.core.slot_plan import SizingRequest, SlotPlan, host_units, sharing_layers
 from penstock.engine.device_tier.device_index import StepClock
 from penstock.engine.device_tier.device_pool import DevicePool
 from penstock.engine.device_tier.scored_units import ScoredUnits
@@ -138,7 +138,7 @@ def make_plan(
     unit_bytes = group_tokens * shape.token_bytes
     kept = sink_slots + window_slots
     assert shared_every <= 1 or coded  # or sinks and windows would lie in the shared pool
-    sharing = shape.num_layers // shared_every if shared_every else 0
+    sharing = sharing_layers(shape.num_layers, shared_every)
     pools = shape.num_layers - sharing + min(sharing, 2 if shared_every == 1 else 1)
     slot_bytes = coded_unit_bytes(shape, group_tokens) if coded else unit_bytes
     kept_copies = pools * (not coded) + shape.num_layers * (sharing > 0 or coded)

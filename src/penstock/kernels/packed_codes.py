@@ -105,14 +105,14 @@ def symmetric_codes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     step = ((high - low) / steps.clamp_min(1.0)).clamp_min(tiny)
     finest = (step * _LARGEST / peak.clamp_min(tiny)).floor()
     wrong = torch.full_like(low, torch.inf)
-    fine = finest.clone()
+    fine = finest.clamp_min(1.0)
     for less in range(_FINENESSES):
         times = (finest - less).clamp_min(1.0)
         at = low * times / step
         off = at.sub_(at.round()).abs_() / times
         fine = torch.where(off < wrong, times, fine)
         wrong = torch.minimum(wrong, off)
-    better, fitted = _on_scale(weight, step / fine.clamp_min(1.0), dtype)
+    better, fitted = _on_scale(weight, step / fine, dtype)
     gain = _squares(weight, codes, scale) > _squares(weight, better, fitted)
     gain &= (steps > 0) & (finest > 0)
     codes = torch.where(gain[..., None], better, codes)

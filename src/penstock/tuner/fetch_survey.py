@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.core.selection import Selection
+from penstock.core.slot_plan import shares_pool
 from penstock.engine.fetch_plan import plan_fetch
 from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import ceil_div
@@ -45,8 +46,7 @@ class FetchSetting(NamedTuple):
 
     def slots_of(self, layer: int) -> int:
         """What a layer, counted from 0, finds again lies in so many slots."""
-        shares = self.shared_every and (layer + 1) % self.shared_every == 0
-        return 0 if shares else self.num_slots
+        return 0 if shares_pool(layer, self.shared_every) else self.num_slots
 
 
 class Fetches(NamedTuple):
