@@ -2,7 +2,9 @@
 
     python -m research.serving --model FOLDER --threads 2 --reopen 16384 --resume --output FILE
 
-asks with 1, 4, 16 and 64 clients, prompts of 1K to 16K tokens, in one budget of 512 MiB.
+asks with 1, 4, 16 and 64 clients, prompts of 1K to 16K tokens, in one budget of 512 MiB. Before it
+MALLOC_ARENA_MAX=1 ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 LRU_CACHE_CAPACITY=64 let libraries keep no
+more freed memory than `penstock serve` lets them.
 """
 
 import argparse
