@@ -99,13 +99,13 @@ def surveyed(work: Workpiece) -> dict[FetchSetting, Fetches]:
     return found
 
 
-@pytest.mark.slow
 def test_layers_that_share_find_nothing_again() -> None:
     choice = FetchSetting(4, 50, 50, shared_every=3)
     assert [choice.slots_of(layer) for layer in range(6)] == [50, 50, 0] * 2
     assert {OWN.slots_of(layer) for layer in range(6)} == {400}
 
 
+@pytest.mark.slow
 def test_its_own_setting_is_counted_nearly(
     work: Workpiece, surveyed: dict[FetchSetting, Fetches]
 ) -> None:
