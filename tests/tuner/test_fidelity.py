@@ -20,7 +20,7 @@ FORCED = 8
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load("recall")
+    return load("recall", dtype="float32")  # selections hang on the last bits of bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,8 @@ def test_figures_are_those_of_a_run_by_hand(
             wanted += cache.stats.decode.units_wanted
             hit += cache.stats.decode.units_hit
     by_hand = torch.cat(distances)
-    # The chunks of the prompt differ, and with them the rounding of bfloat16.
-    assert found.kl == pytest.approx(float(by_hand.mean()), rel=0.1, abs=1e-3)
-    assert found.kl_p90 == pytest.approx(float(by_hand.quantile(0.9)), rel=0.1, abs=1e-3)
+    assert found.kl == pytest.approx(float(by_hand.mean()), rel=0.02, abs=1e-4)
+    assert found.kl_p90 == pytest.approx(float(by_hand.quantile(0.9)), rel=0.02, abs=1e-4)
     assert found.agreement == pytest.approx(same / len(by_hand), abs=1.01 / len(by_hand))
     assert found.resident_bytes == largest
     assert found.hit_rate == pytest.approx(hit / wanted, abs=0.02)
