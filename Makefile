@@ -35,9 +35,10 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/penstock/kernels/nati
 	@$(PY) $(PIP) --editable '.[bench,dev]'
 	@touch $@
 
-# For the tests alone: the kernels for GPUs are tested in Triton's interpreter.
+# For the tests alone: the kernels for GPUs are tested in Triton's interpreter. The package is there; built anew it would be compiled
+# once more.
 $(INTERPRETER): $(INSTALLED)
-	@$(PY) $(PIP) --editable '.[interpreter]'
+	@$(PY) $(PIP) 'penstock[interpreter]'
 	@touch $@
 
 demo: $(INSTALLED) ## Ask a question about a 16K-token document at 1/34 of the full KV cache.
@@ -102,7 +103,7 @@ bench: $(INSTALLED) ## A quick throughput table on this machine.
 
 # Their own extra: neither the demo nor a test needs it.
 $(SITE): $(INSTALLED)
-	@$(PY) $(PIP) --editable '.[docs]'
+	@$(PY) $(PIP) 'penstock[docs]'
 	@touch $@
 
 docs: $(SITE) ## Build the site of docs/ into build/site; a broken link fails it.

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 try:
@@ -26,7 +28,7 @@ except ImportError:  # run by hand, outside a build
     BuildHookInterface = object
 
 FOLDER = Path(__file__).parent / "src" / "penstock" / "kernels" / "native"
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno",
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
          "-ffp-contract=off")  # fmt: skip
 PARALLEL = "-fopenmp"
 """Torch's OpenMP is in the process already and is shared; without it kernels use one thread."""
@@ -55,31 +57,41 @@ def compile_kernels(folder: Path = FOLDER, more_flags: Sequence[str] = ()) -> Pa
         return None
     made = target.with_name(f"{target.name}.{os.getpid()}")
     define = f'-DPENSTOCK_SOURCE_DIGEST="{module.source_digest(folder)}"'
-    sources = [str(path) for path in sorted(folder.glob("*.c"))]
+    sources = sorted(folder.glob("*.c"))
     for parallel in ([PARALLEL], []):
-        command = [
-            *compiler,
-            *FLAGS,
-            *parallel,
-            *more_flags,
-            define,
-            "-o",
-            str(made),
-            *sources,
-            "-lm",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        command = [*compiler, *FLAGS, *parallel, *more_flags, define]
+        failure = _build(command, sources, made)
+        if failure is None:
             break
     else:
         print(
-            f"penstock: the C compiler failed; plain torch kernels will be used\n{done.stderr}",
+            f"penstock: the C compiler failed; plain torch kernels will be used\n{failure}",
             file=sys.stderr,
         )
         made.unlink(missing_ok=True)
         return None
     made.replace(target)
     return target
+
+
+def _build(command: Sequence[str], sources: Sequence[Path], made: Path) -> str | None:
+    """Compile the sources, as many at once as there are cores, and link; what failed, if any."""
+    with TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(work, f"{source.stem}.o")) for source in sources]
+        parts = [
+            [*command, "-c", str(source), "-o", each]
+            for source, each in zip(sources, objects, strict=True)
+        ]
+        for part in pool.map(_failure, parts):
+            if part is not None:
+                return part
+        return _failure([*command, "-shared", "-o", str(made), *objects, "-lm"])
+
+
+def _failure(command: Sequence[str]) -> str | None:
+    """What a compiler says that fails; None when it does not."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr
 
 
 class CompiledKernels(BuildHookInterface):  # type: ignore[misc]
