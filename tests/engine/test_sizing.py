@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import BudgetError, ConfigError
@@ -14,11 +14,12 @@ from penstock.core.slot_plan import SizingRequest
 from penstock.engine.sizing import streaming_plan
 from penstock.methods import POLICIES, FlexGen, Full, KVSwap, SelectionPolicy
 
-BUDGETS = st.one_of(st.none(), st.integers(1, 1 << 33))
+LIMITS = st.integers(1, 1 << 33)
+BUDGETS = st.none() | LIMITS
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> SizingRequest:
+def requests(draw: st.DrawFn, *, budgets: st.SearchStrategy[int | None] = BUDGETS) -> SizingRequest:
     kv_heads = draw(st.sampled_from([1, 2, 4, 8, 32]))
     shape = KVShape(
         num_layers=draw(st.integers(1, 40)), num_query_heads=kv_heads * draw(st.integers(1, 8)),
@@ -27,7 +28,7 @@ def requests(draw: st.DrawFn) -> SizingRequest:
     )  # fmt: skip
     return SizingRequest(
         shape=shape, batch=draw(st.integers(1, 8)), max_tokens=draw(st.integers(1, 100_000)),
-        limit_bytes=draw(BUDGETS), sector_bytes=draw(st.sampled_from([512, 4096])),
+        limit_bytes=draw(budgets), sector_bytes=draw(st.sampled_from([512, 4096])),
         device_is_cpu=draw(st.booleans()), has_adapter=draw(st.booleans()),
     )  # fmt: skip
 
@@ -88,11 +89,10 @@ def test_a_plan_keeps_its_budget(policy: SelectionPolicy, request: SizingRequest
 
 
 @settings(deadline=None)
-@given(POLICY, requests(), st.integers(0, 1 << 30))
+@given(POLICY, requests(budgets=LIMITS), st.integers(0, 1 << 30))
 def test_more_memory_is_never_worse(
     policy: SelectionPolicy, request: SizingRequest, more: int
 ) -> None:
-    assume(request.limit_bytes is not None)
     assert request.limit_bytes is not None
     larger = replace(request, limit_bytes=request.limit_bytes + more)
     try:
