@@ -55,6 +55,9 @@ def test_group_scores(width: tuple[int, int], heads: int, num_groups: int) -> No
     assert fast.shape == slow.shape == (2, num_groups)
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(fast.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
+    fast = scores.group_scores(codes, queries, bits, num_groups, squares=True)
+    slow = scores.group_scores_twin(codes, queries, bits, num_groups, squares=True)
+    torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
 
 
 @bytewise
@@ -74,8 +77,18 @@ def test_group_scores_without_what_is_padding(bits: int, num_groups: int) -> Non
     for row, start in enumerate(starts):
         assert not fast[row, :start].any()
         if start < num_groups:
-            own = scores.sum_of_softmaxes(products[row : row + 1, start:num_groups].clone(), 99999)
+            own = scores.scores_of_shares(products[row : row + 1, start:num_groups].clone(), 99999)
             torch.testing.assert_close(fast[row, start:], own[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 37])
+def test_scores_are_one_number_of_the_heads_shares(heads: int) -> None:
+    logits = 5 * torch.randn(2, 300, heads)
+    shares = torch.softmax(logits[:, :290].double(), dim=1)
+    summed = scores.scores_of_shares(logits.clone(), 290)
+    torch.testing.assert_close(summed.double(), shares.sum(2), rtol=1e-4, atol=1e-7)
+    rooted = scores.scores_of_shares(logits.clone(), 290, squares=True)
+    torch.testing.assert_close(rooted.double(), shares.square().sum(2).sqrt(), rtol=1e-4, atol=1e-7)
 
 
 @bytewise

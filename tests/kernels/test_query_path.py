@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels import group_selection
 from penstock.kernels.group_products import group_products
-from penstock.kernels.group_scores import group_scores, sum_of_softmaxes
+from penstock.kernels.group_scores import group_scores, scores_of_shares
 from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.int8_linear import Int8Linear
 from penstock.kernels.key_rotation import KeyRotation
@@ -56,8 +56,9 @@ def test_predicted_query(batch: int, with_bias: bool, with_norm: bool, dtype: to
     ("asked", "code", "dtype"),
     covering([(0, 500, 20), (3, 130, 127), (7, 90, 400)], [(8, 16), (8, 48), (4, 32)], DTYPES),
 )
+@pytest.mark.parametrize("squares", [False, True])
 def test_group_selection(
-    asked: tuple[int, int, int], code: tuple[int, int], dtype: torch.dtype
+    asked: tuple[int, int, int], code: tuple[int, int], dtype: torch.dtype, squares: bool
 ) -> None:
     (first, end, wanted), (bits, rank) = asked, code
     torch.manual_seed(end)
@@ -66,7 +67,8 @@ def test_group_selection(
     codes = torch.randint(-127, 128, (batch, 8, 4, 64, width), dtype=torch.int8)
     codes = codes if bits == 8 else codes.view(torch.uint8)
     basis = torch.randn(kv_heads * dim, rank).to(dtype)
-    best = GroupSelection(codes, basis, torch.rand(rank) / 100, bits, heads, kv_heads)
+    factor = torch.rand(rank) / 100
+    best = GroupSelection(codes, basis, factor, bits, heads, kv_heads, squares=squares)
     assert best.is_compiled
     query = torch.randn(batch, heads, dim).to(dtype)
     fast, slow = best.best(query, first, end, wanted), best.twin(query, first, end, wanted)
@@ -109,16 +111,21 @@ def test_selection_of_turned_keys(
     parts = turns.queries(query, basis.to(dtype), kv_heads, factor, 0, 8 * 16)
     logits = group_products(codes, parts, bits)
     starts = torch.tensor([0, first])
-    expected = sum_of_softmaxes(logits.clone(), end, starts)
+    expected = scores_of_shares(logits.clone(), end, starts)
     scores = selection.scores(query, end, starts)
     assert torch.equal(scores[1, :first], torch.zeros(first))
     torch.testing.assert_close(scores.sum(1), torch.full((2,), float(heads)), rtol=1e-4, atol=0)
     assert (scores - expected).abs().max() < 0.05 * expected.max()
     by_head = selection.logits(query, end)
     assert (by_head - logits[:, :end]).abs().max() < 0.02 * logits.abs().max()
-    own = sum_of_softmaxes(by_head, end, starts)
+    own = scores_of_shares(by_head.clone(), end, starts)
     torch.testing.assert_close(own, scores, rtol=1e-4, atol=1e-6)
-    whole = sum_of_softmaxes(logits, end)
+    rooted = GroupSelection(
+        codes, basis.to(dtype).contiguous(), factor, bits, heads, kv_heads, turns, squares=True
+    ).scores(query, end, starts)
+    own = scores_of_shares(by_head, end, starts, squares=True)
+    torch.testing.assert_close(rooted, own, rtol=1e-4, atol=1e-6)
+    whole = scores_of_shares(logits, end)
     fast, slow = (
         torch.from_numpy(chosen(query, first, end, 50))
         for chosen in (selection.best, selection.twin)

@@ -183,7 +183,7 @@ SHAPE = KVShape(
 def index_of(group_tokens: int, keys: torch.Tensor, bits: int = 8) -> LowRankIndex:
     index = LowRankIndex(
         SHAPE, batch=1, max_units=keys.shape[1] // group_tokens, group_tokens=group_tokens,
-        rank=24, bits=bits, head_reduction="softmax", scaling=0.25, adapter=None,
+        rank=24, bits=bits, head_reduction="norm", scaling=0.25, adapter=None,
         device=torch.device("cpu"),
     )  # fmt: skip
     index.fit(keys[:, :200], torch.arange(200))

@@ -1,4 +1,4 @@
-"""group_scores(): softmax per head over groups' best products with quantised keys, then summed."""
+"""group_scores(): softmax per head over groups' best products with quantised keys, as one score."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ _COMPILED_LANES = 16
 
 
 def group_scores(
-    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None
-) -> Tensor:
+    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None,
+    *, squares: bool = False,
+) -> Tensor:  # fmt: skip
     """Score each group: over the heads, the sum of its share in a softmax over all groups.
 
     A head's logit for a group is its largest product with one of the group's tokens. The twin of
@@ -25,13 +26,14 @@ def group_scores(
         bits: 16, 8 or 4.
         num_groups: the first so many groups count, at most blocks * block_groups.
         first: groups before it have no share, and the score 0; None: all have. int64 [batch]
+        squares: the root of the sum of the shares' squares instead.
 
     Returns:
         float32 [batch, num_groups]
     """
     compiled = kernel("group_scores")
     if compiled is None or not is_compiled(codes, bits):
-        return group_scores_twin(codes, queries, bits, num_groups, first)
+        return group_scores_twin(codes, queries, bits, num_groups, first, squares=squares)
     batch, heads, rank = queries.shape
     _, blocks, group_tokens, block_groups, width = codes.shape
     assert batch <= len(codes), queries.shape
@@ -44,8 +46,8 @@ def group_scores(
     for row in range(batch):
         compiled(
             codes[row].data_ptr(), group_tokens, block_groups, width, bits,
-            queries[row].data_ptr(), rank, heads, begins[row], num_groups, scratch.data_ptr(),
-            scores[row].data_ptr(),
+            queries[row].data_ptr(), rank, heads, begins[row], num_groups, squares,
+            scratch.data_ptr(), scores[row].data_ptr(),
         )  # fmt: skip
     return scores
 
@@ -62,18 +64,22 @@ def compiled_scratch_bytes(num_groups: int, width: int) -> int:
 
 
 def group_scores_twin(
-    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None
-) -> Tensor:
+    codes: Tensor, queries: Tensor, bits: int, num_groups: int, first: Tensor | None = None,
+    *, squares: bool = False,
+) -> Tensor:  # fmt: skip
     """The meaning of `group_scores` in plain torch."""
-    return sum_of_softmaxes(group_products(codes, queries, bits), num_groups, first)
+    products = group_products(codes, queries, bits)
+    return scores_of_shares(products, num_groups, first, squares=squares)
 
 
-def sum_of_softmaxes(logits: Tensor, num_groups: int, first: Tensor | None = None) -> Tensor:
-    """Softmax per head over the first `num_groups` groups, then the sum over heads, in place.
+def scores_of_shares(
+    logits: Tensor, num_groups: int, first: Tensor | None = None, *, squares: bool = False
+) -> Tensor:
+    """Softmax per head over the first `num_groups` groups, then one score of the heads, in place.
 
     Args:
         logits: float32; overwritten. [batch, groups, heads]
-        first: as in `group_scores`.
+        first, squares: as in `group_scores`.
 
     Returns:
         float32 [batch, num_groups]
@@ -83,7 +89,11 @@ def sum_of_softmaxes(logits: Tensor, num_groups: int, first: Tensor | None = Non
         hide_before(first, logits)
     # exp, then one product with 1 / sums.
     weights = logits.sub_(_largest_per_head(logits)).exp_()
-    scores = torch.matmul(weights, weights.sum(dim=1).reciprocal_().unsqueeze(2))
+    factor = weights.sum(dim=1).reciprocal_().unsqueeze(2)
+    if squares:
+        scores = torch.matmul(weights.square_(), factor.square_()).sqrt_()
+    else:
+        scores = torch.matmul(weights, factor)
     if first is not None:  # where nothing is left, all have equal shares of nothing
         scores.masked_fill_(_before(first, logits), 0.0)
     return scores[:, :num_groups, 0]

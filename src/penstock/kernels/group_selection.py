@@ -13,7 +13,7 @@ from penstock.kernels.group_scores import (
     compiled_scratch_bytes,
     group_scores,
     is_compiled,
-    sum_of_softmaxes,
+    scores_of_shares,
 )
 from penstock.kernels.key_rotation import KeyTurns
 from penstock.kernels.low_rank import fits_compiled, fits_turned, project_queries
@@ -29,7 +29,7 @@ class _Codes(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("basis", "factor", "codes")),
         *((name, ctypes.c_int64) for name in (
             "row_bytes", "kv_heads", "share", "dim", "rank", "kind", "group_tokens",
-            "block_groups", "width", "bits",
+            "block_groups", "width", "bits", "squares",
         )),
         ("turns", ctypes.c_void_p),
     )  # fmt: skip
@@ -43,7 +43,7 @@ class GroupSelection:
 
     def __init__(
         self, codes: Tensor, basis: Tensor, factor: Tensor, bits: int, heads: int, kv_heads: int,
-        turns: KeyTurns | None = None,
+        turns: KeyTurns | None = None, *, squares: bool = False,
     ) -> None:  # fmt: skip
         """Look at an index's memory, which is filled and changed elsewhere but stays where it is.
 
@@ -53,6 +53,7 @@ class GroupSelection:
             factor: float32, on low-rank queries. [rank]
             heads: query heads.
             turns: what turns the keys that the codes are of, and the queries with them.
+            squares: as in `group_scores`.
 
         Raises:
             ConfigError: these do not belong together; the compiled calls read as far as they say.
@@ -68,7 +69,7 @@ class GroupSelection:
                 f"{list(factor.shape)} factors do not belong together; make the index again"
             )
         self._codes, self._basis, self._factor, self._bits = codes, basis, factor, bits
-        self._heads, self._kv_heads = heads, kv_heads
+        self._heads, self._kv_heads, self._squares = heads, kv_heads, squares
         self._dim, self._rank = basis.shape[0] // kv_heads, basis.shape[1]
         self._query_shape = (heads, self._dim)
         self._rows, self._most_groups = len(codes), codes.shape[1] * codes.shape[3]
@@ -89,7 +90,7 @@ class GroupSelection:
             row_bytes=blocks * group_tokens * block_groups * width, kv_heads=kv_heads,
             share=heads // kv_heads, dim=self._dim, rank=self._rank,
             kind=DTYPE_CODES[basis.dtype], group_tokens=group_tokens, block_groups=block_groups,
-            width=width, bits=bits,
+            width=width, bits=bits, squares=squares,
             turns=None if self._compiled_turns is None else self._compiled_turns.address,
         )  # fmt: skip
         self._address = ctypes.addressof(self._index)
@@ -224,7 +225,7 @@ class GroupSelection:
             end = blocks * block_groups // self._block_groups
             parts = self._turns.queries(query, self._basis, self._kv_heads, self._factor, 0, end)
             logits = group_products(self._codes[: len(query), :blocks], parts, self._bits)
-            return sum_of_softmaxes(logits, num_groups)
+            return scores_of_shares(logits, num_groups, squares=self._squares)
         low_rank = project_queries(query, self._basis, self._kv_heads, self._factor)
         codes = self._codes[: len(query)]
-        return group_scores(codes, low_rank, self._bits, num_groups)
+        return group_scores(codes, low_rank, self._bits, num_groups, squares=self._squares)

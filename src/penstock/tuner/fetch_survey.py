@@ -24,7 +24,7 @@ from penstock.engine.key_index import KeyIndex
 from penstock.engine.policy import ceil_div
 from penstock.engine.tiers.fifo import FIFO
 from penstock.engine.tiers.slot_table import SlotTable
-from penstock.kernels.group_scores import sum_of_softmaxes
+from penstock.kernels.group_scores import scores_of_shares
 from penstock.methods.kvswap.index import LowRankIndex
 from penstock.methods.kvswap.policy import PAPER_SELECTED_TOKENS, KVSwap
 from penstock.storage.coalesce import coalesce
@@ -151,7 +151,7 @@ def regrouped_scores(logits: Tensor, group_tokens: int) -> Tensor:
     batch, tokens, heads = logits.shape
     groups = tokens // group_tokens
     whole = logits[:, : groups * group_tokens].reshape(batch, groups, group_tokens, heads)
-    return sum_of_softmaxes(whole.amax(2), groups)
+    return scores_of_shares(whole.amax(2), groups, squares=True)
 
 
 def _fetched(steps: Iterable[NDArray[np.int64]], num_slots: int) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.device.group_shares import group_shares, group_shares_twin
 
-Kernel = Callable[[Tensor, Tensor], Tensor]
+Kernel = Callable[..., Tensor]
 
 
 @pytest.fixture
@@ -36,10 +36,14 @@ def test_shares_are_those_of_a_softmax(
     logits = held[:, :groups]
     before = held.clone()
     actual = shares(logits, torch.tensor([end], device=device))
-    expected = torch.softmax(before[:, :end].double(), dim=1).sum(dim=2)
+    expected = torch.softmax(before[:, :end].double(), dim=1)
     assert actual.shape == (batch, groups)
     assert torch.equal(held, before)
-    torch.testing.assert_close(actual[:, :end].double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(actual[:, :end].double(), expected.sum(2), atol=1e-6, rtol=1e-5)
+    assert not actual[:, end:].any()
+    actual = shares(logits, torch.tensor([end], device=device), squares=True)
+    rooted = expected.square().sum(2).sqrt()
+    torch.testing.assert_close(actual[:, :end].double(), rooted, atol=1e-6, rtol=1e-5)
     assert not actual[:, end:].any()
 
 

@@ -12,7 +12,12 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.shape import KVShape
 from penstock.core.slot_plan import SizingRequest
 from penstock.methods.kvswap.division import column_choices, kept_share, least_columns
-from penstock.methods.kvswap.policy import SHARED_READS, SHARED_TOKENS, KVSwap
+from penstock.methods.kvswap.policy import (
+    SHARED_READS,
+    SHARED_TOKENS,
+    SOME_SHARED_TOKENS,
+    KVSwap,
+)
 
 SMALL = KVShape(
     num_layers=24, num_query_heads=14, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
@@ -133,7 +138,7 @@ def test_every_third_layer_shares_where_own_slots_are_few() -> None:
     own = KVSwap(shared_every=0).plan(request)[1]
     assert (own.shared_every, own.sharing(24)) == (0, 0.0)
     assert plan.num_slots > 1.25 * own.num_slots
-    assert plan.num_slots * plan.group_tokens <= SHARED_TOKENS
+    assert plan.num_slots * plan.group_tokens <= SOME_SHARED_TOKENS
     made = replace(
         policy, selected_tokens=4 * plan.selected_units, reuse_tokens=4 * plan.num_slots,
         shared_every=plan.shared_every, keep=policy.resident_factor(plan.selected_units),

@@ -1,6 +1,6 @@
 """LowRankIndex: exact at full rank, close below it, the same however the keys arrive."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.shape import KVShape
 from penstock.engine.adapter import LayerAdapter, fit_layer
 from penstock.kernels.key_rotation import KeyRotation
-from penstock.methods.kvswap.index import LowRankIndex
+from penstock.methods.kvswap.index import HeadReduction, LowRankIndex
 
 HEADS, KV_HEADS, HEAD_DIM, GROUP, GROUPS = 6, 2, 8, 4, 300
 JOINT, TOKENS = KV_HEADS * HEAD_DIM, GROUP * GROUPS
@@ -59,9 +59,10 @@ def exact_scores(keys: Tensor, query: Tensor, reduction: str = "sum") -> Tensor:
     """Group scores from the whole keys. [batch, GROUPS]"""
     per_head = keys.repeat_interleave(HEADS // KV_HEADS, dim=2)
     logits = torch.einsum("bhd,bthd->bht", query, per_head)
-    if reduction == "softmax":
+    if reduction != "sum":
         best = best_of_groups(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
-        return (best * SCALING).softmax(-1).sum(1)
+        shares = (best * SCALING).softmax(-1)
+        return shares.sum(1) if reduction == "softmax" else shares.square().sum(1).sqrt()
     return best_of_groups(logits.sum(1))
 
 
@@ -70,10 +71,10 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
     return torch.corrcoef(order)[0, 1].item()
 
 
-@pytest.mark.parametrize("reduction", ["sum", "softmax"])
+@pytest.mark.parametrize("reduction", ["sum", "softmax", "norm"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_full_rank_is_exact(
-    batch: int, reduction: Literal["sum", "softmax"], keys: Tensor, query: Tensor
+    batch: int, reduction: HeadReduction, keys: Tensor, query: Tensor
 ) -> None:
     keys, query = keys[:batch], query[:batch]
     index = make_index(keys, JOINT, 16, head_reduction=reduction)
@@ -198,9 +199,9 @@ def filled(index: LowRankIndex, keys: Tensor) -> LowRankIndex:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1 << 20, 1024])
-@pytest.mark.parametrize("reduction", ["sum", "softmax"])
+@pytest.mark.parametrize("reduction", ["sum", "softmax", "norm"])
 def test_full_rank_is_exact_by_blocks(
-    reduction: Literal["sum", "softmax"], chunk_tokens: int, turning_keys: Tensor, query: Tensor
+    reduction: HeadReduction, chunk_tokens: int, turning_keys: Tensor, query: Tensor
 ) -> None:
     index = turned_index(JOINT, 16, head_reduction=reduction, chunk_tokens=chunk_tokens)
     scores = filled(index, turning_keys).score(query, GROUPS).float()

@@ -337,8 +337,8 @@ def test_reordered_rows_go_on(model: PreTrainedModel) -> None:
         ({"mass": 1.5}, "mass=1.5 must lie between 0 and 1"),
         ({"mass": 0.9, "floor": 0.0}, "floor=0.0 must lie between 0 and 1"),
         ({"floor": 0.8}, "floor=0.8 is for mass="),
-        ({"mass": 0.9, "head_reduction": "sum"}, "mass= wants head_reduction='softmax'"),
-        ({"mass": 0.9, "attend": "selected"}, "attend='resident'"),
+        ({"mass": 0.9, "head_reduction": "sum"}, "mass= does not go with head_reduction='sum'"),
+        ({"mass": 0.9, "attend": "selected"}, "attend='selected'"),
     ],
 )
 def test_settings_that_make_no_sense(fields: dict[str, Any], words: str) -> None:

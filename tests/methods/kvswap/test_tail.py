@@ -293,8 +293,8 @@ def test_verified_tokens_are_full_attentions(model: PreTrainedModel) -> None:
     [
         ({"tail": "median"}, "tail=median must be mean or none"),
         ({"tail": "mean", "mass": 0.9}, "tail=mean and mass= do not go together"),
-        ({"tail": "mean", "head_reduction": "sum"}, "tail=mean wants head_reduction='softmax'"),
-        ({"tail": "mean", "attend": "selected"}, "attend='resident'"),
+        ({"tail": "mean", "head_reduction": "sum"}, "does not go with head_reduction='sum'"),
+        ({"tail": "mean", "attend": "selected"}, "attend='selected'"),
     ],
 )
 def test_settings_that_make_no_sense(fields: dict[str, Any], words: str) -> None:

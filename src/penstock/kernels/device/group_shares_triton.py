@@ -11,7 +11,7 @@ _TILE = 4096
 """Numbers that one program reads."""
 
 
-def group_shares_triton(logits: Tensor, end: Tensor) -> Tensor:
+def group_shares_triton(logits: Tensor, end: Tensor, *, squares: bool = False) -> Tensor:
     """`group_shares.group_shares` in Triton, in two passes over blocks."""
     batch, groups, heads = logits.shape
     assert logits.stride()[1:] == (heads, 1), "the heads of a group lie side by side"
@@ -28,7 +28,7 @@ def group_shares_triton(logits: Tensor, end: Tensor) -> Tensor:
     _shares[(blocks, batch)](
         logits, end, partial[0], partial[1], out, logits.stride(0), groups,
         blocks, MOST_BLOCKS=most, BLOCKS_WIDE=max(1, min(_TILE // wide, most)),
-        num_warps=4, **sizes,
+        SQUARES=squares, num_warps=4, **sizes,
     )  # fmt: skip
     return out
 
@@ -57,7 +57,7 @@ def _largest(
 def _shares(
     logits, end, largest, total, out, logits_row, groups, blocks,
     HEADS: tl.constexpr, HEADS_WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr, BLOCKS_WIDE: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr, BLOCKS_WIDE: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """What the groups of one block have of the softmax over all blocks, all heads together."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -80,5 +80,6 @@ def _shares(
     seen = (group < groups) & (group < tl.load(end))
     there = logits + row * logits_row + group[:, None] * HEADS + head[None, :]
     value = tl.load(there, mask=seen[:, None] & (head < HEADS)[None, :], other=float("-inf"))
-    share = tl.sum(tl.exp(value - shift[None, :]) * per_whole[None, :], axis=1)
-    tl.store(out + row * groups + group, share, mask=group < groups)
+    shares = tl.exp(value - shift[None, :]) * per_whole[None, :]
+    score = tl.sqrt(tl.sum(shares * shares, axis=1)) if SQUARES else tl.sum(shares, axis=1)
+    tl.store(out + row * groups + group, score, mask=group < groups)

@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent
 _ADDRESS, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType({
-    "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *4 * (_COUNT,), *2 * (_ADDRESS,)),
+    "group_scores": (_ADDRESS, *4 * (_COUNT,), _ADDRESS, *5 * (_COUNT,), *2 * (_ADDRESS,)),
     "turned_scores": (*3 * (_ADDRESS,), *2 * (_COUNT,), *2 * (_ADDRESS,)),
     "turned_logits": (*3 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,)),
     "top_units": (_ADDRESS, *3 * (_COUNT,), *2 * (_ADDRESS,)),

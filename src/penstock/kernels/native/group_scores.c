@@ -1,6 +1,6 @@
 /* Scores of groups from quantised low-rank keys: int8 products, maximum over a group's tokens,
- * softmax per head over the groups, sum over heads. The twin of group_scores_twin(). Or the maxima
- * alone, of each head.
+ * softmax per head over the groups, sum over heads, or the root of the sum of squares. The twin of
+ * group_scores_twin(). Or the maxima alone, of each head.
  *
  * Heads are the vector lanes, 16 at a time: a group's product with 16 heads is one register, so
  * that the maximum over its tokens costs one instruction and nothing is transposed. */
@@ -95,12 +95,19 @@ VNNI static void exponentials(float *logits, int64_t groups, float *largest_out,
     _mm512_storeu_ps(sum_out, sum);
 }
 
-/* scores[g] += sum over lanes of weight * factor */
+/* scores[g] += sum over lanes of weight * factor, or of its square */
 VNNI static void add_weighted(const float *weights, int64_t groups, const float *factor,
-                              float *scores) {
-    const __m512 f = _mm512_loadu_ps(factor);
-    for (int64_t g = 0; g < groups; g++)
-        scores[g] += _mm512_reduce_add_ps(_mm512_mul_ps(_mm512_loadu_ps(weights + g * LANES), f));
+                              int squares, float *scores) {
+    const __m512 f = _mm512_loadu_ps(factor), one = _mm512_set1_ps(1.0f);
+    for (int64_t g = 0; g < groups; g++) {
+        const __m512 share = _mm512_mul_ps(_mm512_loadu_ps(weights + g * LANES), f);
+        const __m512 again = squares ? share : one;
+        scores[g] += _mm512_reduce_add_ps(_mm512_mul_ps(share, again));
+    }
+}
+
+VNNI static void take_roots(float *scores, int64_t count) {
+    for (int64_t i = 0; i < count; i++) scores[i] = sqrtf(scores[i]);
 }
 
 /* Quantise 16 heads' low-rank queries to int8, one scale per head, and lay them out for the lanes.
@@ -146,6 +153,7 @@ typedef struct {
     int64_t group_tokens, block_groups, width;
     int bits;
     int64_t heads, first, num_groups; /* groups before `first` have no share, and the score 0 */
+    int squares; /* heads' shares are squared, and the root is taken of their sum */
     const float *queries; /* low-rank ones, one of each head for all groups; or NULL, and: */
     int64_t rank;
     const penstock_codes *index;
@@ -260,8 +268,10 @@ static void score_row(const row_t *row) {
 #pragma omp parallel for num_threads(parts) if (parts > 1)
         for (int64_t part = 0; part < parts; part++) {
             const range_t at = range_of(part * part_groups, part_groups, first, num_groups);
-            add_weighted(row->logits + at.begin * LANES, at.count, factor[part],
+            add_weighted(row->logits + at.begin * LANES, at.count, factor[part], row->squares,
                          row->scores + at.begin);
+            if (row->squares && head + LANES >= row->heads)
+                take_roots(row->scores + at.begin, at.count);
         }
     }
 }
@@ -272,17 +282,18 @@ static void score_row(const row_t *row) {
  * bits: 8 (int8 codes) or 4 (two components in a byte, the first `width` ones in the low nibbles)
  * queries: float [heads][rank], in units where a code's step is 1
  * first: groups before this one have no share, and the score 0; 0 .. num_groups
+ * squares: a score is the root of the sum of the shares' squares; 0: their sum
  * scratch: (num_groups rounded up to 4) * 64 + 128 * (width + 1) bytes, aligned to 4
  * scores: float [num_groups] */
 PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
                                            int64_t block_groups, int64_t width, int64_t bits,
                                            const float *queries, int64_t rank, int64_t heads,
-                                           int64_t first, int64_t num_groups, void *scratch,
-                                           float *scores) {
+                                           int64_t first, int64_t num_groups, int64_t squares,
+                                           void *scratch, float *scores) {
     float *logits = scratch;
     const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     const row_t row = {codes, group_tokens, block_groups, width, (int)bits, heads, first,
-                       num_groups, queries, rank, NULL, NULL, logits,
+                       num_groups, (int)squares, queries, rank, NULL, NULL, logits,
                        (char *)(logits + padded * LANES), scores, NULL};
     score_row(&row);
 }
@@ -299,9 +310,9 @@ PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const u
     float *logits = scratch;
     const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     const row_t row = {codes, index->group_tokens, index->block_groups, index->width,
-                       (int)index->bits, index->kv_heads * index->share, first, num_groups, NULL,
-                       index->rank, index, query, logits, (char *)(logits + padded * LANES),
-                       scores, NULL};
+                       (int)index->bits, index->kv_heads * index->share, first, num_groups,
+                       (int)index->squares, NULL, index->rank, index, query, logits,
+                       (char *)(logits + padded * LANES), scores, NULL};
     score_row(&row);
 }
 
@@ -315,7 +326,7 @@ PENSTOCK_EXPORT void penstock_turned_logits(const penstock_codes *index, const u
     float *logits = scratch;
     const int64_t padded = (num_groups + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     const row_t row = {codes, index->group_tokens, index->block_groups, index->width,
-                       (int)index->bits, index->kv_heads * index->share, 0, num_groups, NULL,
+                       (int)index->bits, index->kv_heads * index->share, 0, num_groups, 0, NULL,
                        index->rank, index, query, logits, (char *)(logits + padded * LANES), NULL,
                        by_head};
     score_row(&row);

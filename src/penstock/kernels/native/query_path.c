@@ -98,7 +98,7 @@ PENSTOCK_EXPORT void penstock_select_groups(const penstock_codes *index, const c
                               low_rank);
             penstock_group_scores(codes, index->group_tokens, index->block_groups, index->width,
                                   index->bits, low_rank, index->rank, heads, 0, num_groups,
-                                  keys + num_groups, scores);
+                                  index->squares, keys + num_groups, scores);
         }
         favour(scores, resident + row * favoured, favoured, num_groups, factor);
         penstock_top_units(scores, first, num_groups, wanted, keys, chosen + row * wanted);

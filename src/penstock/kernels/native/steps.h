@@ -36,6 +36,7 @@ typedef struct {
     const uint8_t *codes; /* per row [blocks][group_tokens][block_groups][width] */
     int64_t row_bytes, kv_heads, share, dim, rank, kind;
     int64_t group_tokens, block_groups, width, bits;
+    int64_t squares; /* as group_scores has them */
     const penstock_turns *turns; /* NULL: keys are as the model has them */
 } penstock_codes;
 
@@ -65,8 +66,8 @@ PENSTOCK_EXPORT void penstock_int8_linear(const float *x, const int8_t *weight, 
 PENSTOCK_EXPORT void penstock_group_scores(const uint8_t *codes, int64_t group_tokens,
                                            int64_t block_groups, int64_t width, int64_t bits,
                                            const float *queries, int64_t rank, int64_t heads,
-                                           int64_t first, int64_t num_groups, void *scratch,
-                                           float *scores);
+                                           int64_t first, int64_t num_groups, int64_t squares,
+                                           void *scratch, float *scores);
 PENSTOCK_EXPORT void penstock_turned_scores(const penstock_codes *index, const uint8_t *codes,
                                             const char *query, int64_t first, int64_t num_groups,
                                             void *scratch, float *scores);

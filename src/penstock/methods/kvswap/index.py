@@ -22,7 +22,7 @@ from penstock.kernels.group_scores import (
     group_scores,
     hide_before,
     is_compiled,
-    sum_of_softmaxes,
+    scores_of_shares,
 )
 from penstock.kernels.group_selection import GroupSelection
 from penstock.kernels.key_rotation import (
@@ -34,7 +34,7 @@ from penstock.kernels.key_rotation import (
 from penstock.kernels.low_rank import project_keys, project_queries, store_codes
 from penstock.methods.kvswap.stored_index import PLAIN, TURNED, VALUE_SUM, stored_fault
 
-HeadReduction = Literal["sum", "softmax"]
+HeadReduction = Literal["norm", "softmax", "sum"]
 
 PIECES = 8
 """In how many pieces those are scored whose keys are turned, in torch: each part's codes are
@@ -59,12 +59,12 @@ class LowRankIndex(KeyIndex):
     block of tokens before they are projected, and queries by the start of each block (keys of one
     space need fewer components than keys that turn with every token; the paper's are those
     post-RoPE: `rotation` None), and scaled so that components that queries see come first
-    (`key_scale`); each head's scores go through a softmax
-    before they are added, because raw logits let the loudest head decide (the paper does not say;
-    its artifact adds raw logits: `head_reduction="sum"`); for that, ReduceMax over a group comes
-    before the sum over heads instead of after it, which makes the softmax `group_tokens` times
-    smaller; components may be stored in 8 or 4 bits (the paper stores 16). With a rotation and 4
-    bits, the strongest components have two columns, which are 8 bits of one: `rank` counts columns.
+    (`key_scale`); each head's scores go through a softmax, because raw logits let the loudest head
+    decide (the paper does not say; its artifact adds raw logits: `head_reduction="sum"`), and a
+    group has the norm of its heads' shares; for that, ReduceMax over a group comes before the heads
+    become one instead of after it, which makes the softmax `group_tokens` times smaller; components
+    may be stored in 8 or 4 bits (the paper stores 16). With a rotation and 4 bits, the strongest
+    components have two columns, which are 8 bits of one: `rank` counts columns.
 
     Codes of a block lie as [group_tokens, BLOCK_GROUPS, width]: the first tokens of its groups,
     then the second ones, ..., so that the maximum over a group is over whole planes.
@@ -105,10 +105,9 @@ class LowRankIndex(KeyIndex):
         Args:
             rank: columns of components per token, at most `shape.joint_dim`.
             bits: 16 (the model's dtype), 8 or 4 bits per component.
-            head_reduction: "softmax" per head before the sum over heads, or "sum" of raw logits.
-            scaling: factor on logits, for "softmax".
-            adapter: basis to use, of keys by blocks of `block_tokens` or of keys as the model has
-                them; None to `fit` one first.
+            head_reduction: "norm" or sum ("softmax") of the heads' shares, or "sum" of raw logits.
+            scaling: factor on logits, where there is a softmax.
+            adapter: basis to use, of keys by blocks of `block_tokens` or as they are; None: `fit`.
             chunk_tokens: tokens scored at a time.
             rotation: of the model's keys; None: they are kept as the model has them.
             block_tokens: of a block; about so many where groups do not divide it.
@@ -118,6 +117,7 @@ class LowRankIndex(KeyIndex):
         self._group_tokens = group_tokens
         self._rank, self._bits = rank, bits
         self._head_reduction = head_reduction
+        self._squares = head_reduction == "norm"
         self._scaling = scaling
         self._device = device
         self._chunk_blocks = max(1, chunk_tokens // (BLOCK_GROUPS * group_tokens))
@@ -479,12 +479,13 @@ class LowRankIndex(KeyIndex):
         codes = self._codes[:, :blocks]
         if self._turns is None and (blocks <= self._chunk_blocks or is_compiled(codes, self._bits)):
             per_head = project_queries(query, self._basis, shape.num_kv_heads, self._scaled_step)
-            return group_scores(codes, per_head, self._bits, num_units, self._start)
+            given = codes, per_head, self._bits, num_units, self._start
+            return group_scores(*given, squares=self._squares)
         selection = self._selection_of_codes() if self._turns is not None else None
         if selection is not None and selection.is_compiled:
             return selection.scores(self._from_start(query), num_units, self._start)
         logits = self._group_logits(self._low_rank(query, self._scaled_step), num_units)
-        return sum_of_softmaxes(logits, num_units, self._start)
+        return scores_of_shares(logits, num_units, self._start, squares=self._squares)
 
     def _low_rank(self, query: Tensor, factor: Tensor) -> Callable[[int, int], Tensor]:
         """Low-rank queries of groups [first, end), as `group_products` takes them."""
@@ -526,7 +527,7 @@ class LowRankIndex(KeyIndex):
             shape = self._shape
             self._selection = GroupSelection(
                 self._codes, self._basis, self._scaled_step, self._bits,
-                shape.num_query_heads, shape.num_kv_heads, self._turns,
+                shape.num_query_heads, shape.num_kv_heads, self._turns, squares=self._squares,
             )  # fmt: skip
         return self._selection
 
@@ -538,7 +539,7 @@ class LowRankIndex(KeyIndex):
         low_rank = self._low_rank(query, self._scaled_step)
         logits = self._group_logits(low_rank, num_units)[:, :num_units]
         hide_before(first, logits)
-        return group_shares(logits, end)
+        return group_shares(logits, end, squares=self._squares)
 
     def unit_logits(self, query: Tensor, num_units: int) -> Tensor:
         """Each unit's largest logit per head; of padding it means nothing.
@@ -549,7 +550,7 @@ class LowRankIndex(KeyIndex):
         Returns:
             float32 [batch, num_units, num_heads]
         """
-        assert self._head_reduction == "softmax", "logits per head"
+        assert self._head_reduction != "sum", "logits per head"
         selection = self._selection_of_codes() if self._turns is not None else None
         if selection is not None and selection.is_compiled:
             return selection.logits(self._from_start(query), num_units)

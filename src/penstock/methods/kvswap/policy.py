@@ -39,15 +39,17 @@ SLOTS_BY_SELECTED = 3
 """Slots are at most so many selections: 0.92 of a selection is in memory then."""
 SHARED_TOKENS = 600
 """Most tokens of preload buffers: all of them are read at every step."""
+SOME_SHARED_TOKENS = 800
+"""The same where some layers have them: others' slots are as large, and hold more."""
 SHARED_READS = 32 << 20
 """Most bytes of such reads, of a row's step in all layers, out of host memory (device tier): about
 1 ms on an H100. These tokens are worth more than other slots are
 (research/notes/2026-11-27-shared-pools.md)."""
 WINDOWS = (32, 16)
 """Tokens that a larger window may be cut down to."""
-SMALLER_WINDOW = 0.9
-"""What each of these steps is held to keep: a cut pays in shared pools, where a slot of a window
-costs what a dozen others do. Measured were 0.96 to 0.98."""
+SMALLER_WINDOW = 0.99
+"""What each of these steps is held to keep, as measured by the KL of answers
+(research/notes/2026-11-29-windows-and-heads.md)."""
 REUSE_PAYS = 0.8
 """Layers have slots of their own where these are worth at least so much of what shared ones are:
 less, and a larger budget would be the worse one. Shared ones are read anew at every step."""
@@ -117,8 +119,9 @@ class KVSwap(SelectionPolicy):
     layer_ranks: Literal["measured", "equal"] = "measured"
     """Whether layers have components by what calibration found that each needs, `rank` on average,
     or all the same, as in the paper."""
-    head_reduction: HeadReduction = "softmax"
-    """How scores of the heads become one: "softmax" per head before the sum, or the raw "sum"."""
+    head_reduction: HeadReduction = "norm"
+    """How scores of the heads become one: the root of the sum of the squares of their shares in a
+    softmax ("norm"), the sum of the shares ("softmax"), or the "sum" of raw logits."""
     keep: float | None = None
     """Factor on the scores of the groups in the slots when a step selects, so that what comes in is
     worth its bytes; 1: as the paper, where slots are first in, first out. None: by the number of
@@ -192,11 +195,14 @@ class KVSwap(SelectionPolicy):
                 raise ConfigError(f"{name}={share} must lie between 0 and 1")
         if self.floor is not None and self.mass is None:
             raise ConfigError(f"floor={self.floor} is for mass=; give both")
-        if self.mass is not None and (self.head_reduction, self.attend) != ("softmax", "resident"):
-            raise ConfigError("mass= wants head_reduction='softmax' and attend='resident'")
+        by_shares = self.head_reduction != "sum" and self.attend == "resident"
+        if self.mass is not None and not by_shares:
+            raise ConfigError("mass= does not go with head_reduction='sum' or attend='selected'")
         if self.tail == "mean":
-            if (self.head_reduction, self.attend) != ("softmax", "resident"):
-                raise ConfigError("tail=mean wants head_reduction='softmax' and attend='resident'")
+            if not by_shares:
+                raise ConfigError(
+                    "tail=mean does not go with head_reduction='sum' or attend='selected'"
+                )
             if self.mass is not None:
                 raise ConfigError("tail=mean and mass= do not go together; give one")
         elif self.tail != "none":
@@ -262,7 +268,7 @@ class KVSwap(SelectionPolicy):
     @property
     def _may_keep(self) -> bool:
         """Raw sums of logits have no factor that means more; `mass` has rules of its own."""
-        return self.head_reduction == "softmax" and self.mass is None
+        return self.head_reduction != "sum" and self.mass is None
 
     @override
     def first_in_first_out(self) -> "KVSwap":
@@ -441,7 +447,7 @@ class KVSwap(SelectionPolicy):
         max_units = ceil_div(request.max_tokens, self.group_tokens)
         most = least
         if (shared or (every and self.reuse_tokens is None)) and self.selected_tokens is None:
-            most = max(least, self._most_shared_tokens(request) // self.group_tokens)
+            most = max(least, self._most_shared_tokens(request, every) // self.group_tokens)
         elif not shared and self.reuse_tokens is not None:
             most = max(least, self.reuse_tokens // self.group_tokens)
         elif not shared and (
@@ -453,12 +459,12 @@ class KVSwap(SelectionPolicy):
             request, lambda slots: self._build(request, slots, every=every), least, most
         )
 
-    def _most_shared_tokens(self, request: SizingRequest) -> int:
+    def _most_shared_tokens(self, request: SizingRequest, every: int) -> int:
         """Tokens of a preload buffer, where `selected_tokens` is not stated."""
         if self.reuse_tokens is not None:
             return PAPER_SELECTED_TOKENS
         if not request.device_tier:
-            return SHARED_TOKENS
+            return SHARED_TOKENS if every == 1 else SOME_SHARED_TOKENS
         return max(SHARED_TOKENS, SHARED_READS // request.shape.full_cache_bytes(1, 1))
 
     def _with_chunks(self, request: SizingRequest, plan: SlotPlan) -> SlotPlan:
