@@ -1,0 +1,1 @@
+"""How close settings stay to full attention's own answers."""
