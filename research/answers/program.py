@@ -43,7 +43,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=8192, help="length of a prompt")
     add("--samples", type=int, default=24, help="of each task, decoded as one batch")
     add("--steps", type=int, default=256, help="most tokens of an answer")
-    add("--settings", required=True, help="POLICY@BUDGET:option=value,...;...; the first is first")
+    add(
+        "--settings",
+        required=True,
+        help="POLICY@BUDGET:option=value,...;...; ratios are to the first",
+    )
     add("--device", default="cpu")
     add("--dtype")
     add("--chunk", type=int, default=2048)
@@ -52,21 +56,26 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def reference_of(
-    loaded: LoadedModel, source: RealTasks, task: str, args: argparse.Namespace
-) -> Reference:
+    loaded: LoadedModel, source: RealTasks, task: str, args: argparse.Namespace,
+    progress: Progress,
+) -> Reference:  # fmt: skip
     """What full attention answers to the samples of a task, and its distributions.
 
     Raises:
         ConfigError: no task is called so.
     """
+
+    def tell(tokens: int) -> None:
+        progress.say(f"{task}: full attention, {tokens:,} tokens read")
+
     drawn: dict[str, Any] = {"tokens": args.tokens, "seed": args.seed}
     if task in FIDELITY:
         rows = source.passages(task, 0, args.samples, **drawn)
-        return read_passages(loaded, rows, chunk=args.chunk, on_tokens=lambda _: None)
+        return read_passages(loaded, rows, chunk=args.chunk, on_tokens=tell)
     question = ask(loaded, source.draw(task, 0, args.samples, **drawn))
     return make_reference(
         loaded, question.batch, new_tokens=min(args.steps, question.new_tokens), chunk=args.chunk,
-        ends=end_token_ids(loaded), look_every=_LOOK_EVERY,
+        ends=end_token_ids(loaded), look_every=_LOOK_EVERY, on_prefill=tell,
     )  # fmt: skip
 
 
@@ -128,8 +137,7 @@ def run(arguments: Sequence[str]) -> Result:
     tasks = args.tasks.split(",")
     progress = Progress(len(tasks) * len(settings))
     for task in tasks:
-        progress.say(f"{task}: full attention reads and answers")
-        reference = reference_of(loaded, source, task, args)
+        reference = reference_of(loaded, source, task, args, progress)
         for setting in settings:
             progress.say(f"{task}: {setting.text}")
             rows.append({"task": task, "setting": setting.text})

@@ -84,7 +84,8 @@ class KVSwap(SelectionPolicy):
     `window_tokens` beside the paper's unfinished group; `sink_tokens` are resident; everything that
     the reuse buffer holds is attended to, and all of it is selected anew at each step, where the
     paper selects less and lets the oldest go (`keep`); index components are stored in 8 or 4 bits
-    where memory is short, and divided among the layers by what each needs (`layer_ranks`).
+    where memory is short, and divided among the layers by what each needs (`layer_ranks`); a group
+    has the norm of its heads' shares (`head_reduction`).
     """
 
     name: ClassVar[str] = "kvswap"
