@@ -83,6 +83,7 @@ def test_group_scores_without_what_is_padding(bits: int, num_groups: int) -> Non
 
 @pytest.mark.parametrize("heads", [1, 16, 37])
 def test_scores_are_one_number_of_the_heads_shares(heads: int) -> None:
+    torch.manual_seed(heads)
     logits = 5 * torch.randn(2, 300, heads)
     shares = torch.softmax(logits[:, :290].double(), dim=1)
     summed = scores.scores_of_shares(logits.clone(), 290)
